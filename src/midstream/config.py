@@ -1,0 +1,101 @@
+"""Settings: what they are, their defaults, and how a TOML file and command-line options combine. No I/O but reading the file.
+
+Always holds: an option on the command line wins over the file, the file over the default; an unknown key in the file is
+an error that names it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from midstream.errors import ConfigError
+
+EngineKind = Literal["embedded", "vllm"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The embedded engine. Sizes in tokens unless the name says otherwise."""
+
+    dtype: Dtype | None = None  # None: the checkpoint's own
+    device: str = "cpu"
+    block_size: int = 16
+    kv_cache_tokens: int = 65536  # capacity of the paged KV cache
+    max_batch_tokens: int = 1024  # tokens computed in one step (chunked prefill above that)
+    max_running: int = 128  # sequences stepped together
+    max_waiting: int = 4096  # requests queued before 429
+    threads: int = 1  # intra-op threads of one replica's engine
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_body_bytes: int = 64 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    load_bound: float = 0.25  # a new session goes to no replica above (1 + load_bound) x mean in-flight requests
+    max_sessions: int = 1_000_000  # placements remembered; the least recently used goes first
+    connect_timeout_s: float = 5.0
+    keep_alive_s: float = 75.0
+    api_keys: tuple[str, ...] = ()  # empty: no authentication
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str = "tiny-moe"  # a built-in name or a Hugging Face directory
+    replicas: int = 2
+    engine: EngineKind = "embedded"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    bucket: str | None = None  # None: file://<state-dir>/bucket
+    transition: Literal["async", "sync"] = "async"
+    state_dir: str = ".midstream"
+    account: str = "local"
+    deployment: str = "default"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    embedded: EngineSettings = EngineSettings()
+    gateway: GatewaySettings = GatewaySettings()
+
+
+def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
+    """Settings from `file` (TOML) with `overrides` (top-level names; None = not given) on top. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(Path(file).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {file}: cannot be read: {error}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--config {file}: not valid TOML: {error}") from error
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    try:
+        settings = msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from error
+    return _checked(settings)
+
+
+def _checked(settings: Settings) -> Settings:
+    checks = [
+        (settings.replicas >= 1, f"replicas must be at least 1, got {settings.replicas}"),
+        (0 <= settings.port <= 65535, f"port must be 0 to 65535, got {settings.port}"),
+        (settings.engine in get_args(EngineKind), f"engine must be embedded or vllm, got {settings.engine}"),
+        (settings.embedded.block_size >= 1, "embedded.block_size must be at least 1"),
+        (
+            settings.embedded.kv_cache_tokens >= 2 * settings.embedded.block_size,
+            "embedded.kv_cache_tokens must hold at least two blocks",
+        ),
+        (settings.gateway.load_bound > 0, "gateway.load_bound must be above 0"),
+    ]
+    for holds, message in checks:
+        if not holds:
+            raise ConfigError(f"configuration: {message}")
+    return settings
+
+
+def model_resource(settings: Settings, model_name: str) -> str:
+    return f"accounts/{settings.account}/models/{model_name}"
+
+
+def deployment_resource(settings: Settings) -> str:
+    return f"accounts/{settings.account}/deployments/{settings.deployment}"

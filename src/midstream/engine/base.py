@@ -1,0 +1,70 @@
+"""The engine port: what a replica needs from whatever computes tokens.
+
+Owns: the contract only. Implementations: engine/embedded (PyTorch), engine/vllm (an unmodified vLLM server).
+Methods are called from one asyncio event loop. None of them blocks it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from midstream.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
+
+
+class EngineDied(Exception):
+    """The engine is gone with all its requests; the replica is not ready until `start` succeeds again."""
+
+
+class StagingFailed(Exception):
+    """The staged files could not become a model; what serves is unchanged."""
+
+
+class Engine(abc.ABC):
+    @abc.abstractmethod
+    async def start(self) -> ModelInfo:
+        """Load the base weights and be ready to generate. Safe to call again after EngineDied."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """End the engine and free what it holds; running requests end with an error event. Idempotent."""
+
+    @abc.abstractmethod
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        """Events of all n choices, interleaved, in order within a choice; ends after the last choice's `finish`.
+
+        Safe at any time, also during stage and commit. Closing the iterator (aclose, cancellation) aborts the request:
+        the engine stops within one step and its KV blocks are free again. Raises EngineDied.
+        """
+
+    @abc.abstractmethod
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        """Prepare the verified files of `directory` beside the serving weights; steps go on meanwhile.
+
+        One snapshot is staged at a time: a second stage replaces the first. Raises StagingFailed, EngineDied.
+        """
+
+    @abc.abstractmethod
+    async def commit(self, snapshot: str) -> SwapTiming:
+        """Switch to the staged snapshot at a step boundary; running sequences continue with their KV.
+
+        Every token sampled before the switch is labelled with the old snapshot, every one after it with the new one.
+        Only safe after stage(snapshot) returned; raises StagingFailed when that snapshot is not the one staged,
+        EngineDied. The timing's pause_ms is the time in which no step ran.
+        """
+
+    @abc.abstractmethod
+    async def pause(self) -> None:
+        """Stop stepping at the next step boundary. Running sequences keep their KV. Idempotent."""
+
+    @abc.abstractmethod
+    async def resume(self) -> None:
+        """Step again. Idempotent."""
+
+    @abc.abstractmethod
+    def stats(self) -> EngineStats:
+        """The last numbers the engine reported; never waits."""
+
+    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:  # noqa: B027 - optional to override
+        """Call `callback(reason)` when the engine dies by itself (not by close)."""

@@ -1,0 +1,126 @@
+"""One error tree and its HTTP mapping.
+
+    MidstreamError
+      InvalidRequest 400            the request must change
+        UnknownField 400
+        SnapshotRefused 400         a hot-load signal that cannot be taken
+      Unauthorized 401
+      NotFound 404
+      Conflict 409
+      PayloadTooLarge 413
+      SnapshotTransition 425        retryable: a swap holds the door
+      Overloaded 429                retryable: queue full
+      EngineFailed 500              this request failed inside the engine
+      ReplicaUnavailable 503        retryable: no replica can take it now
+    SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
+      SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
+
+Always holds: an error that a retry may cure has `retry_after_s`; the others have none. Bodies have one shape,
+`{"error": {"message", "type", "code", "param"}}`, which both the OpenAI and the Fireworks clients read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class MidstreamError(Exception):
+    """An error a client sees. `message` is for the person; `param` names the request field at fault."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {"message": self.message, "type": self.code, "code": self.code, "param": self.param}
+        }
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+
+class InvalidRequest(MidstreamError):
+    status = 400
+    code = "invalid_request_error"
+
+
+class UnknownField(InvalidRequest):
+    """Fireworks' wording: clients match it, drop the field and retry."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"Extra inputs are not permitted, field: '{field}'", param=field)
+
+
+class SnapshotRefused(InvalidRequest):
+    pass
+
+
+class Unauthorized(MidstreamError):
+    status = 401
+    code = "authentication_error"
+
+
+class NotFound(MidstreamError):
+    status = 404
+    code = "not_found_error"
+
+
+class Conflict(MidstreamError):
+    status = 409
+    code = "conflict_error"
+
+
+class PayloadTooLarge(MidstreamError):
+    status = 413
+    code = "payload_too_large"
+
+
+class SnapshotTransition(MidstreamError):
+    status = 425
+    code = "snapshot_transition"
+    retry_after_s = 1
+
+
+class Overloaded(MidstreamError):
+    status = 429
+    code = "overloaded_error"
+    retry_after_s = 1
+
+
+class EngineFailed(MidstreamError):
+    status = 500
+    code = "engine_error"
+
+
+class ReplicaUnavailable(MidstreamError):
+    status = 503
+    code = "replica_unavailable"
+    retry_after_s = 1
+
+
+class SnapshotError(Exception):
+    """A snapshot that cannot be served. The message names the file or tensor and what was expected."""
+
+
+class SnapshotMissing(SnapshotError):
+    pass
+
+
+class SnapshotCorrupt(SnapshotError):
+    pass
+
+
+class SnapshotIncompatible(SnapshotError):
+    pass
+
+
+class ConfigError(Exception):
+    """A setting that cannot work; the command line prints it as one line and exits with 2."""

@@ -1,0 +1,195 @@
+"""The vocabulary every part of midstream shares. No I/O, no torch.
+
+The unit is the token record: a token, two log-probabilities, the snapshot whose logits it was sampled from, and the
+MoE route of the forward pass that produced it. Streams, plain responses, metrics and tests are views of token records.
+
+Always holds:
+- A record describes ONE forward pass: `logprob`, `snapshot` and `route` belong to the pass whose logits scored the
+  token (input position i-1 for the token at position i), never to the pass that later consumed it.
+- A snapshot is named by its identity everywhere; `BASE_SNAPSHOT` names the weights the server started with.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+BASE_SNAPSHOT = "base"
+
+#: Internal request headers, set by the gateway (it drops any a client sends) and read by replicas.
+HEADER_SESSION = "x-midstream-session"  # percent-encoded session key; absent: the request has no session
+HEADER_TENANT = "x-midstream-tenant"  # who the API key belongs to; absent: single tenant
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+ResetPromptCache = Literal["all", "new_session", "none"]
+TransitionType = Literal["ASYNC", "SYNC"]
+
+
+class TopLogprob(msgspec.Struct, array_like=True, frozen=True):
+    token_id: int
+    logprob: float  # of the raw model, nats
+
+
+class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
+    """One token and the forward pass that produced (generated) or scored (prompt) it.
+
+    logprob: log p of the raw model, natural log, before temperature and filters. 0.0 for the first prompt token,
+        which nothing scores.
+    sampling_logprob: log p under the distribution actually sampled from (temperature, top-p, top-k, penalties);
+        None on prompt tokens.
+    route: bytes of a C-order [moe_layers, top_k] array, uint8 (little-endian uint16 above 256 experts); None when
+        not asked for, on a dense model, and on the first prompt token.
+    """
+
+    token_id: int
+    logprob: float
+    sampling_logprob: float | None
+    snapshot: str
+    route: bytes | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. temperature 0 is greedy; top_k <= 0 and top_p >= 1 and min_p <= 0 switch those filters off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # choice i of a request samples with stream (seed, i, position)
+    stop_token_ids: tuple[int, ...] = ()  # generation ends after one of these; the token is part of the records
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to an engine: token ids in, token records out.
+
+    salt: namespace of the prefix cache (tenant, isolation key and prompt-cache namespace, mixed by the replica). KV is
+        shared only between requests of equal salt.
+    prompt_records: how many of the last prompt tokens to return records for (echo); 0 = none.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    salt: bytes = b""
+    want_routes: bool = False
+    top_logprobs: int = 0
+    prompt_records: int = 0
+
+
+class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports for one choice after a step.
+
+    The first event of a choice carries `cached_tokens` (prompt tokens whose KV was reused) and, under echo, `prompt`
+    (records of the last `prompt_records` prompt tokens). `finish` is set on the last event of the choice and only
+    there. `error` ends the whole request: a message for the user; no further event follows.
+    """
+
+    index: int = 0
+    tokens: tuple[TokenRecord, ...] = ()
+    prompt: tuple[TokenRecord, ...] | None = None
+    cached_tokens: int | None = None
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+class Stage(enum.StrEnum):
+    """Where a replica stands with a snapshot. The legal moves are the table in replica/swap.py."""
+
+    IDLE = "idle"  # serving, nothing to do
+    FETCHING = "fetching"
+    VERIFYING = "verifying"
+    STAGING = "staging"
+    STAGED = "staged"  # verified and in memory; the next step boundary may switch to it
+    COMMITTING = "committing"
+    ERROR = "error"  # the target failed before commit; the old snapshot serves
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica should serve; the gateway sends it, the replica converges on it.
+
+    generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
+    url: where the snapshot's files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
+    """
+
+    snapshot: str
+    generation: int
+    url: str | None = None
+    reset_prompt_cache: ResetPromptCache = "all"
+    transition: TransitionType = "ASYNC"
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage change of one replica: what the ledger keeps. `seq` counts from 0 within a boot of the replica."""
+
+    seq: int
+    at: float  # seconds since the epoch
+    snapshot: str
+    generation: int
+    stage: Stage
+    detail: str = ""  # the error message when stage is ERROR
+
+
+class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the last completed swap took, in milliseconds. pause_ms: no step ran for this long."""
+
+    snapshot: str
+    fetch_ms: float = 0.0
+    verify_ms: float = 0.0
+    stage_ms: float = 0.0
+    pause_ms: float = 0.0
+    streams_crossed: int = 0  # sequences that were running at the switch
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of an engine; counters only grow within a boot."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's state, sent whole on every change: the only thing the gateway knows about it."""
+
+    replica: str  # stable name, e.g. "replica-0"
+    boot: str  # random per process start: a new boot starts from the base weights
+    ready: bool  # the engine answers and a snapshot serves
+    snapshot: str = BASE_SNAPSHOT  # what serves now
+    generation: int = 0  # of the Desired last accepted (0: none yet)
+    stage: Stage = Stage.IDLE
+    target: str | None = None  # snapshot being loaded, or the one that failed
+    error: str | None = None
+    in_flight: int = 0  # requests being served
+    last_swap: SwapTiming | None = None
+    engine: EngineStats = EngineStats()
+    transitions: tuple[Transition, ...] = ()  # the most recent ones, oldest first
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine serves. moe_layers and top_k are 0 on a dense model."""
+
+    max_model_len: int
+    vocab_size: int
+    moe_layers: int = 0
+    top_k: int = 0
+    num_experts: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def served_model_name(model: str, snapshot: str) -> str:
+    """`accounts/A/models/M@identity`, the `model` field of every response."""
+    return f"{model}@{snapshot}"
