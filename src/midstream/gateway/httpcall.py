@@ -1,0 +1,101 @@
+"""A small HTTP/1.1 client for the gateway's own calls to replicas: one connection, one request, one response.
+
+The data path does not use it: proxied bytes go through gateway/upstream.py.
+Always holds: nothing is retried, nothing is pooled, and `ended` is set exactly once, when the response is
+complete or the connection is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httptools
+
+
+class CallFailed(Exception):
+    """The other side refused the connection, broke it, or did not speak HTTP."""
+
+
+class ResponseStream(asyncio.Protocol):
+    """Sends `request` on connect and hands the decoded body to `on_body` as it arrives.
+
+    `ended` resolves to None after a complete response and to the reason after anything else.
+    """
+
+    def __init__(self, request: bytes, on_body: Callable[[bytes], None]) -> None:
+        self._request = request
+        self._transport: asyncio.Transport | None = None
+        self.on_body = on_body  # before the parser, which looks it up once
+        self._parser = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            cause = error.__context__ or error  # what on_body raised, when it was on_body
+            self._end(f"bad response: {cause}")
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_message_complete(self) -> None:
+        if self.status >= 200:
+            self._end(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(f"connection lost: {exc}" if exc else "connection closed before the response ended")
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _end(self, reason: str | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+        self.abort()
+
+
+async def open_stream(
+    url: str, method: str, path: str, body: bytes | None, on_body: Callable[[bytes], None], timeout_s: float
+) -> ResponseStream:
+    """Connect and send; the response arrives through `on_body`. Raises CallFailed when connecting fails."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    head = f"{method} {path} HTTP/1.1\r\nhost: {parts.netloc}\r\n"
+    if body is not None:
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    request = head.encode() + b"\r\n" + (body or b"")
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, stream = await loop.create_connection(lambda: ResponseStream(request, on_body), host, port)
+    except TimeoutError as error:
+        raise CallFailed(f"no connection within {timeout_s:g} s") from error
+    except OSError as error:
+        raise CallFailed(str(error)) from error
+    return stream
+
+
+async def call(url: str, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    """Status and body of one exchange. Raises CallFailed on anything but a response complete in time."""
+    parts: list[bytes] = []
+    stream = await open_stream(url, method, path, body, parts.append, timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reason = await stream.ended
+    except TimeoutError as error:
+        raise CallFailed(f"no response within {timeout_s:g} s") from error
+    finally:
+        stream.abort()
+    if reason is not None:
+        raise CallFailed(reason)
+    return stream.status, b"".join(parts)

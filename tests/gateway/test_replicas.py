@@ -1,0 +1,186 @@
+"""ReplicaSet against real sockets: a small server that speaks the replica's event stream."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from midstream.errors import ReplicaUnavailable
+from midstream.gateway.replicas import ReplicaSet
+from midstream.types import Desired, ReplicaReport
+
+
+class EventServer:
+    """Serves /replica/events from `send`, and /replica/desired with `desired_status`."""
+
+    def __init__(self) -> None:
+        self.writers: list[asyncio.StreamWriter] = []
+        self.desired: list[Desired] = []
+        self.desired_status = 202
+        self.connected = asyncio.Event()
+
+    async def __aenter__(self) -> "EventServer":
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.close()
+        self.drop()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET /replica/events "):
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            self.writers.append(writer)
+            self.connected.set()
+            return
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        self.desired.append(msgspec.json.decode(await reader.readexactly(length), type=Desired))
+        writer.write(f"HTTP/1.1 {self.desired_status} X\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+        writer.close()
+
+    def send(self, *reports: ReplicaReport, cut: int | None = None) -> None:
+        data = b"".join(msgspec.json.encode(report) + b"\n" for report in reports)
+        for part in (data,) if cut is None else (data[:cut], data[cut:]):
+            self.writers[-1].write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def drop(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
+        self.connected.clear()
+
+
+def report(**changes: object) -> ReplicaReport:
+    fields: dict[str, object] = {"replica": "replica-0", "boot": "b1", "ready": True}
+    return msgspec.convert(fields | changes, ReplicaReport)
+
+
+class Watched:
+    """A running ReplicaSet over one EventServer, and a way to wait for what it says."""
+
+    def __init__(self, server: EventServer, **options: float) -> None:
+        self.set = ReplicaSet([("replica-0", f"http://127.0.0.1:{server.port}")], **options)
+        self.view = self.set.views[0]
+        self.calls = 0
+        self._changed = asyncio.Event()
+        self.set.subscribe(self._on_change)
+
+    def _on_change(self) -> None:
+        self.calls += 1
+        self._changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def __aenter__(self) -> "Watched":
+        self.task = asyncio.create_task(self.set.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def test_reports_arrive_whole_whatever_the_chunking() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report(snapshot="s1"), cut=17)
+            await watched.until(lambda: watched.view.report == report(snapshot="s1"))
+            assert repr(watched.set) == "ReplicaSet(1 replicas, 1 reachable, 0 usable)"
+            watched.view.admitted = True
+            assert watched.view.usable
+            server.send(report(ready=False))
+            await watched.until(lambda: watched.view.report == report(ready=False))
+            assert not watched.view.usable
+
+    asyncio.run(main())
+
+
+def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(*(report(in_flight=n) for n in range(5)), report(in_flight=4))
+            await watched.until(lambda: watched.view.report == report(in_flight=4))
+            assert watched.calls == 1
+
+    asyncio.run(main())
+
+
+def test_a_lost_stream_makes_the_replica_unreachable_and_it_comes_back_admitted() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            watched.view.admitted = True
+            server.drop()
+            await watched.until(lambda: watched.view.report is None)
+            assert not watched.view.usable
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.usable)
+
+    asyncio.run(main())
+
+
+def test_a_new_boot_is_not_admitted() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            watched.view.admitted = True
+            server.send(report(boot="b2"))
+            await watched.until(lambda: watched.view.report == report(boot="b2"))
+            assert not watched.view.admitted
+
+    asyncio.run(main())
+
+
+def test_a_silent_stream_counts_as_lost() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server, silence_s=0.3) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            await watched.until(lambda: watched.view.report is None)
+            assert watched.calls == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("line", [b"{not json}\n", msgspec.json.encode(report(replica="replica-7")) + b"\n"])
+def test_a_stream_that_is_not_this_replicas_is_not_believed(line: bytes) -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            server.writers[-1].write(b"%x\r\n%b\r\n" % (len(line), line))
+            await watched.until(lambda: watched.view.report is None)
+
+    asyncio.run(main())
+
+
+def test_desired_is_delivered_and_a_refusal_is_an_error() -> None:
+    async def main() -> None:
+        async with EventServer() as server:
+            replicas = ReplicaSet([("replica-0", f"http://127.0.0.1:{server.port}/")])
+            desired = Desired(snapshot="s1", generation=3, url="file:///b/s1")
+            await replicas.send_desired(replicas.views[0], desired)
+            assert server.desired == [desired]
+            server.desired_status = 500
+            with pytest.raises(ReplicaUnavailable, match="replica-0 answered 500"):
+                await replicas.send_desired(replicas.views[0], desired)
+        with pytest.raises(ReplicaUnavailable, match="replica-0"):
+            await replicas.send_desired(replicas.views[0], desired)
+
+    asyncio.run(main())
