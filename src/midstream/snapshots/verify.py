@@ -1,0 +1,97 @@
+"""Whether a snapshot can take the place of the model being served. Pure.
+
+Always holds: two specs that pass have the same tensors (name, shape, dtype) and describe one architecture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.errors import SnapshotIncompatible
+from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
+
+__all__ = ["IGNORED_FIELDS", "CheckpointSpec", "TensorSpec", "check_compatible", "read_spec"]
+
+#: Fields of config.json that say how it was saved or trained, not what the model computes. The dtype is among
+#: them because the tensors' own dtypes are compared.
+IGNORED_FIELDS = frozenset(
+    {
+        "_name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "output_router_logits",
+        "router_aux_loss_coef",
+    }
+)
+
+
+def check_compatible(base: CheckpointSpec, new: CheckpointSpec, ignore: frozenset[str] = frozenset()) -> None:
+    """Raise SnapshotIncompatible unless `new` can replace `base`.
+
+    The message names the first field or tensor that differs. `ignore` names top-level configuration fields to
+    skip besides IGNORED_FIELDS.
+    """
+    skipped = IGNORED_FIELDS | ignore
+    _check_config(
+        {name: value for name, value in base.config.items() if name not in skipped},
+        {name: value for name, value in new.config.items() if name not in skipped},
+        at="",
+    )
+    _check_tensors(base.tensors, new.tensors)
+
+
+def _check_config(base: dict[str, Any], new: dict[str, Any], at: str) -> None:
+    if extra := sorted(base.keys() - new.keys()):
+        raise SnapshotIncompatible(f"Extra base model config options: {_fields(extra, at)}")
+    if extra := sorted(new.keys() - base.keys()):
+        raise SnapshotIncompatible(f"Extra snapshot model config options: {_fields(extra, at)}")
+    for name in sorted(base):
+        _check_value(base[name], new[name], at + name)
+
+
+def _check_value(base: Any, new: Any, field: str) -> None:
+    if _kind(base) != _kind(new):
+        raise SnapshotIncompatible(
+            f"Types mismatch for {field}: {_kind(base)} in the base model, {_kind(new)} in the snapshot"
+        )
+    if isinstance(base, dict):
+        _check_config(base, new, at=f"{field}.")
+    elif isinstance(base, list) and len(base) == len(new):
+        for i, (b, n) in enumerate(zip(base, new, strict=True)):
+            _check_value(b, n, f"{field}[{i}]")
+    elif base != new:
+        raise SnapshotIncompatible(
+            f"Config value mismatch for {field}: {base!r} in the base model, {new!r} in the snapshot"
+        )
+
+
+def _kind(value: Any) -> str:
+    """JSON has one kind of number: 10000 and 10000.0 are the same setting, true and 1 are not."""
+    if isinstance(value, bool):
+        return "bool"
+    return "number" if isinstance(value, int | float) else type(value).__name__
+
+
+def _fields(names: list[str], at: str) -> str:
+    return ", ".join(at + name for name in names)
+
+
+def _check_tensors(base: dict[str, TensorSpec], new: dict[str, TensorSpec]) -> None:
+    if absent := sorted(base.keys() - new.keys()):
+        raise SnapshotIncompatible(f"tensor {absent[0]} is missing from the snapshot{_and_more(absent)}")
+    if extra := sorted(new.keys() - base.keys()):
+        raise SnapshotIncompatible(f"tensor {extra[0]} is not in the base model{_and_more(extra)}")
+    for name in sorted(base):
+        b, n = base[name], new[name]
+        if b.shape != n.shape:
+            raise SnapshotIncompatible(
+                f"tensor {name} has shape {list(n.shape)}, the base model {list(b.shape)}"
+            )
+        if b.dtype != n.dtype:
+            raise SnapshotIncompatible(f"tensor {name} has dtype {n.dtype}, the base model {b.dtype}")
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,450 @@
+"""Fetching, layout, verification and cache, on real files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from midstream.errors import (
+    ConfigError,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotIncompatible,
+    SnapshotMissing,
+    SnapshotRefused,
+)
+from midstream.snapshots import store
+from midstream.snapshots.cache import SnapshotCache, directory_name
+from midstream.snapshots.identity import check_bucket, file_url_path
+from midstream.snapshots.layout import read_safetensors_header
+from midstream.snapshots.store import check_identity, fetch_snapshot, snapshot_url
+from midstream.snapshots.verify import CheckpointSpec, TensorSpec, check_compatible, read_spec
+
+CONFIG = {"model_type": "tiny", "hidden_size": 8, "rope": {"theta": 10000, "kinds": ["a", "b"]}}
+
+
+def write_checkpoint(directory: Path, shards: int = 1, config: dict[str, Any] | None = None) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG if config is None else config))
+    tensors = {f"layers.{i}.w": np.full((3, 2), i, dtype=np.float32) for i in range(4)}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+    weight_map = {}
+    for s in range(shards):
+        name = f"model-{s + 1:05d}-of-{shards:05d}.safetensors"
+        part = {k: v for i, (k, v) in enumerate(tensors.items()) if i % shards == s}
+        save_file(part, directory / name)
+        weight_map.update(dict.fromkeys(part, name))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def write_header(path: Path, header: dict[str, Any], data: bytes) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def fetch(source: Path, dest: Path, **kwargs: Any) -> None:
+    asyncio.run(fetch_snapshot(source.as_uri(), dest, **kwargs))
+
+
+def temporaries(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if p.name.startswith("."))
+
+
+# --- identities ---
+
+
+@pytest.mark.parametrize(
+    ("identity", "says"),
+    [
+        ("", "must not be empty"),
+        ("base", "is reserved"),
+        (".", "none of them empty"),
+        ("..", "none of them empty"),
+        ("/step", "none of them empty"),
+        ("step/", "none of them empty"),
+        ("a//b", "none of them empty"),
+        ("a/../b", "none of them empty"),
+        ("a/./b", "none of them empty"),
+        ("a\\b", "a backslash"),
+        ("a\0b", "control characters"),
+        ("a\nb", "control characters"),
+        ("step@2", "'@'"),
+        ("\ud800", "valid Unicode"),
+        ("x" * 513, "at most 512 characters, got 513"),
+    ],
+)
+def test_an_identity_that_could_escape_or_confuse_is_refused(identity: str, says: str) -> None:
+    with pytest.raises(SnapshotRefused, match=says) as caught:
+        check_identity(identity)
+    assert caught.value.param == "identity"
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "identity", ["step-1", "run/7/step 2", "100%", "...", "ünïcode#?", "Base", "x" * 512]
+)
+def test_an_ordinary_identity_is_accepted_and_its_url_leads_back_to_it(identity: str) -> None:
+    assert str(file_url_path(snapshot_url("file:///bucket/", identity))) == f"/bucket/{identity}"
+
+
+@given(st.text(max_size=40))
+def test_no_accepted_identity_leaves_its_bucket(identity: str) -> None:
+    try:
+        url = snapshot_url("file:///bucket", identity)
+    except SnapshotRefused:
+        return
+    path = os.path.normpath(str(file_url_path(url)))
+    assert path == f"/bucket/{identity}"
+    assert identity.partition("@") == (identity, "", "")
+
+
+@pytest.mark.parametrize(
+    "bucket", ["s3://b/x", "/plain/path", "file://host/x", "file:relative", "file:///a?b"]
+)
+def test_a_bucket_that_cannot_be_read_is_a_configuration_error(bucket: str) -> None:
+    with pytest.raises(ConfigError, match="bucket"):
+        check_bucket(bucket)
+
+
+# --- fetching ---
+
+
+def test_a_fetched_snapshot_has_the_same_bytes_and_only_the_files_of_a_snapshot(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "bucket" / "step 1%", shards=2)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (source / name).write_text(name)
+    for name in ("pytorch_model.bin", "optimizer.pt", "README.md", "tokenizer.pkl", ".hidden.safetensors"):
+        (source / name).write_text("no")
+    (source / "nested").mkdir()
+    (source / "nested" / "x.safetensors").write_text("no")
+    seen: list[tuple[int, int]] = []
+
+    fetch(source, tmp_path / "dest", progress=lambda done, total: seen.append((done, total)))
+
+    fetched = {p.name: p.read_bytes() for p in (tmp_path / "dest").iterdir()}
+    assert fetched == {name: (source / name).read_bytes() for name in fetched}
+    assert sorted(fetched) == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    total = sum(len(data) for data in fetched.values())
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert temporaries(tmp_path) == []
+
+
+def test_fetching_again_replaces_what_was_there(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "step")
+    fetch(source, tmp_path / "dest")
+    (tmp_path / "dest" / "stale").write_text("old")
+    (source / "config.json").write_text("{}")
+    fetch(source, tmp_path / "dest")
+    assert sorted(p.name for p in (tmp_path / "dest").iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "dest" / "config.json").read_text() == "{}"
+    assert temporaries(tmp_path) == []
+
+
+def test_an_absent_or_empty_snapshot_is_missing_and_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "weights.bin").write_text("no")
+    for name in ("absent", "empty", "x" * 300):
+        with pytest.raises(SnapshotMissing, match=name):
+            fetch(tmp_path / name, tmp_path / "dest")
+    with pytest.raises(SnapshotMissing, match="ftp://host/x"):
+        asyncio.run(fetch_snapshot("ftp://host/x", tmp_path / "dest"))
+    assert not (tmp_path / "dest").exists()
+
+
+class ChangingStore(store.LocalStore):
+    """Runs `change` between the listing and the first read."""
+
+    change: Any = None
+
+    async def list_with_delimiter_async(self, *args: Any, **kwargs: Any) -> Any:
+        result = await super().list_with_delimiter_async(*args, **kwargs)
+        type(self).change()
+        return result
+
+
+@pytest.mark.parametrize("how", ["rewritten", "truncated", "grown", "removed"])
+def test_a_file_that_changes_after_the_listing_fails_the_fetch_and_leaves_the_old_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    source = write_checkpoint(tmp_path / "step")
+    fetch(source, tmp_path / "dest")
+    before = (tmp_path / "dest" / "model.safetensors").read_bytes()
+    weights = source / "model.safetensors"
+    changes = {
+        "rewritten": lambda: (source / "new").write_bytes(before) and (source / "new").rename(weights),
+        "truncated": lambda: os.truncate(weights, 20),
+        "grown": lambda: weights.write_bytes(before + b"more"),
+        "removed": weights.unlink,
+    }
+    monkeypatch.setattr(ChangingStore, "change", staticmethod(changes[how]))
+    monkeypatch.setattr(store, "LocalStore", ChangingStore)
+    with pytest.raises(SnapshotCorrupt, match=r"model\.safetensors changed while it was read"):
+        fetch(source, tmp_path / "dest")
+    assert (tmp_path / "dest" / "model.safetensors").read_bytes() == before
+    assert temporaries(tmp_path) == []
+
+
+def test_a_cancelled_fetch_leaves_nothing_behind(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "step")
+    (source / "big.safetensors").write_bytes(bytes(3 * store.CHUNK_BYTES))
+
+    async def cancel_in_the_middle() -> None:
+        task: asyncio.Task[None]
+
+        def progress(done: int, total: int) -> None:
+            task.cancel()
+
+        task = asyncio.create_task(fetch_snapshot(source.as_uri(), tmp_path / "dest", progress))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_in_the_middle())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step"]
+
+
+def test_a_destination_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "step")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotError, match=f"cannot write to {tmp_path / 'file'}"):
+        fetch(source, tmp_path / "file" / "dest")
+
+
+# --- layout ---
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_spec_lists_every_tensor_with_its_shape_dtype_and_file(tmp_path: Path, shards: int) -> None:
+    spec = read_spec(write_checkpoint(tmp_path / "c", shards=shards))
+    assert spec.config == CONFIG
+    assert sorted(spec.tensors) == ["layers.0.w", "layers.1.w", "layers.2.w", "layers.3.w"]
+    assert {(t.dtype, t.shape) for t in spec.tensors.values()} == {("F32", (3, 2))}
+    files = {t.file for t in spec.tensors.values()}
+    assert files == {p.name for p in (tmp_path / "c").glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
+def test_a_truncated_file_is_corrupt_at_any_length(tmp_path: Path, keep: int) -> None:
+    path = write_checkpoint(tmp_path / "c") / "model.safetensors"
+    os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
+    with pytest.raises(SnapshotCorrupt, match=r"^model\.safetensors: truncated"):
+        read_spec(tmp_path / "c")
+
+
+def test_bytes_after_the_last_tensor_are_corrupt(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "c") / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(SnapshotCorrupt, match=r"^model\.safetensors: 1 bytes after the last tensor"):
+        read_spec(tmp_path / "c")
+
+
+F32 = {"dtype": "F32", "shape": [2]}
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"a": F32 | {"data_offsets": [0, 4]}}, "does not fill its 4 bytes"),
+        ({"a": F32 | {"data_offsets": [4, 12]}}, "a starts at byte 4 of the data, not at 0"),
+        ({"a": F32 | {"data_offsets": [0, 8]}, "b": F32 | {"data_offsets": [4, 12]}}, "b starts at byte 4"),
+        ({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, "unknown dtype 'F99'"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, "not a whole number"),
+        ({"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}}, "not a whole number"),
+        ({"a": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}, "no dtype, shape and data_offsets"),
+        ({"a": 5}, "no dtype, shape and data_offsets"),
+        ({"a": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}, "does not fill"),
+    ],
+)
+def test_a_header_that_lies_is_corrupt(tmp_path: Path, header: dict[str, Any], says: str) -> None:
+    path = write_header(tmp_path / "m.safetensors", header, bytes(12))
+    with pytest.raises(SnapshotCorrupt, match=says):
+        read_safetensors_header(path)
+
+
+def test_header_bytes_that_are_not_a_json_object_are_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    twice = b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"a":{}}'
+    for text, says in [
+        (b"[]", "not a JSON object"),
+        (b"{oops", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (twice, "names a key twice"),
+    ]:
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+        with pytest.raises(SnapshotCorrupt, match=says):
+            read_safetensors_header(path)
+    path.write_bytes((2**63).to_bytes(8, "little") + bytes(100))
+    with pytest.raises(SnapshotCorrupt, match="truncated"):
+        read_safetensors_header(path)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_corrupt_or_describe_exactly_themselves(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "m.safetensors"
+    path.write_bytes(data)
+    try:
+        tensors = read_safetensors_header(path)
+    except SnapshotCorrupt as error:
+        assert str(error).startswith("m.safetensors: ")  # noqa: PT017 - success is legal too
+    else:
+        assert tensors == {}
+        assert json.loads(data[8:]).keys() <= {"__metadata__"}
+
+
+def test_an_absent_shard_is_missing_by_name(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "c", shards=3)
+    (source / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(SnapshotMissing, match=r"model-00002-of-00003\.safetensors: is not there"):
+        read_spec(source)
+
+
+def test_an_index_that_disagrees_with_its_shards_is_corrupt(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "c", shards=2)
+    index = source / "model.safetensors.index.json"
+    good = json.loads(index.read_text())["weight_map"]
+    other = dict(zip(sorted(set(good.values())), sorted(set(good.values()))[::-1], strict=True))
+    cases = [
+        ({**good, "ghost": good["layers.0.w"]}, "lacks ghost"),
+        ({k: v for k, v in good.items() if k != "layers.0.w"}, "holds layers.0.w"),
+        ({**good, "layers.0.w": other[good["layers.0.w"]]}, "layers.0.w"),
+        ({**good, "layers.0.w": "../model.safetensors"}, "not a shard's name"),
+        ({**good, "layers.0.w": "weights.bin"}, "not a shard's name"),
+        ({}, "has no weight_map"),
+    ]
+    for weight_map, says in cases:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(SnapshotCorrupt, match=says):
+            read_spec(source)
+
+
+def test_weight_files_nothing_accounts_for_are_corrupt(tmp_path: Path) -> None:
+    sharded = write_checkpoint(tmp_path / "sharded", shards=2)
+    save_file({"x": np.zeros(1)}, sharded / "model.safetensors")
+    with pytest.raises(SnapshotCorrupt, match=r"^model\.safetensors: is not named by"):
+        read_spec(sharded)
+    single = write_checkpoint(tmp_path / "single")
+    save_file({"x": np.zeros(1)}, single / "model-00001-of-00001.safetensors")
+    with pytest.raises(SnapshotCorrupt, match=r"model-00001-of-00001\.safetensors: beside"):
+        read_spec(single)
+
+
+def test_missing_config_or_weights_are_missing_by_name(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "c")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(SnapshotMissing, match=r"neither model\.safetensors nor"):
+        read_spec(source)
+    (source / "config.json").unlink()
+    with pytest.raises(SnapshotMissing, match=r"config\.json: is not there"):
+        read_spec(source)
+
+
+# --- compatibility ---
+
+
+def spec_of(config: dict[str, Any] | None = None, **tensors: TensorSpec) -> CheckpointSpec:
+    return CheckpointSpec(tensors, CONFIG if config is None else config)
+
+
+W = TensorSpec("BF16", (4, 2), "model.safetensors")
+
+
+def test_a_snapshot_with_other_shards_and_training_fields_is_compatible() -> None:
+    base = spec_of({**CONFIG, "dtype": "bfloat16"}, w=W)
+    new = spec_of({**CONFIG, "transformers_version": "9", "use_cache": False, "rope": {**CONFIG["rope"]}},
+                  w=TensorSpec("BF16", (4, 2), "model-00001-of-00002.safetensors"))  # fmt: skip
+    check_compatible(base, new)
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        ({**CONFIG, "extra": 1}, r"^Extra snapshot model config options: extra$"),
+        ({"model_type": "tiny", "rope": CONFIG["rope"]}, r"^Extra base model config options: hidden_size$"),
+        ({**CONFIG, "hidden_size": 9}, r"^Config value mismatch for hidden_size: 8 in the base model, 9 in"),
+        (
+            {**CONFIG, "hidden_size": "8"},
+            r"^Types mismatch for hidden_size: number in the base model, str in",
+        ),
+        ({**CONFIG, "hidden_size": True}, r"^Types mismatch for hidden_size: number .*, bool in"),
+        ({**CONFIG, "rope": {"theta": 1, "kinds": ["a", "b"]}}, r"^Config value mismatch for rope\.theta"),
+        ({**CONFIG, "rope": {"theta": 10000}}, r"^Extra base model config options: rope\.kinds$"),
+        ({**CONFIG, "rope": {"theta": 10000, "kinds": ["a", "c"]}}, r"mismatch for rope\.kinds\[1\]"),
+        ({**CONFIG, "rope": {"theta": 10000, "kinds": ["a"]}}, r"^Config value mismatch for rope\.kinds"),
+    ],
+)
+def test_a_config_that_differs_is_named_and_can_be_ignored(new: dict[str, Any], says: str) -> None:
+    with pytest.raises(SnapshotIncompatible, match=says):
+        check_compatible(spec_of(w=W), spec_of(new, w=W))
+    check_compatible(spec_of(w=W), spec_of(new, w=W), ignore=frozenset({"extra", "hidden_size", "rope"}))
+
+
+def test_whole_numbers_and_floats_of_equal_value_are_the_same_setting() -> None:
+    check_compatible(spec_of({"theta": 10000}, w=W), spec_of({"theta": 10000.0}, w=W))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({}, r"tensor w is missing from the snapshot$"),
+        ({"w": W, "x": W, "y": W}, r"tensor x is not in the base model \(and 1 more\)"),
+        ({"w": TensorSpec("BF16", (2, 4), "f")}, r"tensor w has shape \[2, 4\], the base model \[4, 2\]"),
+        ({"w": TensorSpec("F32", (4, 2), "f")}, r"tensor w has dtype F32, the base model BF16"),
+    ],
+)
+def test_a_tensor_that_differs_is_named(tensors: dict[str, TensorSpec], says: str) -> None:
+    with pytest.raises(SnapshotIncompatible, match=says):
+        check_compatible(spec_of(w=W), spec_of(**tensors))
+
+
+# --- cache ---
+
+
+@given(st.lists(st.text(min_size=1, max_size=60), unique=True, max_size=20))
+def test_different_identities_have_different_safe_directory_names(identities: list[str]) -> None:
+    names = [directory_name(i) for i in identities]
+    assert len({n.casefold() for n in names}) == len(identities)
+    assert all(n.isascii() and "/" not in n and not n.startswith(".") and len(n) < 100 for n in names)
+
+
+def test_prune_keeps_the_named_and_the_newest_and_removes_the_rest(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path / "cache", keep=1)
+    for age, identity in enumerate(["d", "c", "b", "a"]):
+        write_checkpoint(cache.path(identity))
+        os.utime(cache.path(identity), (1000 - age, 1000 - age))
+    cache.prune(keep=["a", "never-fetched"])
+    assert {i for i in "abcd" if cache.path(i).exists()} == {"a", "d"}
+    assert read_spec(cache.path("a")).config == CONFIG
+    assert repr(cache).endswith("snapshots=2 keep=1>")
+
+
+def test_opening_a_cache_removes_what_an_interrupted_fetch_left(tmp_path: Path) -> None:
+    (tmp_path / ".fetch-abc").mkdir()
+    (tmp_path / ".fetch-abc" / "half.safetensors").write_text("x")
+    cache = SnapshotCache(tmp_path, keep=2)
+    assert list(tmp_path.iterdir()) == []
+    assert not cache.path("step").exists()
