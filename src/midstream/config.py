@@ -34,7 +34,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_body_bytes: int = 64 * 2**20
     max_header_bytes: int = 64 * 2**10
-    load_bound: float = 0.25  # a new session goes to no replica above (1 + load_bound) x mean in-flight requests
+    load_bound: float = (
+        0.25  # a new session goes to no replica above (1 + load_bound) x mean in-flight requests
+    )
     max_sessions: int = 1_000_000  # placements remembered; the least recently used goes first
     connect_timeout_s: float = 5.0
     keep_alive_s: float = 75.0

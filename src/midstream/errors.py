@@ -39,9 +39,7 @@ class MidstreamError(Exception):
             self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {"message": self.message, "type": self.code, "code": self.code, "param": self.param}
-        }
+        return {"error": {"message": self.message, "type": self.code, "code": self.code, "param": self.param}}
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}

@@ -64,7 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int = 0  # choice i of a request samples with stream (seed, i, position)
-    stop_token_ids: tuple[int, ...] = ()  # generation ends after one of these; the token is part of the records
+    stop_token_ids: tuple[
+        int, ...
+    ] = ()  # generation ends after one of these; the token is part of the records
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,88 @@
+"""What a replica process and its engine process say to each other, and how it is framed.
+
+Frames are a little-endian uint32 length and that many bytes of MessagePack. Commands flow down, replies up; a call
+number pairs a Done with its command. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from midstream.config import EngineSettings
+from midstream.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
+
+HEADER = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    model_dir: str
+    settings: EngineSettings
+
+
+class Generate(msgspec.Struct, tag=True, frozen=True):
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+
+
+class StageSnapshot(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    snapshot: str
+    directory: str
+
+
+class Commit(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    snapshot: str
+
+
+class Pause(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
+Command = Start | Generate | Abort | StageSnapshot | Commit | Pause | Resume
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: ModelInfo
+
+
+class Events(msgspec.Struct, tag=True, frozen=True):
+    """Everything one step had to report, in order."""
+
+    events: list[tuple[str, GenerationEvent]]
+    stats: EngineStats
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The end of a call: `error` when it failed, `timing` after a commit."""
+
+    call: int
+    error: str | None = None
+    timing: SwapTiming | None = None
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not start; the process ends."""
+
+    error: str
+
+
+Reply = Ready | Events | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def frame(message: Command | Reply) -> bytes:
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body

@@ -1,0 +1,214 @@
+"""The model and one forward pass over a packed batch.
+
+Owns: the serving model object, a staged one beside it, the KV tensors and the capture of MoE routes.
+Always holds: `forward` uses one model object from its first to its last layer; `switch` replaces that reference and
+nothing else, so its cost does not depend on the model's size; the replaced model is freed on another thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from midstream.engine.embedded.attention import IMPLEMENTATION, KVCache, PackedBatch, PrefillSpan
+from midstream.engine.embedded.scheduler import Work
+from midstream.types import ModelInfo
+
+DENSE_EXPERTS = "midstream_dense"
+DENSE_EXPERTS_MAX = (
+    16  # with few small experts, computing all of them is cheaper than sorting tokens by expert
+)
+
+
+class UnsupportedModel(Exception):
+    """The checkpoint's architecture cannot run here; the message says why."""
+
+
+@dataclass
+class LoadedModel:
+    """A model on its device, with hooks that note each router's choice."""
+
+    module: Any
+    routers: int
+    top_k: int
+    num_experts: int
+    captured: list[torch.Tensor] = field(
+        default_factory=list
+    )  # per MoE layer: [tokens, top_k], of the last forward
+
+
+def load_model(directory: Path, dtype: torch.dtype | None, device: str) -> LoadedModel:
+    """Load a Hugging Face directory for paged inference. dtype None: the checkpoint's. Raises UnsupportedModel."""
+    config = AutoConfig.from_pretrained(directory)
+    module = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype or "auto", attn_implementation=IMPLEMENTATION
+    )
+    module = module.to(device).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.data = (
+            parameter.data.clone()
+        )  # off the file mapping: the first step must not wait for the disk
+    experts = int(getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0)
+    loaded = LoadedModel(module, 0, int(getattr(config, "num_experts_per_tok", 0) or 0), experts)
+    if 0 < experts <= DENSE_EXPERTS_MAX:
+        module.set_experts_implementation(DENSE_EXPERTS)
+    _hook_routers(loaded)
+    if experts and not loaded.routers:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: has experts, but no router module was found to record"
+        )
+    return loaded
+
+
+def _hook_routers(loaded: LoadedModel) -> None:
+    recorder = getattr(loaded.module, "_can_record_outputs", None) or {}
+    if "router_logits" not in recorder:
+        base = getattr(loaded.module, loaded.module.base_model_prefix, loaded.module)
+        recorder = getattr(base, "_can_record_outputs", None) or {}
+    target = getattr(recorder.get("router_logits"), "target_class", None)
+    if target is None:
+        return
+
+    def note(_module: Any, _inputs: Any, output: Any) -> None:
+        chosen = [t for t in output if isinstance(t, torch.Tensor) and not t.is_floating_point()]
+        if len(chosen) != 1:
+            raise UnsupportedModel(f"{target.__name__}: its output does not hold the chosen experts")
+        loaded.captured.append(chosen[0].reshape(-1, chosen[0].shape[-1]))
+
+    for module in loaded.module.modules():
+        if isinstance(module, target):
+            module.register_forward_hook(note)
+            loaded.routers += 1
+
+
+def dense_experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """All experts on all tokens, combined by router weight. hidden_states: [tokens, hidden]; index, weights: [tokens, top_k].
+
+    A token's result does not depend on what else is in the batch.
+    """
+    tokens = hidden_states.shape[0]
+    up = torch.matmul(
+        hidden_states.unsqueeze(0), self.gate_up_proj.transpose(1, 2)
+    )  # [experts, tokens, 2 x inner]
+    down = torch.matmul(self._apply_gate(up), self.down_proj.transpose(1, 2))  # [experts, tokens, hidden]
+    picked = down[top_k_index.T, torch.arange(tokens, device=down.device)]  # [top_k, tokens, hidden]
+    return (picked * top_k_weights.T.unsqueeze(-1)).sum(dim=0).to(hidden_states.dtype)
+
+
+class Runner:
+    def __init__(self, model: LoadedModel, *, block_size: int, num_blocks: int, device: str) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.cache = KVCache(num_blocks * block_size)
+        self.staged: LoadedModel | None = None
+
+    @torch.inference_mode()
+    def forward(
+        self, works: Sequence[Work], logit_rows: Sequence[int]
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Run the packed tokens of `works`, decodes first.
+
+        logit_rows: indices into the packed tokens. Returns logits [rows, vocab] in the model's dtype, and the routes of
+        all packed tokens, [tokens, moe_layers, top_k] uint8 or uint16 (None on a dense model).
+        """
+        model = self.model
+        model.captured.clear()
+        ids = list(chain.from_iterable(w.seq.tokens[w.first : w.last] for w in works))
+        positions = [np.arange(w.first, w.last) for w in works]
+        output = model.module(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.from_numpy(np.concatenate(positions)).to(self.device).unsqueeze(0),
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=torch.tensor(list(logit_rows), dtype=torch.long, device=self.device),
+            midstream_batch=self._pack(works),
+            midstream_cache=self.cache,
+        )
+        return output.logits[0], self._routes(model)
+
+    def switch(self) -> None:
+        """Serve the staged model from the next forward on."""
+        assert self.staged is not None
+        old, self.model, self.staged = self.model, self.staged, None
+        threading.Thread(target=_dispose, args=(old,), daemon=True).start()
+
+    def info(self, max_model_len: int) -> ModelInfo:
+        model = self.model
+        moe = model.routers > 0
+        return ModelInfo(
+            max_model_len=max_model_len,
+            vocab_size=model.module.config.vocab_size,
+            moe_layers=model.routers,
+            top_k=model.top_k if moe else 0,
+            num_experts=model.num_experts if moe else 0,
+            eos_token_ids=eos_token_ids(model.module.generation_config, model.module.config),
+        )
+
+    def _pack(self, works: Sequence[Work]) -> PackedBatch:
+        tables = [self._slots(w.seq.blocks, w.last) for w in works]
+        write = [
+            np.where(np.arange(w.first, w.last) >= w.write_from, slots[w.first : w.last], 0)
+            for w, slots in zip(works, tables, strict=True)
+        ]
+        decodes = sum(1 for w in works if w.size == 1)
+        longest = max((len(t) for t in tables[:decodes]), default=0)
+        longest = -(-longest // self.block_size) * self.block_size
+        padded = np.zeros((decodes, longest), dtype=np.int64)
+        for row, table in zip(padded, tables, strict=False):
+            row[: len(table)] = table
+        lengths = np.array([len(t) for t in tables[:decodes]], dtype=np.int64)
+        mask = torch.zeros((decodes, longest), dtype=self.model.module.dtype, device=self.device)
+        hidden = torch.from_numpy(np.arange(longest) >= lengths[:, None]).to(self.device)
+        mask.masked_fill_(hidden, float("-inf"))
+        prefills, first = [], decodes
+        for work, table in zip(works[decodes:], tables[decodes:], strict=True):
+            prefills.append(PrefillSpan(first, first + work.size, torch.from_numpy(table).to(self.device)))
+            first += work.size
+        return PackedBatch(
+            write_slots=torch.from_numpy(np.concatenate(write)).to(self.device),
+            decodes=decodes,
+            decode_slots=torch.from_numpy(padded).to(self.device),
+            decode_mask=mask[:, None, None, :],
+            prefills=tuple(prefills),
+        )
+
+    def _slots(self, blocks: Sequence[int], length: int) -> np.ndarray:
+        table = np.asarray(blocks, dtype=np.int64)[:, None] * self.block_size + np.arange(self.block_size)
+        return table.reshape(-1)[:length]
+
+    def _routes(self, model: LoadedModel) -> np.ndarray | None:
+        if not model.routers:
+            return None
+        assert len(model.captured) == model.routers, "a router did not run in this forward"
+        stacked = torch.stack(model.captured, dim=1)  # [tokens, moe_layers, top_k]
+        kind = np.uint8 if model.num_experts <= 256 else np.dtype("<u2")
+        return stacked.cpu().numpy().astype(kind)
+
+
+def eos_token_ids(generation: GenerationConfig | None, config: Any) -> tuple[int, ...]:
+    """The token ids that end generation by default: the generation config's, else the model config's."""
+    for source in (generation, config):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            return (value,) if isinstance(value, int) else tuple(value)
+    return ()
+
+
+def _dispose(model: LoadedModel) -> None:
+    model.captured.clear()
+    model.module = None
+
+
+ALL_EXPERTS_FUNCTIONS.register(DENSE_EXPERTS, dense_experts)

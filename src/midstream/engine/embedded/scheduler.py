@@ -1,0 +1,248 @@
+"""Which sequence computes which positions in the next step.
+
+Owns: the waiting queue, the running set, each sequence's blocks and its place in the prefix cache. No torch.
+Always holds:
+- A sequence's tokens are prompt + generated; KV is valid for positions 0..computed-1, in its own blocks or shared ones.
+- Sequences with one token to compute (decode) go first, so a long prompt never keeps a stream out of a step; what is
+  left of the token budget goes to prefills in arrival order.
+- When blocks run out the youngest running sequence is preempted: its blocks are released, its tokens stay, and it
+  recomputes later. Nothing already reported changes.
+- An admitted sequence can always finish: a request that could outgrow the pool is refused by `check_fits`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from midstream.engine.embedded.blocks import BlockPool, OutOfBlocks, block_hash, root_hash
+from midstream.types import GenerateRequest
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One choice of one request."""
+
+    request: GenerateRequest
+    index: int
+    leader: Sequence | None = (
+        None  # choice 0 of the same request; prefilled first, so that its blocks are shared
+    )
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
+    indexed: int = 0  # leading blocks already offered to the prefix cache
+    computed: int = 0
+    cursor: int = 0  # next position to run; below `computed` only to get logits there again
+    cached_tokens: int | None = None  # set at first admission
+    last_sampled: tuple[float, int] | None = None  # raw logprob of the last generated token, snapshot ordinal
+    announced: bool = False  # the event with cached_tokens and prompt records is out
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def first_scored(self) -> int:
+        """The first token position that needs a prompt record from a pass of its own (position 0 has none)."""
+        if self.announced or not self.request.prompt_records:
+            return self.prompt_len
+        return max(1, self.prompt_len - self.request.prompt_records)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute positions first..last-1 of a sequence; those below `write_from` already have KV and write to scratch."""
+
+    seq: Sequence
+    first: int
+    last: int
+    write_from: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
+
+class Scheduler:
+    """scored(block, first_offset) tells whether the block's prompt scores from that offset on can be reused now."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        scored: Callable[[int, int], bool],
+        on_allocate: Callable[[int], None],
+    ) -> None:
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._budget = max_batch_tokens
+        self._max_running = max_running
+        self._scored = scored
+        self._on_allocate = on_allocate
+
+    def __repr__(self) -> str:
+        return f"Scheduler(running={len(self.running)}, waiting={len(self.waiting)}, {self.pool!r})"
+
+    def check_fits(self, request: GenerateRequest) -> str | None:
+        """Why the request can never run, or None."""
+        longest = len(request.prompt) + request.sampling.max_tokens
+        blocks = -(-longest // self.pool.block_size)
+        if blocks <= self.pool.total:
+            return None
+        capacity = self.pool.total * self.pool.block_size
+        return f"prompt plus max_tokens is {longest} tokens, but the KV cache holds {capacity}"
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Finish or abort: the sequence leaves and its blocks are released."""
+        sequence.done = True
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+
+    def plan(self) -> list[Work]:
+        """The next step's work, decodes first. Allocates blocks, may preempt and admit."""
+        decodes: list[Work] = []
+        prefills: list[Work] = []
+        budget = self._budget
+        waiting = len(self.waiting)
+        for seq in sorted(self.running, key=_remaining_is_one, reverse=True):
+            size = min(budget, len(seq.tokens) - seq.cursor)
+            if size <= 0 or seq not in self.running or not self._ensure_blocks(seq, seq.cursor + size):
+                continue
+            budget -= size
+            (decodes if size == 1 else prefills).append(_work(seq, size))
+        preempted = len(self.waiting) > waiting
+        while budget > 0 and self.waiting and not preempted and len(self.running) < self._max_running:
+            seq = self.waiting[0]
+            if not self._admit(seq):
+                break
+            size = min(budget, len(seq.tokens) - seq.cursor)
+            budget -= size
+            (decodes if size == 1 else prefills).append(_work(seq, size))
+        works = decodes + prefills
+        return [w for w in works if w.seq in self.running] if preempted else works
+
+    def advance(self, work: Work) -> list[tuple[int, int]]:
+        """Note that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
+        seq = work.seq
+        seq.cursor = work.last
+        seq.computed = max(seq.computed, work.last)
+        return self._index_full_blocks(seq)
+
+    def _index_full_blocks(self, seq: Sequence) -> list[tuple[int, int]]:
+        size = self.pool.block_size
+        duplicates = []
+        while (seq.indexed + 1) * size <= seq.computed:
+            number = seq.indexed
+            digest = self._digest(seq, number)
+            holder = self.pool.index(seq.blocks[number], digest)
+            if holder != seq.blocks[number]:
+                duplicates.append((seq.blocks[number], holder))
+            seq.indexed += 1
+        return duplicates
+
+    def _digest(self, seq: Sequence, number: int) -> bytes:
+        size = self.pool.block_size
+        while len(seq.digests) <= number:
+            i = len(seq.digests)
+            parent = seq.digests[-1] if seq.digests else root_hash(seq.request.salt)
+            seq.digests.append(block_hash(parent, seq.tokens[i * size : (i + 1) * size]))
+        return seq.digests[number]
+
+    def _admit(self, seq: Sequence) -> bool:
+        leader = seq.leader
+        if leader is not None and not leader.done and leader.computed < leader.prompt_len:
+            return False
+        shared = self._match(seq)
+        for block in shared:
+            self.pool.retain(block)
+        needed = -(-len(seq.tokens) // self.pool.block_size) - len(shared)
+        if needed > self.pool.available:
+            for block in shared:
+                self.pool.release(block)
+            return False
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.blocks = shared + [self._allocate() for _ in range(needed)]
+        seq.indexed = len(shared)
+        seq.computed = len(shared) * self.pool.block_size
+        seq.cursor = seq.computed
+        again = seq.computed > 0 and (
+            seq.computed == len(seq.tokens) or seq.first_scored <= seq.computed < seq.prompt_len
+        )
+        if again:
+            seq.cursor -= 1  # its logits are needed, its KV is there
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(seq.computed, seq.prompt_len)
+        return True
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """The longest run of cached blocks this sequence may use."""
+        size = self.pool.block_size
+        if seq.request.prompt_records and seq.request.top_logprobs and not seq.announced:
+            return []  # alternatives for prompt tokens are not kept with the blocks
+        found = []
+        for number in range(len(seq.tokens) // size):
+            block = self.pool.lookup(self._digest(seq, number))
+            if block is None:
+                break
+            wanted = max(seq.first_scored - number * size, 0)
+            end = min(seq.prompt_len - number * size, size)
+            if wanted < end and not self._scored(block, wanted):
+                break
+            found.append(block)
+        return found
+
+    def _allocate(self) -> int:
+        block = self.pool.allocate()
+        self._on_allocate(block)
+        return block
+
+    def _ensure_blocks(self, seq: Sequence, length: int) -> bool:
+        """Room for positions 0..length-1, preempting younger sequences if need be; False: `seq` itself was preempted."""
+        while len(seq.blocks) * self.pool.block_size < length:
+            try:
+                seq.blocks.append(self._allocate())
+            except OutOfBlocks:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is seq:
+                    return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._release(seq)
+        self.waiting.appendleft(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        for block in reversed(seq.blocks):  # the tail of a prefix is evicted before its head
+            self.pool.release(block)
+        seq.blocks = []
+        seq.indexed = seq.computed = seq.cursor = 0
+
+
+def _remaining_is_one(seq: Sequence) -> bool:
+    return len(seq.tokens) - seq.cursor == 1
+
+
+def _work(seq: Sequence, size: int) -> Work:
+    return Work(seq, seq.cursor, seq.cursor + size, seq.computed)

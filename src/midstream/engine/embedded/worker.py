@@ -1,0 +1,172 @@
+"""The engine process: take commands, step, report; nothing else runs here.
+
+Owns: the loop of one EngineCore and the staging thread. Started by process.py with one end of a socket pair.
+Always holds: weights change only between two steps, in this loop; the process ends when the socket closes, so it never
+outlives its replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+
+from midstream.engine.embedded import messages as m
+from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.runner import LoadedModel
+from midstream.types import SwapTiming
+
+STATS_INTERVAL_S = 0.25
+
+
+class Disconnected(Exception):
+    """The replica closed its end."""
+
+
+class Channel:
+    """Blocking frames over a socket, with a non-blocking way to take what has arrived."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+
+    def send(self, reply: m.Reply) -> None:
+        try:
+            self._sock.sendall(m.frame(reply))
+        except OSError as error:
+            raise Disconnected from error
+
+    def receive(self, timeout_s: float | None) -> Iterator[m.Command]:
+        """Commands that have arrived; waits up to timeout_s (None: until one comes) for the first."""
+        if select.select([self._sock], [], [], timeout_s)[0]:
+            data = self._sock.recv(1 << 20)
+            if not data:
+                raise Disconnected
+            self._buffer += data
+        while len(self._buffer) >= m.HEADER.size:
+            (length,) = m.HEADER.unpack_from(self._buffer)
+            end = m.HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[m.HEADER.size : end])
+            del self._buffer[:end]
+            yield m.command_decoder.decode(body)
+
+
+class Worker:
+    def __init__(self, channel: Channel, core: EngineCore) -> None:
+        self._channel = channel
+        self._core = core
+        self._paused = False
+        self._staged: str | None = None
+        self._staging: int | None = None  # the call whose staging is the current one
+        self._loaded: queue.SimpleQueue[tuple[m.StageSnapshot, LoadedModel | str]] = queue.SimpleQueue()
+        self._reported_at = 0.0
+
+    def run(self) -> None:
+        while True:
+            for command in self._channel.receive(self._wait_s()):
+                self._handle(command)
+            self._take_loaded()
+            outputs = [] if self._paused else self._core.step()
+            now = time.monotonic()
+            if outputs or now - self._reported_at >= STATS_INTERVAL_S:
+                self._reported_at = now
+                self._channel.send(m.Events(outputs, self._core.stats()))
+
+    def _wait_s(self) -> float:
+        if not self._paused and not self._core.idle:
+            return 0.0
+        return 0.001 if self._staging is not None else STATS_INTERVAL_S
+
+    def _handle(self, command: m.Command) -> None:
+        match command:
+            case m.Generate(request):
+                refused = self._core.add(request)
+                if refused:
+                    self._channel.send(m.Events(refused, self._core.stats()))
+            case m.Abort(request_id):
+                self._core.abort(request_id)
+            case m.StageSnapshot():
+                self._staging = command.call
+                threading.Thread(target=self._load, args=(command,), daemon=True).start()
+            case m.Commit(call, snapshot):
+                self._commit(call, snapshot)
+            case m.Pause(call):
+                self._paused = True
+                self._channel.send(m.Done(call))
+            case m.Resume(call):
+                self._paused = False
+                self._channel.send(m.Done(call))
+
+    def _load(self, command: m.StageSnapshot) -> None:
+        """On the staging thread: files to a model object."""
+        try:
+            result: LoadedModel | str = self._core.stage(Path(command.directory))
+        except Exception as error:
+            logging.getLogger(__name__).warning("staging %s failed", command.snapshot, exc_info=True)
+            result = f"{type(error).__name__}: {error}"
+        self._loaded.put((command, result))
+
+    def _take_loaded(self) -> None:
+        while self._staging is not None and not self._loaded.empty():
+            command, result = self._loaded.get()
+            if command.call != self._staging:
+                self._channel.send(m.Done(command.call, error="superseded by a newer snapshot"))
+                continue
+            self._staging = None
+            if isinstance(result, str):
+                self._channel.send(m.Done(command.call, error=result))
+                continue
+            self._core.set_staged(result)
+            self._staged = command.snapshot
+            self._channel.send(m.Done(command.call))
+
+    def _commit(self, call: int, snapshot: str) -> None:
+        if self._staged != snapshot:
+            self._channel.send(m.Done(call, error=f"{snapshot} is not the staged snapshot ({self._staged})"))
+            return
+        self._staged = None
+        timing: SwapTiming = self._core.commit(snapshot)
+        self._channel.send(m.Done(call, timing=timing))
+
+
+def main(fd: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica decides when the engine ends
+    transformers.utils.logging.disable_progress_bar()
+    # A thread that stages weights must not hold the interpreter for a whole default slice between two kernels.
+    sys.setswitchinterval(0.0005)
+    channel = Channel(socket.socket(fileno=fd))
+    with contextlib.suppress(Disconnected):
+        start = next(iter(channel.receive(None)))
+        assert isinstance(start, m.Start)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+        torch.set_num_threads(start.settings.threads)
+        try:
+            core = EngineCore(Path(start.model_dir), start.settings)
+        except Exception as error:
+            logging.getLogger(__name__).exception("the engine cannot start")
+            channel.send(m.Failed(f"{type(error).__name__}: {error}"))
+            return 1
+        gc.freeze()
+        channel.send(m.Ready(core.info()))
+        Worker(channel, core).run()
+    # Staging and disposal threads may be inside torch; there is nothing left to save.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
