@@ -1,0 +1,132 @@
+"""The durable truth: deployments, the snapshots signalled for them, and every stage change a replica reported.
+
+Always holds:
+- A signal is committed before anyone can act on it; after a crash at any point, reopening the ledger shows either the
+  state before the signal or the whole of it.
+- Identities are idempotency keys. Signalling the identity that is already desired changes nothing, unless a replica
+  failed on it: then it is asked for again under a new generation. Signalling any other identity supersedes the
+  desired one, also when it is an older one (a rollback).
+- A stage change is stored once, however often it is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from midstream.ledger.core import LedgerCore, LedgerUnavailable
+from midstream.ledger.records import (
+    DeploymentRow,
+    DeploymentState,
+    SignalResult,
+    SnapshotRow,
+    TransitionRow,
+)
+from midstream.types import ResetPromptCache, Transition, TransitionType
+
+__all__ = [
+    "DeploymentRow",
+    "DeploymentState",
+    "Ledger",
+    "LedgerUnavailable",
+    "SignalResult",
+    "SnapshotRow",
+    "TransitionRow",
+    "sqlite_url",
+]
+
+T = TypeVar("T")
+
+
+def sqlite_url(path: Path) -> str:
+    """The database URL of an SQLite file."""
+    return f"sqlite:///{path.absolute()}"
+
+
+class Ledger:
+    """One database, used through one worker thread so that the event loop never waits for a disk.
+
+    All methods raise LedgerUnavailable (503, retryable) when the database does not answer; the transaction was then
+    rolled back. A method that is cancelled may still commit: its thread finishes.
+    """
+
+    def __init__(self, url: str, *, now: Callable[[], float] = time.time) -> None:
+        """Open or create. Raises ConfigError when the file is no ledger or was written by another schema version."""
+        self._core = LedgerCore(url)
+        self._now = now
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+
+    def __repr__(self) -> str:
+        return f"<Ledger {self._core.engine.url.render_as_string(hide_password=True)}>"
+
+    def close(self) -> None:
+        """Finish what is running and close the database. Idempotent."""
+        self._thread.shutdown(wait=True)
+        self._core.close()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def ensure_deployment(
+        self, name: str, model: str, bucket_url: str, transition: TransitionType
+    ) -> DeploymentRow:
+        """Create the deployment, or bring its settings up to date.
+
+        Raises ConfigError when it has snapshots of another model: they cannot be served by this one.
+        """
+        now = self._now()
+        return await self._run(lambda: self._core.ensure_deployment(name, model, bucket_url, transition, now))
+
+    async def deployment(self, name: str) -> DeploymentRow:
+        """Raises NotFound."""
+        return await self._run(lambda: self._core.deployment(name))
+
+    async def deployments(self) -> list[DeploymentRow]:
+        """All of them, by name."""
+        return await self._run(self._core.deployments)
+
+    async def signal(
+        self,
+        name: str,
+        identity: str,
+        url: str,
+        reset_prompt_cache: ResetPromptCache = "all",
+        *,
+        failed: bool = False,
+        generation_floor: int = 0,
+    ) -> SignalResult:
+        """Make `identity` the desired snapshot; committed when this returns.
+
+        failed: the caller knows that a replica failed on the desired snapshot (its row may not be written yet).
+        generation_floor: the highest generation a replica has reported; the new one is above it, also when this
+            ledger is younger than the replicas. Raises NotFound for an unknown deployment.
+        """
+        now = self._now()
+        return await self._run(
+            lambda: self._core.signal(name, identity, url, reset_prompt_cache, now, failed, generation_floor)
+        )
+
+    async def state(self, name: str) -> DeploymentState:
+        """What the replicas of a deployment should serve now. Raises NotFound."""
+        return await self._run(lambda: self._core.state(name))
+
+    async def record(self, name: str, replica: str, boot: str, rows: Sequence[Transition]) -> int:
+        """Store a replica's stage changes; those already stored are skipped. How many were new."""
+        rows = tuple(rows)
+        return await self._run(lambda: self._core.record(name, replica, boot, rows))
+
+    async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
+        """What is stored of one boot of a replica, in order."""
+        return await self._run(lambda: self._core.boot_transitions(name, replica, boot))
+
+    async def snapshots(self, name: str) -> list[SnapshotRow]:
+        """Every snapshot ever signalled, in the order of first signals."""
+        return await self._run(lambda: self._core.snapshots(name))
+
+    async def transitions(self, name: str) -> list[TransitionRow]:
+        """Every stage change, in the order they were stored."""
+        return await self._run(lambda: self._core.transitions(name))

@@ -1,0 +1,339 @@
+"""The ledger on real SQLite files."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from midstream.errors import ConfigError, NotFound
+from midstream.ledger import Ledger, LedgerUnavailable, core, sqlite_url
+from midstream.types import Desired, Stage, Transition
+
+DEPLOYMENT = "accounts/local/deployments/default"
+MODEL = "accounts/local/models/tiny-moe"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def __call__(self) -> float:
+        self.time += 1
+        return self.time
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=Clock())
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def on_ledger(path: Path, work: Callable[[Ledger], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        with opened(path) as ledger:
+            await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+            return await work(ledger)
+
+    return asyncio.run(run())
+
+
+def signal(ledger: Ledger, identity: str, **kwargs: Any) -> Awaitable[Any]:
+    return ledger.signal(DEPLOYMENT, identity, f"file:///bucket/{identity}", **kwargs)
+
+
+def moved(seq: int, identity: str, generation: int, stage: Stage, detail: str = "") -> Transition:
+    return Transition(
+        seq=seq, at=5.0 + seq, snapshot=identity, generation=generation, stage=stage, detail=detail
+    )
+
+
+def test_nothing_is_desired_before_the_first_signal(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        state = await ledger.state(DEPLOYMENT)
+        assert (state.desired, state.fallbacks, state.snapshot) == (None, (), "base")
+        row = await ledger.deployment(DEPLOYMENT)
+        assert (row.model, row.transition, row.generation) == (MODEL, "ASYNC", 0)
+        assert await ledger.deployments() == [row]
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(tmp_path: Path) -> None:
+    async def first(ledger: Ledger) -> None:
+        result = await signal(ledger, "run/step 1", reset_prompt_cache="new_session")
+        assert result.changed
+
+    async def second(ledger: Ledger) -> None:
+        assert (await ledger.state(DEPLOYMENT)).desired == Desired(
+            snapshot="run/step 1",
+            generation=1,
+            url="file:///bucket/run/step 1",
+            reset_prompt_cache="new_session",
+            transition="ASYNC",
+        )
+        (row,) = await ledger.snapshots(DEPLOYMENT)
+        assert (row.identity, row.kind, row.generation) == ("run/step 1", "full", 1)
+
+    on_ledger(tmp_path, first)
+    on_ledger(tmp_path, second)
+
+
+def test_signalling_what_is_desired_again_changes_nothing(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        first = await signal(ledger, "a")
+        again = await signal(ledger, "a", reset_prompt_cache="none", generation_floor=9)
+        assert again.desired == first.desired
+        assert (first.changed, again.changed) == (True, False)
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_failed_snapshot_can_be_asked_for_again(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.ERROR, "file is short")])
+        retried = await signal(ledger, "a")
+        assert (retried.changed, retried.desired.generation) == (True, 2)
+        assert not (await signal(ledger, "a")).changed
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_failure_the_caller_has_seen_counts_before_its_row_is_written(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        assert (await signal(ledger, "a", failed=True)).desired.generation == 2
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_replica_that_failed_and_then_loaded_after_a_reboot_has_not_failed(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        await ledger.record(DEPLOYMENT, "replica-0", "b1", [moved(7, "a", 1, Stage.ERROR, "disk full")])
+        await ledger.record(DEPLOYMENT, "replica-0", "b2", [moved(0, "a", 1, Stage.IDLE)])
+        assert not (await signal(ledger, "a")).changed
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        for identity in ("a", "b", "a"):
+            await signal(ledger, identity, reset_prompt_cache="none" if identity == "b" else "all")
+        desired = (await ledger.state(DEPLOYMENT)).desired
+        assert desired is not None
+        assert (desired.snapshot, desired.generation, desired.reset_prompt_cache) == ("a", 3, "all")
+        rows = await ledger.snapshots(DEPLOYMENT)
+        assert [(r.identity, r.generation) for r in rows] == [("a", 3), ("b", 2)]
+        assert rows[0].first_signalled_at < rows[1].signalled_at < rows[0].signalled_at
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_new_generation_is_above_any_a_replica_has_seen(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        assert (await signal(ledger, "a", generation_floor=41)).desired.generation == 42
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        rows = [moved(0, "base", 0, Stage.IDLE), moved(1, "a", 1, Stage.FETCHING)]
+        assert await ledger.record(DEPLOYMENT, "replica-0", "b1", rows) == 2
+        assert await ledger.record(DEPLOYMENT, "replica-0", "b1", [*rows, moved(2, "a", 1, Stage.IDLE)]) == 1
+        assert await ledger.record(DEPLOYMENT, "replica-0", "b2", rows[:1]) == 1
+        assert await ledger.record(DEPLOYMENT, "replica-1", "b1", rows[:1]) == 1
+        stored = [(r.replica, r.boot, r.seq, r.identity) for r in await ledger.transitions(DEPLOYMENT)]
+        assert stored == [
+            ("replica-0", "b1", 0, "base"),
+            ("replica-0", "b1", 1, "a"),
+            ("replica-0", "b1", 2, "a"),
+            ("replica-0", "b2", 0, "base"),
+            ("replica-1", "b1", 0, "base"),
+        ]
+        last = (await ledger.boot_transitions(DEPLOYMENT, "replica-0", "b1"))[-1]
+        assert (last.stage, last.at, last.detail) == (Stage.IDLE, 7.0, "")
+
+    on_ledger(tmp_path, work)
+
+
+def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        for identity in ("a", "b", "broken", "c"):
+            await signal(ledger, identity)
+        seen = [("base", Stage.IDLE), ("b", Stage.IDLE), ("a", Stage.IDLE), ("broken", Stage.ERROR)]
+        rows = [moved(seq, identity, seq, stage) for seq, (identity, stage) in enumerate(seen)]
+        await ledger.record(DEPLOYMENT, "replica-0", "b1", rows)
+        state = await ledger.state(DEPLOYMENT)
+        assert [f.snapshot for f in state.fallbacks] == ["a", "b"]
+        assert {f.generation for f in state.fallbacks} == {4}
+        assert state.fallbacks[0].url == "file:///bucket/a"
+        await ledger.record(DEPLOYMENT, "replica-0", "b1", [moved(4, "c", 4, Stage.IDLE)])
+        assert [f.snapshot for f in (await ledger.state(DEPLOYMENT)).fallbacks] == ["a", "b"]
+
+    on_ledger(tmp_path, work)
+
+
+def test_deployments_are_separate(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        other = "accounts/local/deployments/other"
+        await ledger.ensure_deployment(other, MODEL, "file:///other", "SYNC")
+        await signal(ledger, "a")
+        await ledger.signal(other, "a", "file:///other/a")
+        assert (await ledger.state(DEPLOYMENT)).desired != (await ledger.state(other)).desired
+        assert [r.url for r in await ledger.snapshots(other)] == ["file:///other/a"]
+        assert [d.name for d in await ledger.deployments()] == [DEPLOYMENT, other]
+
+    on_ledger(tmp_path, work)
+
+
+def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        for call in (ledger.deployment, ledger.state, ledger.snapshots, ledger.transitions):
+            with pytest.raises(NotFound, match="there is no deployment nope"):
+                await call("nope")
+        with pytest.raises(NotFound):
+            await ledger.signal("nope", "a", "file:///a")
+
+    on_ledger(tmp_path, work)
+
+
+def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        other = await ledger.ensure_deployment(DEPLOYMENT, "m2", "file:///b2", "SYNC")
+        assert (other.model, other.bucket_url, other.transition) == ("m2", "file:///b2", "SYNC")
+        await signal(ledger, "a")
+        with pytest.raises(ConfigError, match=r"serves m2, not m3; use another --state-dir"):
+            await ledger.ensure_deployment(DEPLOYMENT, "m3", "file:///b2", "SYNC")
+        kept = await ledger.ensure_deployment(DEPLOYMENT, "m2", "file:///b3", "ASYNC")
+        assert (kept.bucket_url, kept.desired_snapshot, kept.generation) == ("file:///b3", "a", 1)
+
+    on_ledger(tmp_path, work)
+
+
+@pytest.mark.parametrize("statement", range(1, 4))
+def test_a_crash_between_the_steps_of_a_signal_leaves_the_old_state_whole(
+    tmp_path: Path, statement: int
+) -> None:
+    """The process dies (no rollback, no close) just after the n-th writing statement of the second signal."""
+    on_ledger(tmp_path, lambda ledger: signal(ledger, "a"))
+    script = f"""
+import asyncio, os, sqlalchemy as sa
+from midstream.ledger import Ledger
+ledger = Ledger({sqlite_url(tmp_path / "ledger.sqlite")!r})
+left = {statement}
+def die(conn, cursor, text, parameters, context, many):
+    global left
+    if text.startswith(("INSERT", "UPDATE")):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+sa.event.listen(ledger._core.engine, "before_cursor_execute", die)
+asyncio.run(ledger.signal({DEPLOYMENT!r}, "b", "file:///bucket/b"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == 9, done.stderr.decode()
+
+    async def work(ledger: Ledger) -> None:
+        desired = (await ledger.state(DEPLOYMENT)).desired
+        assert desired is not None
+        assert (desired.snapshot, desired.generation) == ("a", 1)
+        assert [r.identity for r in await ledger.snapshots(DEPLOYMENT)] == ["a"]
+        assert (await signal(ledger, "b")).desired.generation == 2
+
+    on_ledger(tmp_path, work)
+
+
+def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(tmp_path: Path) -> None:
+    async def run() -> None:
+        with opened(tmp_path) as one, opened(tmp_path) as two:
+            for ledger in (one, two):
+                await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+            results = await asyncio.gather(
+                *(
+                    signal(ledger, f"{name}{i}")
+                    for i in range(20)
+                    for name, ledger in (("x", one), ("y", two))
+                )
+            )
+            last = max(results, key=lambda result: result.desired.generation)
+            assert sorted(result.desired.generation for result in results) == list(range(1, 41))
+            assert (await one.state(DEPLOYMENT)).desired == last.desired
+            assert (await two.state(DEPLOYMENT)).desired == last.desired
+
+    asyncio.run(run())
+
+
+def test_the_same_signal_from_two_ledgers_at_once_is_one_signal(tmp_path: Path) -> None:
+    async def run() -> None:
+        with opened(tmp_path) as one, opened(tmp_path) as two:
+            await one.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+            results = await asyncio.gather(*(signal(ledger, "a") for ledger in (one, two, one, two)))
+            assert sorted(result.changed for result in results) == [False, False, False, True]
+            assert {result.desired.generation for result in results} == {1}
+
+    asyncio.run(run())
+
+
+def test_a_locked_database_is_a_retryable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "BUSY_TIMEOUT_S", 0.05)
+
+    async def work(ledger: Ledger) -> None:
+        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerUnavailable, match="database is locked") as caught:
+            await signal(ledger, "a")
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+        holder.execute("ROLLBACK")
+        holder.close()
+        assert (await signal(ledger, "a")).changed
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        pass
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute("UPDATE midstream_schema SET version = 99")
+    db.close()
+    with pytest.raises(
+        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 1"
+    ):
+        Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
+
+
+def test_what_is_no_ledger_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_text("not a database, but long enough to have a header" * 20)
+    for url in (
+        sqlite_url(tmp_path / "ledger.sqlite"),
+        sqlite_url(tmp_path / "absent" / "l.sqlite"),
+        "nonsense",
+    ):
+        with pytest.raises(ConfigError, match="ledger"):
+            Ledger(url)
+
+
+def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
+    with opened(tmp_path) as ledger, ledger._core.engine.begin() as db:
+        assert db.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"
+        assert db.execute(sa.text("PRAGMA foreign_keys")).scalar_one() == 1
+        with pytest.raises(sa.exc.IntegrityError):
+            db.execute(core.transitions.insert().values(
+                deployment_id=77, replica="r", boot="b", seq=0, identity="a",
+                generation=1, stage="idle", at=0.0, detail="",
+            ))  # fmt: skip
