@@ -1,0 +1,121 @@
+"""Who may enter: the gate that a swap closes, and the model a request names.
+
+Always holds: no request passes the gate while a swap commits; a waiting one either passes or is told 425 when its
+patience runs out; the requests inside are counted, and drained means none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from midstream.errors import InvalidRequest, NotFound, ReplicaUnavailable, SnapshotTransition
+from midstream.types import served_model_name
+
+HEADER_DRAIN_TIMEOUT = "x-fireworks-hot-load-drain-timeout"
+DRAIN_TIMEOUT_S = 90.0
+_IN_TRANSITION = "a snapshot is being switched; retry this request"
+
+
+class Door(enum.Enum):
+    OPEN = "open"
+    HELD = "held"  # newcomers wait: an async swap commits
+    CLOSED = "closed"  # newcomers get 425: a sync swap drains and commits
+    DOWN = "down"  # newcomers get 503: nothing serves
+
+
+class Gate:
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._door = Door.DOWN
+        self._moved = asyncio.Event()  # replaced at every change of the door
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._on_change = on_change
+        self.inside = 0
+        self.waiting = 0
+
+    def __repr__(self) -> str:
+        return f"Gate({self._door.value}, inside={self.inside}, waiting={self.waiting})"
+
+    @property
+    def door(self) -> Door:
+        return self._door
+
+    def set(self, door: Door) -> None:
+        self._door = door
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    async def enter(self, patience_s: float = DRAIN_TIMEOUT_S) -> None:
+        """Returns, in the same step of the loop as it looked, when the door is open."""
+        if self._door is Door.OPEN:
+            return
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(patience_s):
+                while self._door is Door.HELD:
+                    await self._moved.wait()
+        except TimeoutError:
+            raise SnapshotTransition(_IN_TRANSITION) from None
+        finally:
+            self.waiting -= 1
+        if self._door is Door.CLOSED:
+            raise SnapshotTransition(_IN_TRANSITION)
+        if self._door is Door.DOWN:
+            raise ReplicaUnavailable("the engine is not ready; retry this request")
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Counts a request that has entered."""
+        self.inside += 1
+        self._empty.clear()
+        self._on_change()
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            if self.inside == 0:
+                self._empty.set()
+            self._on_change()
+
+    async def drained(self) -> None:
+        await self._empty.wait()
+
+
+def patience(header: str | None) -> float:
+    """Seconds a request waits at a held gate, from its drain-timeout header."""
+    if header is None:
+        return DRAIN_TIMEOUT_S
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86400:
+        message = f"{HEADER_DRAIN_TIMEOUT}: expected 0 to 86400 seconds, got {header!r}"
+        raise InvalidRequest(message, param=HEADER_DRAIN_TIMEOUT)
+    return seconds
+
+
+class ServedNames(msgspec.Struct, frozen=True):
+    """The resource names this replica answers to, e.g. accounts/local/models/tiny-moe."""
+
+    model: str
+    deployment: str
+
+    def split(self, name: str) -> str | None:
+        """The snapshot a request's `model` asks for by `@snapshot`, None if any will do. Raises NotFound."""
+        resource, at, snapshot = name.partition("@")
+        if resource not in (self.model, self.model.rpartition("/")[2], self.deployment):
+            raise NotFound(f"model {name!r} is not served here; this server has {self.model}", param="model")
+        return snapshot if at else None
+
+    def check_snapshot(self, wanted: str | None, serving: str) -> None:
+        if wanted is not None and wanted != serving:
+            raise NotFound(
+                f"snapshot {wanted!r} is not serving; {served_model_name(self.model, serving)} is",
+                param="model",
+            )

@@ -1,0 +1,95 @@
+"""The tokenizer and chat template of a model directory: prompts in, token ids out. Does not import torch.
+
+Owns: reading `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
+Always holds: `encode` adds the special tokens the tokenizer's own post-processor adds; a rendered chat is tokenized
+without adding any, since a template writes its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from midstream.errors import ConfigError, InvalidRequest
+from midstream.replica.text import Vocabulary
+
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+
+class TextModel:
+    """Turns text and messages to token ids; `vocabulary` turns ids back to text."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None, special_tokens: dict[str, str]) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
+        self._template = template
+        self._special_tokens = special_tokens
+
+    @classmethod
+    def load(cls, directory: Path) -> TextModel:
+        """From a Hugging Face model directory. Raises ConfigError."""
+        file = directory / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            config = _read_json(directory / "tokenizer_config.json")
+            template = _read_template(directory, config)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{directory}: the tokenizer cannot be read: {error}") from error
+        except Exception as error:  # the tokenizers library raises bare Exception on a bad file
+            raise ConfigError(f"{file}: not a tokenizer: {error}") from error
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokens = {name: _token_text(config[name]) for name in _TEMPLATE_TOKENS if config.get(name)}
+        return cls(tokenizer, template, tokens)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text).ids)
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest(
+                "messages: this model has no chat template; use completions", param="messages"
+            )
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._template,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template may raise anything on messages it does not take
+            raise InvalidRequest(
+                f"messages: the chat template refused them: {error}", param="messages"
+            ) from error
+        return str(rendered[0])
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{file.name} is not a JSON object")
+    return values
+
+
+def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _token_text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) else str(value)

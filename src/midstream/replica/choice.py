@@ -1,0 +1,126 @@
+"""One choice of a response while it is generated: token records in, labelled pieces of text and records out. Pure.
+
+Always holds: a piece carries one snapshot, that of its records and of the tokens its text came from; the pieces of a
+choice in order hold every record up to its end exactly once and the whole visible text; after the end nothing comes.
+A character whose bytes came under two snapshots belongs to the token that completed it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+from midstream.replica.text import StopStrings, Vocabulary
+from midstream.types import FinishReason, TokenRecord
+
+
+class Scored(NamedTuple):
+    """A record and where its text begins in the text of the choice, in characters (echoed prompt included)."""
+
+    record: TokenRecord
+    text_offset: int
+
+
+class Piece(NamedTuple):
+    snapshot: str
+    text: str
+    tokens: tuple[Scored, ...]
+    echoed: bool = False
+
+
+class Choice:
+    """`silent` tokens (the ones that end generation) have a record but no text."""
+
+    def __init__(
+        self, index: int, vocabulary: Vocabulary, stops: tuple[str, ...], silent: Collection[int]
+    ) -> None:
+        self.index = index
+        self.finish: FinishReason | None = None
+        self.generated = 0
+        self.snapshot: str | None = None  # of the newest record
+        self.spans: list[tuple[str, int, int]] = []  # snapshot, start, end over the generated tokens
+        self._detokenizer = vocabulary.detokenizer()
+        self._stops = StopStrings(stops) if stops else None
+        self._silent = silent
+        self._held: deque[tuple[str, int]] = deque()  # snapshot and length of text the stop filter holds back
+        self._chars = 0
+
+    def __repr__(self) -> str:
+        return f"Choice({self.index}, generated={self.generated}, finish={self.finish})"
+
+    def echo(self, records: tuple[TokenRecord, ...]) -> list[Piece]:
+        """Pieces of the echoed prompt: a new one wherever the snapshot changes."""
+        pieces: list[Piece] = []
+        text, run = "", list[Scored]()
+        for record in records:
+            if run and run[-1].record.snapshot != record.snapshot:
+                pieces.append(Piece(run[-1].record.snapshot, text, tuple(run), True))
+                text, run = "", []
+            run.append(Scored(record, self._chars))
+            new = self._detokenizer.push(record.token_id)
+            text += new
+            self._chars += len(new)
+        if run:
+            pieces.append(Piece(run[-1].record.snapshot, text, tuple(run), True))
+            self.snapshot = run[-1].record.snapshot
+        return pieces
+
+    def feed(self, record: TokenRecord) -> list[Piece]:
+        """The pieces one generated token releases; sets `finish` when it completes a stop string."""
+        assert self.finish is None
+        self._count(record.snapshot)
+        scored = (Scored(record, self._chars),)
+        text = "" if record.token_id in self._silent else self._detokenizer.push(record.token_id)
+        self._chars += len(text)
+        if self._stops is None:
+            return [Piece(record.snapshot, text, scored)]
+        pieces = self._through_stops(record.snapshot, text)
+        if self._stops.matched is not None:
+            self.finish = "stop"
+        if pieces and pieces[-1].snapshot == record.snapshot:
+            pieces[-1] = pieces[-1]._replace(tokens=scored)
+        else:
+            pieces.append(Piece(record.snapshot, "", scored))
+        return pieces
+
+    def end(self, reason: FinishReason) -> list[Piece]:
+        """The engine ended the choice: what was held back comes out."""
+        assert self.finish is None
+        snapshot = self.snapshot or ""
+        tail = self._detokenizer.flush()
+        self.finish = reason
+        if self._stops is None:
+            return [Piece(snapshot, tail, ())] if tail else []
+        pieces = self._through_stops(snapshot, tail)
+        if self._stops.matched is not None:
+            self.finish = "stop"
+        return pieces + self._label(self._stops.flush())
+
+    def _count(self, snapshot: str) -> None:
+        if self.spans and self.spans[-1][0] == snapshot:
+            self.spans[-1] = (snapshot, self.spans[-1][1], self.generated + 1)
+        else:
+            self.spans.append((snapshot, self.generated, self.generated + 1))
+        self.generated += 1
+        self.snapshot = snapshot
+
+    def _through_stops(self, snapshot: str, text: str) -> list[Piece]:
+        assert self._stops is not None
+        if text:
+            self._held.append((snapshot, len(text)))
+        return self._label(self._stops.push(text))
+
+    def _label(self, shown: str) -> list[Piece]:
+        """Cut released text where the snapshot of the tokens it came from changes."""
+        pieces: list[Piece] = []
+        while shown:
+            snapshot, length = self._held.popleft()
+            part, shown = shown[:length], shown[length:]
+            if len(part) < length:
+                self._held.appendleft((snapshot, length - len(part)))
+            if pieces and pieces[-1].snapshot == snapshot:
+                pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + part)
+            else:
+                pieces.append(Piece(snapshot, part, ()))
+        return pieces

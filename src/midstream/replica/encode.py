@@ -1,0 +1,350 @@
+"""Token records to the JSON of the rollout API, plain and streamed.
+
+Owns: the shapes of responses. Every token goes through `Encoder.chunk` or `Encoder.content`: this is the hot path.
+Always holds: `choices` is never null; every log-probability is a finite number; a chunk names the snapshot of its tokens;
+a route is passed on as the engine's bytes in base64, and its width is stated when it is not uint8.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from midstream.errors import EngineFailed
+from midstream.replica.checked import Checked, Prompt
+from midstream.replica.choice import Choice, Piece, Scored
+from midstream.replica.text import Vocabulary
+from midstream.types import FinishReason, TokenRecord, served_model_name
+
+LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON does not have
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class TopEntry(msgspec.Struct):
+    token: str
+    logprob: float
+    token_id: int
+    bytes: msgspec.Raw
+
+
+class Entry(msgspec.Struct):
+    token: str
+    bytes: msgspec.Raw
+    logprob: float
+    sampling_logprob: float | None
+    text_offset: int
+    token_id: int
+    top_logprobs: list[TopEntry]
+    routing_matrix: str | UnsetType = UNSET
+    routing_matrix_dtype: str | UnsetType = (
+        UNSET  # "uint16" (little-endian) above 256 experts, else absent: uint8
+    )
+
+
+class ContentLogprobs(msgspec.Struct):
+    content: list[Entry]
+
+
+class LegacyLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    token_ids: list[int]
+    text_offset: list[int]
+    top_logprobs: list[dict[str, float]]
+
+
+Logprobs = ContentLogprobs | LegacyLogprobs
+
+
+class RawOutput(msgspec.Struct):
+    completion: str
+    prompt_fragments: list[str | int]
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: list[int]
+    completion_logprobs: ContentLogprobs | None
+
+
+class SnapshotSpan(msgspec.Struct):
+    snapshot: str
+    start: int  # over the choice's completion tokens, end exclusive
+    end: int
+
+
+class CachedDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedDetails
+
+
+class _ChoiceTail(msgspec.Struct, kw_only=True):
+    """Fields that follow the text of any choice."""
+
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    raw_output: RawOutput | UnsetType = UNSET
+    snapshots: list[SnapshotSpan] | UnsetType = UNSET
+
+
+class TextChoice(_ChoiceTail, kw_only=True):
+    index: int
+    text: str
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class DeltaChoice(_ChoiceTail, kw_only=True):
+    index: int
+    delta: Delta
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class MessageChoice(_ChoiceTail, kw_only=True):
+    index: int
+    message: Message
+
+
+AnyChoice = TextChoice | DeltaChoice | MessageChoice
+
+
+class Response(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[AnyChoice]
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+
+
+class Extras(msgspec.Struct):
+    """What stands beside the choices of a last chunk or a plain response."""
+
+    usage: Usage | UnsetType = UNSET
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+
+
+class Kept(msgspec.Struct):
+    """Everything of one choice that a later answer needs: the whole of a plain one, the `raw_output` of a stream."""
+
+    text: list[str]
+    echoed: list[Scored]
+    generated: list[Scored]
+
+    def keep(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        (self.echoed if piece.echoed else self.generated).extend(piece.tokens)
+
+
+class Encoder:
+    """The responses of one HTTP request."""
+
+    def __init__(
+        self,
+        checked: Checked,
+        *,
+        response_id: str,
+        created: int,
+        model: str,
+        vocabulary: Vocabulary,
+        wide_routes: bool,
+    ) -> None:
+        self._checked = checked
+        self._chat = checked.kind == "chat"
+        self._id = response_id
+        self._created = created
+        self._model = model
+        self._model_names: dict[str, str] = {}
+        self._vocabulary = vocabulary
+        self._route_dtype: str | UnsetType = "uint16" if wide_routes else UNSET
+        whole = "chat.completion" if self._chat else "text_completion"
+        self._object = "chat.completion.chunk" if self._chat and checked.stream else whole
+
+    # Streams
+
+    def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
+        """One event for one piece; `first` is given with the first chunk of a choice."""
+        checked = self._checked
+        prompt_ids: tuple[int, ...] | UnsetType = UNSET
+        if first is not None and checked.token_ids:
+            prompt_ids = first.token_ids
+        ids: list[int] | UnsetType = UNSET
+        if checked.token_ids:
+            ids = [] if piece.echoed else [scored.record.token_id for scored in piece.tokens]
+        logprobs = self.logprobs(piece.tokens) if piece.tokens else None
+        choice: AnyChoice
+        if self._chat:
+            delta = Delta("assistant" if first is not None else UNSET, piece.text)
+            choice = DeltaChoice(
+                index=index, delta=delta, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
+            )
+            return self._event(piece.snapshot, [choice], prompt_ids)
+        choice = TextChoice(
+            index=index, text=piece.text, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
+        )
+        return self._event(piece.snapshot, [choice])
+
+    def finish_chunk(
+        self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
+    ) -> bytes:
+        ids: list[int] | UnsetType = [] if self._checked.token_ids else UNSET
+        prompt_ids: tuple[int, ...] | UnsetType = UNSET
+        if first is not None and self._checked.token_ids:
+            prompt_ids = first.token_ids
+        role = "assistant" if first is not None else UNSET
+        chat = DeltaChoice(index=choice.index, delta=Delta(role))
+        last: AnyChoice = chat if self._chat else TextChoice(index=choice.index, text="")
+        last.finish_reason, last.token_ids, last.raw_output = choice.finish, ids, raw
+        last.prompt_token_ids = prompt_ids
+        return self._event(snapshot, [last], prompt_ids if self._chat else UNSET, extras)
+
+    def usage_chunk(self, snapshot: str, usage: Usage) -> bytes:
+        return self._event(snapshot, [], extras=Extras(usage=usage))
+
+    def _event(
+        self,
+        snapshot: str,
+        choices: list[AnyChoice],
+        prompt_ids: tuple[int, ...] | UnsetType = UNSET,
+        extras: Extras | None = None,
+    ) -> bytes:
+        response = Response(
+            self._id, self._object, self._created, self._model_name(snapshot), choices, prompt_ids
+        )
+        if extras is not None:
+            response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
+        return b"data: " + _encode(response) + b"\n\n"
+
+    # Plain responses
+
+    def plain(
+        self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
+    ) -> bytes:
+        encoded = [
+            self._plain_choice(choice, kept[choice.index], prompts[choice.index // self._checked.n])
+            for choice in choices
+        ]
+        response = Response(self._id, self._object, self._created, self._model_name(snapshot), encoded)
+        if self._chat and self._checked.token_ids:
+            response.prompt_token_ids = prompts[0].token_ids
+        response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
+        return _encode(response)
+
+    def _plain_choice(self, choice: Choice, kept: Kept, prompt: Prompt) -> AnyChoice:
+        text = "".join(kept.text)
+        encoded: AnyChoice
+        if self._chat:
+            encoded = MessageChoice(index=choice.index, message=Message("assistant", text))
+        else:
+            encoded = TextChoice(index=choice.index, text=text)
+            if self._checked.token_ids:
+                encoded.prompt_token_ids = prompt.token_ids
+        encoded.logprobs = self.logprobs(kept.echoed + kept.generated)
+        encoded.finish_reason = choice.finish
+        if self._checked.token_ids:
+            encoded.token_ids = [scored.record.token_id for scored in kept.generated]
+        if self._checked.raw_output:
+            encoded.raw_output = self.raw_output(kept, prompt)
+        encoded.snapshots = [SnapshotSpan(*span) for span in choice.spans]
+        return encoded
+
+    # Shared
+
+    def raw_output(self, kept: Kept, prompt: Prompt) -> RawOutput:
+        """What the model saw and made; under echo the completion begins with the echoed prompt suffix."""
+        tokens = kept.echoed + kept.generated
+        ids = [scored.record.token_id for scored in tokens]
+        return RawOutput(
+            completion=self._vocabulary.raw_text(ids),
+            prompt_fragments=[prompt.text] if prompt.text is not None else list(prompt.token_ids),
+            prompt_token_ids=prompt.token_ids,
+            completion_token_ids=ids,
+            completion_logprobs=self.content(tokens) if self._checked.logprobs else None,
+        )
+
+    def logprobs(self, tokens: Sequence[Scored]) -> Logprobs | None:
+        if self._checked.logprobs == "content":
+            return self.content(tokens)
+        if self._checked.logprobs == "legacy":
+            return self._legacy(tokens)
+        return None
+
+    def content(self, tokens: Iterable[Scored]) -> ContentLogprobs:
+        return ContentLogprobs([self._entry(record, offset) for record, offset in tokens])
+
+    def _entry(self, record: TokenRecord, offset: int) -> Entry:
+        token, token_bytes = self._vocabulary.label(record.token_id)
+        top = [self._top_entry(t.token_id, t.logprob) for t in record.top_logprobs]
+        sampling = record.sampling_logprob
+        entry = Entry(
+            token,
+            token_bytes,
+            _finite(record.logprob),
+            None if sampling is None else _finite(sampling),
+            offset,
+            record.token_id,
+            top[: self._checked.top_logprobs],
+        )
+        if self._checked.routes and record.route is not None:
+            entry.routing_matrix = b64encode(record.route).decode("ascii")
+            entry.routing_matrix_dtype = self._route_dtype
+        return entry
+
+    def _top_entry(self, token_id: int, logprob: float) -> TopEntry:
+        token, token_bytes = self._vocabulary.label(token_id)
+        return TopEntry(token, _finite(logprob), token_id, token_bytes)
+
+    def _legacy(self, tokens: Sequence[Scored]) -> LegacyLogprobs:
+        label = self._vocabulary.label
+        own = [(label(record.token_id)[0], _finite(record.logprob)) for record, _ in tokens]
+        top = self._checked.top_logprobs
+        return LegacyLogprobs(
+            tokens=[token for token, _ in own],
+            token_logprobs=[logprob for _, logprob in own],
+            token_ids=[record.token_id for record, _ in tokens],
+            text_offset=[offset for _, offset in tokens],
+            top_logprobs=[
+                {label(t.token_id)[0]: _finite(t.logprob) for t in record.top_logprobs[:top]}
+                | {token: logprob}  # the token itself is always among them
+                for (record, _), (token, logprob) in zip(tokens, own, strict=True)
+            ],
+        )
+
+    def _model_name(self, snapshot: str) -> str:
+        name = self._model_names.get(snapshot)
+        if name is None:
+            name = self._model_names[snapshot] = served_model_name(self._model, snapshot)
+        return name
+
+
+def _finite(logprob: float) -> float:
+    if logprob >= LOGPROB_MIN:
+        return logprob
+    if logprob != logprob:
+        raise EngineFailed("the model produced NaN; the serving snapshot's weights are not usable")
+    return LOGPROB_MIN
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """The end of a stream that failed; no [DONE] follows."""
+    return b"data: " + _encode(body) + b"\n\n"

@@ -1,0 +1,199 @@
+"""One replica: an engine, the swap runner beside it, and the report of both.
+
+Owns: the life of the engine (start, death, start again) and the boot id.
+Always holds: a boot starts on the base weights with an empty cache and no accepted target; `ready` is true only between a
+successful engine start and its death; every change of the report wakes its watchers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from midstream.engine.base import Engine
+from midstream.replica.admission import Door, Gate, ServedNames
+from midstream.replica.chat import TextModel
+from midstream.replica.namespaces import Namespaces
+from midstream.replica.runner import SnapshotSource, SwapRunner
+from midstream.replica.service import Service
+from midstream.replica.swap import SwapMachine
+from midstream.types import Desired, ReplicaReport, Stage
+
+log = logging.getLogger(__name__)
+
+RESTART_DELAY_MAX_S = 10.0
+
+
+class Replica:
+    """`base_directory` is the served model's directory: the base snapshot, should it be asked for again."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        engine: Engine,
+        text: TextModel,
+        source: SnapshotSource,
+        names: ServedNames,
+        base_directory: Path,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        random_seed: Callable[[], int] = lambda: random.getrandbits(62),
+        new_boot: Callable[[], str] = lambda: uuid.uuid4().hex,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.name = name
+        self.names = names
+        self.gate = Gate(self._changed)
+        self.namespaces = Namespaces()
+        self.service: Service | None = None  # from the first successful engine start on
+        self.ready = False
+        self.clock = clock
+        self._engine = engine
+        self._text = text
+        self._source = source
+        self._base_directory = base_directory
+        self._monotonic = monotonic
+        self._random_seed = random_seed
+        self._new_boot = new_boot
+        self._sleep = sleep
+        self._watch = asyncio.Event()  # replaced at every change
+        self._runner_task: asyncio.Task[None] | None = None
+        self._recovery: asyncio.Task[None] | None = None
+        self.closed = False
+        self.boot = new_boot()
+        self.runner = self._fresh_runner()
+        engine.on_death(self._on_death)
+
+    def __repr__(self) -> str:
+        return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.runner.machine!r}, {self.gate!r})"
+
+    async def start(self) -> None:
+        """Start the engine on the base weights and open the gate. Raises what the engine's start raises."""
+        info = await self._engine.start()
+        boot = self.boot
+        self.service = Service(
+            engine=self._engine,
+            info=info,
+            text=self._text,
+            names=self.names,
+            gate=self.gate,
+            namespaces=self.namespaces,
+            serving=lambda: self.runner.machine.serving,
+            clock=self.clock,
+            monotonic=self._monotonic,
+            random_seed=self._random_seed,
+            on_engine_death=lambda reason: self.engine_died(boot, reason),
+        )
+        self._runner_task = asyncio.create_task(self.runner.run(), name="swap runner")
+        self._runner_task.add_done_callback(_log_failure)
+        self.ready = True
+        self.gate.set(Door.OPEN)
+        self._changed()
+
+    async def close(self) -> None:
+        """Idempotent. Requests inside end with the engine."""
+        self.closed = True
+        self.ready = False
+        self.gate.set(Door.DOWN)
+        await _cancel(self._recovery)
+        await _cancel(self._runner_task)
+        await self._engine.close()
+        self._changed()
+
+    def desire(self, desired: Desired) -> None:
+        self.runner.desire(desired)
+
+    def report(self) -> ReplicaReport:
+        machine = self.runner.machine
+        idle = machine.stage is Stage.IDLE
+        return ReplicaReport(
+            replica=self.name,
+            boot=self.boot,
+            ready=self.ready,
+            snapshot=machine.serving,
+            generation=machine.accepted.generation if machine.accepted else 0,
+            stage=machine.stage,
+            target=None if idle or machine.target is None else machine.target.snapshot,
+            error=machine.error,
+            in_flight=self.gate.inside,
+            last_swap=self.runner.last_swap,
+            engine=self._engine.stats(),
+            transitions=tuple(machine.transitions),
+        )
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns at the next change of the report, or after `timeout_s`."""
+        watch = self._watch
+        try:
+            async with asyncio.timeout(timeout_s):
+                await watch.wait()
+        except TimeoutError:
+            return
+
+    def engine_died(self, boot: str, reason: str) -> None:
+        """Start over, once per boot: whoever notices first says so."""
+        if self.closed or boot != self.boot or self._recovery is not None:
+            return
+        log.error("%s: the engine died: %s", self.name, reason)
+        self.ready = False
+        self.gate.set(Door.DOWN)
+        self._recovery = asyncio.create_task(self._recover(), name="engine recovery")
+        self._recovery.add_done_callback(_log_failure)
+        self._changed()
+
+    async def _on_death(self, reason: str) -> None:
+        if self.ready:  # a boot that never served is start's business
+            self.engine_died(self.boot, reason)
+
+    async def _recover(self) -> None:
+        await _cancel(self._runner_task)
+        self.boot = self._new_boot()
+        self.namespaces.commit("all")  # the cache died with the engine
+        self.runner = self._fresh_runner()
+        self._changed()
+        delay = 0.5
+        while True:
+            try:
+                await self.start()
+            except Exception:  # whatever stops it from starting now may have passed at the next try
+                log.exception("%s: the engine does not start; trying again in %.1f s", self.name, delay)
+                await self._sleep(delay)
+                delay = min(delay * 2, RESTART_DELAY_MAX_S)
+            else:
+                self._recovery = None
+                return
+
+    def _fresh_runner(self) -> SwapRunner:
+        boot = self.boot
+        return SwapRunner(
+            engine=self._engine,
+            source=self._source,
+            gate=self.gate,
+            namespaces=self.namespaces,
+            machine=SwapMachine(self.clock),
+            base_directory=self._base_directory,
+            monotonic=self._monotonic,
+            on_change=self._changed,
+            on_engine_death=lambda reason: self.engine_died(boot, reason),
+        )
+
+    def _changed(self) -> None:
+        watch, self._watch = self._watch, asyncio.Event()
+        watch.set()
+
+
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed", task.get_name(), exc_info=error)

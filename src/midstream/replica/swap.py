@@ -1,0 +1,130 @@
+"""The swap machine: where a replica stands with the snapshot it should serve. Pure; replica/runner.py does the I/O.
+
+Always holds: every move is one entry of `MOVES`, any other raises; `serving` changes only by COMMITTED (and a new boot),
+so a snapshot that failed anywhere before it never serves; every move is recorded with a sequence number and a time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+
+from midstream.types import BASE_SNAPSHOT, Desired, Stage, Transition
+
+TRANSITIONS_KEPT = 64
+
+
+class Event(enum.StrEnum):
+    DESIRED = "desired"  # start on a new target; whatever was being prepared is dropped
+    ALREADY_SERVING = "already serving"  # the new target is what serves
+    FETCHED = "fetched"
+    VERIFIED = "verified"
+    STAGED = "staged"
+    COMMIT = "commit"  # the point of no return: no newer target supersedes this one
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+_BEFORE_COMMIT = (Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
+
+#: The legal moves, all of them.
+MOVES: dict[tuple[Stage, Event], Stage] = {
+    **{(stage, Event.DESIRED): Stage.FETCHING for stage in (Stage.IDLE, Stage.ERROR, *_BEFORE_COMMIT)},
+    **{(stage, Event.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *_BEFORE_COMMIT)},
+    (Stage.FETCHING, Event.FETCHED): Stage.VERIFYING,
+    (Stage.VERIFYING, Event.VERIFIED): Stage.STAGING,
+    (Stage.STAGING, Event.STAGED): Stage.STAGED,
+    (Stage.STAGED, Event.COMMIT): Stage.COMMITTING,
+    (Stage.COMMITTING, Event.COMMITTED): Stage.IDLE,
+    **{(stage, Event.FAILED): Stage.ERROR for stage in (*_BEFORE_COMMIT, Stage.COMMITTING)},
+}
+
+
+class IllegalMove(RuntimeError):
+    """A move that the table does not have: a bug, never a user's mistake."""
+
+
+class SwapMachine:
+    """The state of one boot. `accepted` is the Desired last taken on; `target` the one in work or failed."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seq = 0
+        self.stage = Stage.IDLE
+        self.serving = BASE_SNAPSHOT
+        self.accepted: Desired | None = None
+        self.target: Desired | None = None
+        self.error: str | None = None
+        self.transitions: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
+
+    def __repr__(self) -> str:
+        target = self.target.snapshot if self.target else None
+        return (
+            f"SwapMachine({self.stage.value}, serving={self.serving!r}, target={target!r}, moves={self._seq})"
+        )
+
+    def accept(self, desired: Desired) -> bool:
+        """Remember what is wanted now; False when it is what was already accepted.
+
+        Any other (snapshot, generation) counts, also a lower generation: the one who sends has the truth.
+        """
+        if self.accepted and _key(self.accepted) == _key(desired):
+            return False
+        self.accepted = desired
+        return True
+
+    @property
+    def behind(self) -> bool:
+        """True when the accepted target has not been taken into work."""
+        return self.accepted is not None and (self.target is None or _key(self.accepted) != _key(self.target))
+
+    def begin(self) -> Desired | None:
+        """Take the accepted target into work; None when there is nothing to load since it serves already."""
+        desired = self.accepted
+        assert desired is not None
+        serves = desired.snapshot == self.serving
+        self._move(Event.ALREADY_SERVING if serves else Event.DESIRED, desired)
+        return None if serves else desired
+
+    def advance(self, event: Event) -> None:
+        """FETCHED, VERIFIED, STAGED, COMMIT or COMMITTED of the target in work."""
+        target = self.target
+        assert target is not None
+        self._move(event, target)
+        if event is Event.COMMITTED:
+            self.serving = target.snapshot
+
+    def fail(self, message: str) -> None:
+        assert self.target is not None
+        self._move(Event.FAILED, self.target, message)
+
+    def _move(self, event: Event, desired: Desired, detail: str = "") -> None:
+        stage = MOVES.get((self.stage, event))
+        if stage is None:
+            raise IllegalMove(f"{event.value!r} at {self.stage.value!r}: {self!r}")
+        self.stage = stage
+        self.target = desired
+        self.error = detail if stage is Stage.ERROR else None
+        self.transitions.append(
+            Transition(
+                seq=self._seq,
+                at=self._clock(),
+                snapshot=desired.snapshot,
+                generation=desired.generation,
+                stage=stage,
+                detail=detail,
+            )
+        )
+        self._seq += 1
+
+
+def _key(desired: Desired) -> tuple[str, int]:
+    return desired.snapshot, desired.generation
+
+
+def mermaid() -> str:
+    """The table as a Mermaid state diagram, for the documentation."""
+    lines = ["stateDiagram-v2", f"    [*] --> {Stage.IDLE.value}"]
+    lines += [f"    {at.value} --> {to.value}: {event.value}" for (at, event), to in MOVES.items()]
+    return "\n".join(lines) + "\n"
