@@ -82,7 +82,7 @@ def _checked(settings: Settings) -> Settings:
         (settings.replicas >= 1, f"replicas must be at least 1, got {settings.replicas}"),
         (0 <= settings.port <= 65535, f"port must be 0 to 65535, got {settings.port}"),
         (settings.engine in get_args(EngineKind), f"engine must be embedded or vllm, got {settings.engine}"),
-        (settings.embedded.block_size >= 1, "embedded.block_size must be at least 1"),
+        (settings.embedded.block_size >= 2, "embedded.block_size must be at least 2"),
         (
             settings.embedded.kv_cache_tokens >= 2 * settings.embedded.block_size,
             "embedded.kv_cache_tokens must hold at least two blocks",

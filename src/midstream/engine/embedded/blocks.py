@@ -4,7 +4,8 @@ Owns the block table of one engine: reference counts, the prefix-cache index, ev
 live in runner.py and are addressed by slot = block * block_size + offset.
 
 Always holds:
-- Block 0 is scratch: never given out, never read as somebody's KV. Writes that must not count go there.
+- Block 0 is never given out. Its slot 0 pads reads and is never written, so it stays zero; writes that must not count go
+  to its slot 1, which is never read.
 - Every other block is in exactly one state: in use (references > 0), cached (references 0, reachable by its hash) or
   free (no hash). used + cached + free = total; `check()` proves it.
 - A block's hash covers the salt and every token from position 0 to its end, so equal hash means equal prefix in an
@@ -19,7 +20,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-SCRATCH_BLOCK = 0
+PAD_SLOT = 0
+SCRATCH_SLOT = 1
 
 
 class OutOfBlocks(Exception):
@@ -40,8 +42,8 @@ class BlockPool:
     """Blocks 1..num_blocks-1 of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2, got {num_blocks}")
+        if num_blocks < 2 or block_size < 2:
+            raise ValueError(f"needs 2 blocks of 2 tokens at least, got {num_blocks} of {block_size}")
         self.block_size = block_size
         self.total = num_blocks - 1
         self._references = [0] * num_blocks

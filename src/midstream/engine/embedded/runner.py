@@ -19,7 +19,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from midstream.engine.embedded.attention import IMPLEMENTATION, KVCache, PackedBatch, PrefillSpan
+from midstream.engine.embedded.attention import (
+    IMPLEMENTATION,
+    KEY_TILE,
+    KVCache,
+    PackedBatch,
+    PrefillSpan,
+    round_up,
+)
+from midstream.engine.embedded.blocks import PAD_SLOT, SCRATCH_SLOT
 from midstream.engine.embedded.scheduler import Work
 from midstream.types import ModelInfo
 
@@ -159,13 +167,13 @@ class Runner:
     def _pack(self, works: Sequence[Work]) -> PackedBatch:
         tables = [self._slots(w.seq.blocks, w.last) for w in works]
         write = [
-            np.where(np.arange(w.first, w.last) >= w.write_from, slots[w.first : w.last], 0)
+            np.where(np.arange(w.first, w.last) >= w.write_from, slots[w.first : w.last], SCRATCH_SLOT)
             for w, slots in zip(works, tables, strict=True)
         ]
         decodes = sum(1 for w in works if w.size == 1)
         longest = max((len(t) for t in tables[:decodes]), default=0)
-        longest = -(-longest // self.block_size) * self.block_size
-        padded = np.zeros((decodes, longest), dtype=np.int64)
+        longest = round_up(longest, self.block_size)
+        padded = np.full((decodes, longest), PAD_SLOT, dtype=np.int64)
         for row, table in zip(padded, tables, strict=False):
             row[: len(table)] = table
         lengths = np.array([len(t) for t in tables[:decodes]], dtype=np.int64)
@@ -174,7 +182,11 @@ class Runner:
         mask.masked_fill_(hidden, float("-inf"))
         prefills, first = [], decodes
         for work, table in zip(works[decodes:], tables[decodes:], strict=True):
-            prefills.append(PrefillSpan(first, first + work.size, torch.from_numpy(table).to(self.device)))
+            slots = np.full(round_up(work.last, KEY_TILE), PAD_SLOT, dtype=np.int64)
+            slots[: work.last] = table
+            prefills.append(
+                PrefillSpan(first, first + work.size, work.last, torch.from_numpy(slots).to(self.device))
+            )
             first += work.size
         return PackedBatch(
             write_slots=torch.from_numpy(np.concatenate(write)).to(self.device),

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_model(seed=0, dtype="float32", ...) -> a Hugging Face directory, written once per test run."""
+    from midstream.models.tiny_moe import write_tiny_moe
+
+    root = tmp_path_factory.mktemp("models")
+    written: dict[str, Path] = {}
+
+    def get(*, seed: int = 0, dtype: str = "float32", **options: int) -> Path:
+        name = "-".join([str(seed), dtype, *(f"{k}{v}" for k, v in sorted(options.items()))])
+        if name not in written:
+            write_tiny_moe(root / name, seed=seed, dtype=dtype, **options)
+            written[name] = root / name
+        return written[name]
+
+    return get

@@ -1,0 +1,96 @@
+"""The block pool under random use: books balance, content never changes hands unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from midstream.engine.embedded.blocks import BlockPool, OutOfBlocks, block_hash, root_hash
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Model: who holds how many references, and what content each indexed block was filled with."""
+
+    held = Bundle("held")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(num_blocks=6, block_size=4)
+        self.references: dict[int, int] = {}
+        self.content: dict[bytes, int] = {}
+
+    @rule(target=held)
+    def allocate(self) -> int:
+        in_use = sum(1 for count in self.references.values() if count)
+        if in_use == self.pool.total:
+            with pytest.raises(OutOfBlocks):
+                self.pool.allocate()
+            return 0
+        block = self.pool.allocate()
+        assert block != 0
+        assert not self.references.get(block), "a block in use was given out"
+        self.content = {digest: b for digest, b in self.content.items() if b != block}
+        self.references[block] = 1
+        return block
+
+    @rule(block=held, tokens=st.integers(0, 3))
+    def index(self, block: int, tokens: int) -> None:
+        if not self.references.get(block) or block in self.content.values():
+            return
+        digest = block_hash(root_hash(b""), [tokens] * 4)
+        holder = self.pool.index(block, digest)
+        assert holder == self.content.setdefault(digest, block)
+
+    @rule(tokens=st.integers(0, 3), target=held)
+    def share(self, tokens: int) -> int:
+        digest = block_hash(root_hash(b""), [tokens] * 4)
+        block = self.pool.lookup(digest)
+        assert block == self.content.get(digest)
+        if block is None:
+            return 0
+        self.pool.retain(block)
+        self.references[block] = self.references.get(block, 0) + 1
+        return block
+
+    @rule(block=consumes(held))
+    def release(self, block: int) -> None:
+        if self.references.get(block):
+            self.pool.release(block)
+            self.references[block] -= 1
+
+    @precondition(lambda self: self.content)
+    @rule()
+    def clear(self) -> None:
+        self.pool.clear_cache()
+        self.content.clear()
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pool.check()
+        assert self.pool.used == sum(1 for count in self.references.values() if count)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_cached_block_unused_for_longest_is_evicted_first() -> None:
+    pool = BlockPool(num_blocks=4, block_size=2)
+    blocks = [pool.allocate() for _ in range(3)]
+    digests = [block_hash(root_hash(b""), [i, i]) for i in range(3)]
+    for block, digest in zip(blocks, digests, strict=True):
+        pool.index(block, digest)
+    for block in (blocks[1], blocks[0], blocks[2]):
+        pool.release(block)
+    assert pool.allocate() == blocks[1]
+    assert [pool.lookup(d) for d in digests] == [blocks[0], None, blocks[2]]
+
+
+def test_a_hash_depends_on_salt_parent_and_every_token() -> None:
+    base = block_hash(root_hash(b"a"), [1, 2])
+    assert base != block_hash(root_hash(b"b"), [1, 2])
+    assert base != block_hash(root_hash(b"a"), [2, 1])
+    assert block_hash(base, [1, 2]) != base
+    assert base == block_hash(root_hash(b"a"), [1, 2])

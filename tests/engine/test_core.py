@@ -1,0 +1,237 @@
+"""The embedded engine against a plain Hugging Face forward, and against itself under every schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import Collected, Reference, reference, request, run
+
+from midstream.config import EngineSettings
+from midstream.engine.embedded.core import EngineCore
+from midstream.types import BASE_SNAPSHOT
+
+torch.set_num_threads(1)
+
+
+def prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randrange(low, high))] for _ in range(count)]
+
+
+def assert_equals_reference(ref: Reference, prompt: list[int], got: Collected) -> None:
+    """Teacher forcing: every record's logprob within 1e-4, every route equal."""
+    ids = prompt + [r.token_id for r in got.tokens]
+    records = got.prompt + got.tokens
+    assert [r.token_id for r in records] == ids
+    logprobs, routes = ref(ids)
+    assert records[0].logprob == 0.0
+    assert records[0].route is None
+    for i, record in enumerate(records[1:], start=1):
+        assert record.logprob == pytest.approx(logprobs[i - 1, ids[i]].item(), abs=1e-4)
+        assert record.route == routes[i - 1].tobytes()
+
+
+@pytest.mark.parametrize("batch_tokens", [16, 1024], ids=["chunked", "whole"])
+@pytest.mark.parametrize("count", [1, 32])
+def test_records_equal_a_plain_forward_cold_and_warm(
+    tiny_model: Callable[..., Path], batch_tokens: int, count: int
+) -> None:
+    model = tiny_model()
+    core = EngineCore(model, EngineSettings(max_batch_tokens=batch_tokens))
+    ref = reference(model)
+    given = prompts(count, 1, 120)
+    cold = run(core, [request(f"cold{i}", p, seed=i) for i, p in enumerate(given)])
+    warm = run(core, [request(f"warm{i}", p, seed=i) for i, p in enumerate(given)])
+    for i, p in enumerate(given):
+        assert_equals_reference(ref, p, cold[f"cold{i}", 0])
+        assert_equals_reference(ref, p, warm[f"warm{i}", 0])
+        assert warm[f"warm{i}", 0].cached == len(p) // 16 * 16
+
+
+def test_bfloat16_tokens_do_not_depend_on_batch_chunks_or_cache(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(dtype="bfloat16")
+    given = prompts(12, 1, 140)
+    alone = EngineCore(model, EngineSettings())
+    together = EngineCore(model, EngineSettings(max_batch_tokens=48))
+    expected = [
+        run(alone, [request(f"{i}", p, seed=i, max_tokens=24, salt=b"%d" % i)])[f"{i}", 0]
+        for i, p in enumerate(given)
+    ]
+    for label in ("cold", "warm"):
+        got = run(together, [request(f"{label}{i}", p, seed=i, max_tokens=24) for i, p in enumerate(given)])
+        for i in range(len(given)):
+            assert got[f"{label}{i}", 0].tokens == expected[i].tokens
+            assert got[f"{label}{i}", 0].prompt == expected[i].prompt
+
+
+def test_preempted_sequences_report_the_same_records(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(dtype="bfloat16")
+    given = prompts(6, 20, 40)
+    wanted = [request(f"{i}", p, seed=i, max_tokens=60, echo=0) for i, p in enumerate(given)]
+    roomy = run(EngineCore(model, EngineSettings()), wanted)
+    tight_core = EngineCore(model, EngineSettings(kv_cache_tokens=256))
+    preemptions = 0
+    release = tight_core.scheduler._preempt
+
+    def counted(seq: object) -> None:
+        nonlocal preemptions
+        preemptions += 1
+        release(seq)  # type: ignore[arg-type]
+
+    tight_core.scheduler._preempt = counted  # type: ignore[method-assign]
+    tight = run(tight_core, wanted)
+    assert preemptions > 0
+    for key, got in roomy.items():
+        assert tight[key].tokens == got.tokens
+
+
+def test_a_swap_labels_each_token_with_the_weights_that_made_it(tiny_model: Callable[..., Path]) -> None:
+    """Recomputed by hand: positions before the switch keep the KV of the old weights, later ones use the new."""
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    core = EngineCore(old, EngineSettings())
+    given = prompts(4, 30, 60)
+
+    def swap(step: int) -> None:
+        if step == 10:
+            core.set_staged(core.stage(new))
+            assert core.commit("step-1").streams_crossed == 4
+
+    results = run(
+        core, [request(f"{i}", p, seed=i, max_tokens=24) for i, p in enumerate(given)], after_step=swap
+    )
+    models = {BASE_SNAPSHOT: reference(old).model, "step-1": reference(new).model}
+    for i, p in enumerate(given):
+        got = results[f"{i}", 0]
+        labels = [r.snapshot for r in got.tokens]
+        assert labels == [BASE_SNAPSHOT] * 10 + ["step-1"] * 14
+        ids = p + [r.token_id for r in got.tokens]
+        cache = None
+        position = 0
+        spans = [(BASE_SNAPSHOT, len(p)), *((label, 1) for label in labels[1:])]
+        for record, (label, width) in zip(got.tokens, spans, strict=True):
+            with torch.no_grad():
+                output = models[label](
+                    torch.tensor([ids[position : position + width]]), past_key_values=cache, use_cache=True
+                )
+            cache, position = output.past_key_values, position + width
+            expected = output.logits[0, -1].log_softmax(-1)[ids[position]].item()
+            assert record.snapshot == label
+            assert record.logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_echo_after_a_swap_is_scored_by_the_snapshot_it_is_labelled_with(
+    tiny_model: Callable[..., Path],
+) -> None:
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    core = EngineCore(old, EngineSettings())
+    (prompt,) = prompts(1, 64, 65)
+    before = run(core, [request("before", prompt)])["before", 0]
+    core.set_staged(core.stage(new))
+    core.commit("step-1")
+    after = run(core, [request("after", prompt, salt=b"")])["after", 0]
+    assert {r.snapshot for r in before.prompt[1:]} == {BASE_SNAPSHOT}
+    assert {r.snapshot for r in after.prompt[1:]} == {"step-1"}
+    assert_equals_reference(reference(new), prompt, after)
+    again = run(core, [request("again", prompt)])["again", 0]
+    assert [r.logprob for r in again.prompt] == [r.logprob for r in after.prompt]
+
+
+def test_no_cache_hit_crosses_a_salt(tiny_model: Callable[..., Path]) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    (prompt,) = prompts(1, 80, 81)
+    run(core, [request("a", prompt, salt=b"one", echo=0)])
+    other = run(core, [request("b", prompt, salt=b"two", echo=0)])["b", 0]
+    same = run(core, [request("c", prompt, salt=b"one", echo=0)])["c", 0]
+    assert (other.cached, same.cached) == (0, 80)
+
+
+def test_choices_share_one_prefill_and_differ_by_their_random_stream(
+    tiny_model: Callable[..., Path],
+) -> None:
+    core = EngineCore(tiny_model(dtype="bfloat16"), EngineSettings())
+    (prompt,) = prompts(1, 64, 65)
+    both = run(core, [request("n", prompt, n=3, echo=0, max_tokens=16)])
+    assert [both["n", i].cached for i in range(3)] == [0, 64, 64]
+    assert len({tuple(r.token_id for r in both["n", i].tokens) for i in range(3)}) == 3
+    again = run(core, [request("again", prompt, echo=0, max_tokens=16)])["again", 0]
+    assert again.tokens == both["n", 0].tokens
+
+
+def test_a_turn_that_continues_a_rollout_finds_its_generated_tokens_cached_with_scores_and_routes(
+    tiny_model: Callable[..., Path],
+) -> None:
+    model = tiny_model()
+    core = EngineCore(model, EngineSettings())
+    (prompt,) = prompts(1, 40, 41)
+    first = run(core, [request("t1", prompt, max_tokens=40)])["t1", 0]
+    second_prompt = prompt + [r.token_id for r in first.tokens] + [10, 11, 12]
+    second = run(core, [request("t2", second_prompt)])["t2", 0]
+    assert second.cached == 64  # 79 tokens have KV: four full blocks
+    assert_equals_reference(reference(model), second_prompt, second)
+
+
+def test_scoring_without_generation_returns_the_prompt_alone(tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model()
+    core = EngineCore(model, EngineSettings())
+    (prompt,) = prompts(1, 48, 49)
+    got = run(core, [request("score", prompt, max_tokens=0)])["score", 0]
+    assert (got.tokens, got.finish) == ([], "length")
+    assert_equals_reference(reference(model), prompt, got)
+
+
+def test_echo_last_returns_only_the_last_records_aligned(tiny_model: Callable[..., Path]) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    (prompt,) = prompts(1, 50, 51)
+    whole = run(core, [request("whole", prompt, salt=b"w")])["whole", 0]
+    last = run(core, [request("last", prompt, echo=7)])["last", 0]
+    assert [r.token_id for r in last.prompt] == prompt[-7:]
+    for a, b in zip(last.prompt, whole.prompt[-7:], strict=True):
+        assert (a.logprob, a.route) == (pytest.approx(b.logprob, abs=1e-5), b.route)
+
+
+def test_generation_ends_at_a_stop_token_and_keeps_it(tiny_model: Callable[..., Path]) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    free = run(core, [request("free", [1, 2, 3], max_tokens=12)])["free", 0]
+    stop = free.tokens[5].token_id
+    first = [r.token_id for r in free.tokens].index(stop)
+    got = run(core, [request("stopped", [1, 2, 3], max_tokens=12, stop_token_ids=(stop,))])["stopped", 0]
+    assert got.tokens == free.tokens[: first + 1]
+    assert got.finish == "stop"
+
+
+def test_an_aborted_request_gives_its_blocks_back_and_the_others_go_on(
+    tiny_model: Callable[..., Path],
+) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    core.add(request("gone", list(range(100)), max_tokens=500, n=2))
+    core.add(request("stays", [7, 8, 9], max_tokens=20))
+    for _ in range(5):
+        core.step()
+    core.abort("gone")
+    seen = []
+    while not core.idle:
+        seen += core.step()
+    assert {request_id for request_id, _ in seen} == {"stays"}
+    core.check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("r", []), "the prompt is empty"),
+        (request("r", [1, 264]), "prompt token ids must be 0 to 263"),
+        (request("r", [1] * 10, max_tokens=5000), "the KV cache holds 4096"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_with_the_reason(
+    tiny_model: Callable[..., Path], bad: object, message: str
+) -> None:
+    core = EngineCore(tiny_model(), EngineSettings(kv_cache_tokens=4096))
+    ((request_id, event),) = core.add(bad)  # type: ignore[arg-type]
+    assert request_id == "r"
+    assert message in (event.error or "")
+    assert core.idle

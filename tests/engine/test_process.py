@@ -1,0 +1,139 @@
+"""The Engine port over a real engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from engine_helpers import request
+
+from midstream.config import EngineSettings
+from midstream.engine.base import EngineDied, StagingFailed
+from midstream.engine.embedded.process import EmbeddedEngine
+from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
+
+
+def with_engine(model: Path, body: Callable[[EmbeddedEngine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        engine = EmbeddedEngine(model, EngineSettings(kv_cache_tokens=8192))
+        await engine.start()
+        try:
+            await body(engine)
+        finally:
+            await engine.close()
+        assert engine.pid is None
+
+    asyncio.run(main())
+
+
+async def records(engine: EmbeddedEngine, wanted: GenerateRequest) -> list[TokenRecord]:
+    return [record async for event in engine.generate(wanted) for record in event.tokens]
+
+
+async def blocks_in_use(engine: EmbeddedEngine, expected: int) -> None:
+    """Returns once the engine reports that many; the test's timeout is the other way out."""
+    while engine.stats().kv_blocks_used != expected:  # noqa: ASYNC110 - the engine reports on its own clock
+        await asyncio.sleep(0.01)
+
+
+def test_a_stream_crosses_a_swap_and_an_unstaged_commit_is_refused(tiny_model: Callable[..., Path]) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        stream = engine.generate(request("r", [1, 2, 3], max_tokens=1500, echo=0))
+        first = await anext(stream)
+        with pytest.raises(StagingFailed, match="not the staged snapshot"):
+            await engine.commit("step-1")
+        await engine.stage("step-1", tiny_model(seed=1))
+        timing = await engine.commit("step-1")
+        assert (timing.snapshot, timing.streams_crossed) == ("step-1", 1)
+        rest: list[GenerationEvent] = [event async for event in stream]
+        labels = [r.snapshot for event in (first, *rest) for r in event.tokens]
+        assert len(labels) == 1500
+        switch = labels.index("step-1")
+        assert labels == ["base"] * switch + ["step-1"] * (1500 - switch)
+        assert rest[-1].finish == "length"
+
+    with_engine(tiny_model(), body)
+
+
+def test_files_that_are_no_model_are_refused_and_the_old_weights_go_on(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        before = await records(engine, request("a", [5, 6], max_tokens=6, echo=0))
+        with pytest.raises(StagingFailed):
+            await engine.stage("broken", tmp_path)
+        after = await records(engine, request("b", [5, 6], max_tokens=6, echo=0))
+        assert [r.token_id for r in after] == [r.token_id for r in before]
+        assert {r.snapshot for r in after} == {"base"}
+
+    with_engine(tiny_model(), body)
+
+
+def test_closing_a_stream_frees_its_blocks_and_leaves_the_others_alone(
+    tiny_model: Callable[..., Path],
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        other = asyncio.create_task(records(engine, request("other", [9, 9], max_tokens=300, echo=0)))
+        stream = engine.generate(request("gone", list(range(200)), max_tokens=4000, echo=0))
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert len(await other) == 300
+        await blocks_in_use(engine, 0)
+
+    with_engine(tiny_model(), body)
+
+
+def test_a_pause_stops_steps_and_a_resume_loses_nothing(tiny_model: Callable[..., Path]) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        expected = await records(engine, request("a", [4, 4], max_tokens=200, echo=0))
+        task = asyncio.create_task(records(engine, request("b", [4, 4], max_tokens=200, echo=0)))
+        await asyncio.sleep(0)
+        await engine.pause()
+        assert not task.done()
+        await engine.resume()
+        assert [r.token_id for r in await task] == [r.token_id for r in expected]
+
+    with_engine(tiny_model(), body)
+
+
+def test_when_the_process_is_killed_streams_raise_and_a_new_start_serves_again(
+    tiny_model: Callable[..., Path],
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        reasons: list[str] = []
+        told = asyncio.Event()
+
+        async def note(reason: str) -> None:
+            reasons.append(reason)
+            told.set()
+
+        engine.on_death(note)
+        stream = engine.generate(request("r", [1, 2, 3], max_tokens=4000, echo=0))
+        await anext(stream)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied):
+            async for _ in stream:
+                pass
+        await told.wait()
+        assert reasons == ["the engine process ended with code -9"]
+        with pytest.raises(EngineDied):
+            await records(engine, request("early", [1], max_tokens=1, echo=0))
+        await engine.start()
+        assert len(await records(engine, request("again", [1, 2, 3], max_tokens=5, echo=0))) == 5
+
+    with_engine(tiny_model(), body)
+
+
+def test_a_missing_model_is_reported_with_its_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = EmbeddedEngine(tmp_path / "nowhere", EngineSettings())
+        with pytest.raises(EngineDied, match="nowhere"):
+            await engine.start()
+        await engine.close()
+
+    asyncio.run(main())
