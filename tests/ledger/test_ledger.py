@@ -114,7 +114,8 @@ def test_a_failed_snapshot_can_be_asked_for_again(tmp_path: Path) -> None:
 def test_a_failure_the_caller_has_seen_counts_before_its_row_is_written(tmp_path: Path) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
-        assert (await signal(ledger, "a", failed=True)).desired.generation == 2
+        assert (await signal(ledger, "a", failed_generation=1)).desired.generation == 2
+        assert not (await signal(ledger, "a", failed_generation=1)).changed
 
     on_ledger(tmp_path, work)
 

@@ -96,18 +96,20 @@ class Ledger:
         url: str,
         reset_prompt_cache: ResetPromptCache = "all",
         *,
-        failed: bool = False,
+        failed_generation: int | None = None,
         generation_floor: int = 0,
     ) -> SignalResult:
         """Make `identity` the desired snapshot; committed when this returns.
 
-        failed: the caller knows that a replica failed on the desired snapshot (its row may not be written yet).
+        failed_generation: the caller knows that a replica failed on this generation (its row may not be written yet).
         generation_floor: the highest generation a replica has reported; the new one is above it, also when this
             ledger is younger than the replicas. Raises NotFound for an unknown deployment.
         """
         now = self._now()
         return await self._run(
-            lambda: self._core.signal(name, identity, url, reset_prompt_cache, now, failed, generation_floor)
+            lambda: self._core.signal(
+                name, identity, url, reset_prompt_cache, now, failed_generation, generation_floor
+            )
         )
 
     async def state(self, name: str) -> DeploymentState:

@@ -116,13 +116,14 @@ class LedgerCore:
         url: str,
         reset: ResetPromptCache,
         now: float,
-        failed: bool,
+        failed_generation: int | None,
         generation_floor: int,
     ) -> SignalResult:
         with self._begin() as db:
             key, row = _lock_deployment(db, name)
+            known_failed = failed_generation == row.generation
             wanted = row.desired_snapshot == identity
-            if wanted and not failed and not _failed_somewhere(db, key, identity, row.generation):
+            if wanted and not known_failed and not _failed_somewhere(db, key, identity, row.generation):
                 desired = _desired(db, key, row)
                 assert desired is not None
                 return SignalResult(desired, changed=False)

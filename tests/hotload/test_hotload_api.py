@@ -1,0 +1,428 @@
+"""The hot-load API on a real ledger and the real control app; replica reports are set by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from midstream.control.loop import Reconciler
+from midstream.gateway.app import control_app
+from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.proxy import ServedNames
+from midstream.gateway.replicas import ReplicaSet
+from midstream.ledger import Ledger, sqlite_url
+from midstream.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
+
+MODEL = "accounts/local/models/tiny-moe"
+DEPLOYMENT = "accounts/local/deployments/default"
+
+
+class Server:
+    """The control app with its client, ledger and replicas, within one event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self.ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
+        self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(3)])
+        self.reconciler = Reconciler(self.ledger, self.replicas, DEPLOYMENT)
+        self.app = control_app(
+            ServedNames(MODEL, DEPLOYMENT),
+            self.replicas,
+            GatewayMetrics(self.replicas),
+            extra_routes=hotload_routes(
+                self.ledger, self.replicas, self.reconciler, deployment=DEPLOYMENT, model=MODEL
+            ),
+        )
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
+
+    def report(self, index: int, admitted: bool = True, **fields: Any) -> None:
+        view = self.replicas.views[index]
+        given: dict[str, Any] = {"replica": view.name, "boot": f"boot{index}", "ready": True} | fields
+        view.report = ReplicaReport(**given)
+        view.admitted = admitted
+
+    async def signal(self, body: Any, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.http.post(HOT_LOAD_PATH, json=body, headers=named)
+
+    async def rows(self) -> list[dict[str, Any]]:
+        response = await self.http.get(HOT_LOAD_PATH)
+        assert response.status_code == 200
+        body = response.json()
+        assert list(body) == ["replicas"]
+        rows: list[dict[str, Any]] = body["replicas"]
+        return rows
+
+    async def desired(self) -> Desired | None:
+        return (await self.ledger.state(DEPLOYMENT)).desired
+
+
+def serve(path: Path, work: Callable[[Server], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = Server(path)
+        try:
+            await server.ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+            await work(server)
+        finally:
+            await server.http.aclose()
+            server.ledger.close()
+
+    asyncio.run(run())
+
+
+def failed(identity: str, generation: int, why: str) -> tuple[Transition, ...]:
+    moved = Transition(seq=0, at=1.0, snapshot=identity, generation=generation, stage=Stage.ERROR, detail=why)
+    return (moved,)
+
+
+def stages(rows: list[dict[str, Any]]) -> list[tuple[str, str, str | None]]:
+    return [
+        (
+            row["midstream"]["replica"],
+            row["loading_state"]["stage"],
+            row["loading_state"]["target_snapshot_identity"],
+        )
+        for row in rows
+    ]
+
+
+def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        response = await server.signal(
+            {"identity": "run 1/step-1", "reset_prompt_cache": "new_session"},
+            fireworks_model=MODEL,
+            fireworks_deployment=DEPLOYMENT,
+            authorization="Bearer x",
+        )
+        assert response.status_code == 200
+        assert response.json() == {"identity": "run 1/step-1", "generation": 1, "changed": True}
+        assert await server.desired() == Desired(
+            snapshot="run 1/step-1",
+            generation=1,
+            url="file:///bucket/run%201/step-1",
+            reset_prompt_cache="new_session",
+            transition="ASYNC",
+        )
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("body", "policy"),
+    [
+        ({}, "all"),
+        ({"reset_prompt_cache": None}, "all"),
+        ({"reset_prompt_cache": True}, "all"),
+        ({"reset_prompt_cache": False}, "none"),
+        ({"reset_prompt_cache": "all"}, "all"),
+        ({"reset_prompt_cache": "none"}, "none"),
+        ({"reset_prompt_cache": "new_session"}, "new_session"),
+        ({"validation": {"extra_fields_ignore": []}, "incremental_snapshot_metadata": None}, "all"),
+    ],
+)
+def test_every_spelling_of_the_cache_policy_is_understood(
+    tmp_path: Path, body: dict[str, Any], policy: str
+) -> None:
+    async def work(server: Server) -> None:
+        assert (await server.signal({"identity": "a", **body})).status_code == 200
+        desired = await server.desired()
+        assert desired is not None
+        assert desired.reset_prompt_cache == policy
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({"identity": "a", "colour": 1}, "Extra inputs are not permitted, field: 'colour'", "colour"),
+        ({"identity": "a", "validation": {"x": 1}}, "Extra inputs are not permitted, field: 'validation.x'",
+         "validation.x"),
+        ({}, "Object missing required field `identity`", "identity"),
+        ({"identity": 7}, "Expected `str`, got `int` - at `$.identity`", "identity"),
+        ({"identity": "a", "reset_prompt_cache": "some"}, "Invalid enum value 'some' - at `$.reset_prompt_cache`",
+         "reset_prompt_cache"),
+        ({"identity": "a", "reset_prompt_cache": 1}, None, "reset_prompt_cache"),
+        ({"identity": "../etc"}, None, "identity"),
+        ({"identity": "base"}, "identity 'base' is reserved: it names the weights the server started with",
+         "identity"),
+        ({"identity": "a", "incremental_snapshot_metadata": {"previous_snapshot_identity": "b"}},
+         "incremental snapshots are not supported yet: publish a full snapshot and leave "
+         "incremental_snapshot_metadata out", "incremental_snapshot_metadata"),
+        ({"identity": "a", "validation": {"extra_fields_ignore": ["x"]}},
+         "ignoring configuration fields is not supported yet: leave validation out", "validation"),
+        (["a"], "the body must be a JSON object", None),
+    ],
+)  # fmt: skip
+def test_a_signal_that_is_not_understood_is_refused_whole(
+    tmp_path: Path, body: Any, message: str | None, param: str | None
+) -> None:
+    async def work(server: Server) -> None:
+        response = await server.signal(body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["type"], error["param"]) == (
+            "invalid_request_error",
+            "invalid_request_error",
+            param,
+        )
+        assert message in (None, error["message"])
+        assert await server.desired() is None
+        assert await server.ledger.snapshots(DEPLOYMENT) == []
+
+    serve(tmp_path, work)
+
+
+def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for content in (b"", b"{", b"\xff"):
+            response = await server.http.post(HOT_LOAD_PATH, content=content)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request_error")
+        response = await server.http.post(HOT_LOAD_PATH, content=b" " * (2**20 + 1))
+        assert response.status_code == 413
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "status"),
+    [
+        ("fireworks-model", MODEL, 200),
+        ("fireworks-model", f"{MODEL}@step-3", 200),
+        ("fireworks-model", "tiny-moe", 200),
+        ("fireworks-deployment", "default", 200),
+        ("fireworks-model", "accounts/local/models/other", 404),
+        ("fireworks-deployment", "accounts/other/deployments/default", 404),
+        ("x-fireworks-hot-load-source-url", "file:///bucket/a/", 200),
+        ("x-fireworks-hot-load-source-url", "file:///elsewhere/a", 400),
+    ],
+)
+def test_headers_must_name_what_is_served_here(tmp_path: Path, header: str, value: str, status: int) -> None:
+    async def work(server: Server) -> None:
+        response = await server.http.post(HOT_LOAD_PATH, json={"identity": "a"}, headers={header: value})
+        assert response.status_code == status
+        if status != 200:
+            assert response.json()["error"]["param"] == header
+        assert (await server.desired() is not None) == (status == 200)
+        if header.startswith("fireworks"):
+            seen = await server.http.get(HOT_LOAD_PATH, headers={header: value})
+            assert seen.status_code == status
+
+    serve(tmp_path, work)
+
+
+def test_the_same_signal_again_changes_nothing_until_a_replica_fails_on_it(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        answers = [(await server.signal({"identity": "a"})).json() for _ in range(2)]
+        assert [(a["generation"], a["changed"]) for a in answers] == [(1, True), (1, False)]
+        server.report(0, generation=1, target="a", stage=Stage.ERROR, transitions=failed("a", 1, "short"))
+        again = (await server.signal({"identity": "a"})).json()
+        assert again == {"identity": "a", "generation": 2, "changed": True}
+        row = (await server.rows())[-1]
+        assert row["loading_state"]["stage"] == "pending", "the old failure must not answer for the retry"
+        assert (await server.signal({"identity": "a"})).json()["changed"] is False
+
+    serve(tmp_path, work)
+
+
+def test_a_new_signal_is_above_every_generation_the_replicas_have_seen(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        server.report(1, snapshot="z", generation=17)
+        assert (await server.signal({"identity": "a"})).json()["generation"] == 18
+
+    serve(tmp_path, work)
+
+
+def test_before_the_first_signal_every_replica_is_idle_on_base(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        server.report(0)
+        row = (await server.rows())[-1]
+        assert row == {
+            "current_snapshot_identity": "base",
+            "readiness": True,
+            "loading_state": {"stage": "idle", "target_snapshot_identity": None},
+            "midstream": {
+                "replica": "replica-0",
+                "boot": "boot0",
+                "reachable": True,
+                "error": None,
+                "generation": 0,
+                "last_swap": None,
+            },
+        }
+
+    serve(tmp_path, work)
+
+
+def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        timing = SwapTiming(snapshot="a", pause_ms=1.5, streams_crossed=2)
+        server.report(0, snapshot="a", generation=1, target="a", last_swap=timing)
+        server.report(1, generation=1, stage=Stage.FETCHING, target="a")
+        rows = await server.rows()
+        assert stages(rows) == [
+            ("replica-2", "pending", "a"),
+            ("replica-1", "downloading", "a"),
+            ("replica-0", "done", "a"),
+        ]
+        assert rows[0]["current_snapshot_identity"] is None
+        assert [row["readiness"] for row in rows] == [False, True, True]
+        assert rows[0]["midstream"]["error"] == "the replica cannot be reached"
+        assert rows[2]["midstream"]["last_swap"] == {
+            "snapshot": "a", "fetch_ms": 0.0, "verify_ms": 0.0, "stage_ms": 0.0, "pause_ms": 1.5,
+            "streams_crossed": 2,
+        }  # fmt: skip
+        server.report(2, snapshot="a", generation=1, target="a", admitted=False)
+        why = failed("a", 1, "model.safetensors: truncated")
+        server.report(1, generation=1, stage=Stage.ERROR, target="a", transitions=why)
+        rows = await server.rows()
+        assert stages(rows) == [
+            ("replica-1", "error", "a"),
+            ("replica-2", "done", "a"),
+            ("replica-0", "done", "a"),
+        ]
+        assert [row["readiness"] for row in rows] == [True, False, True]
+        assert rows[0]["midstream"]["error"] == "model.safetensors: truncated"
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("stage", "wire"),
+    [
+        (Stage.FETCHING, "downloading"),
+        (Stage.VERIFYING, "verifying"),
+        (Stage.STAGING, "staging"),
+        (Stage.STAGED, "staged"),
+        (Stage.COMMITTING, "committing"),
+        (Stage.IDLE, "pending"),
+    ],
+)
+def test_stages_have_their_wire_names(tmp_path: Path, stage: Stage, wire: str) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        for index in range(3):
+            server.report(index, generation=1 if stage != "idle" else 0, stage=stage, target="a")
+        assert {row["loading_state"]["stage"] for row in await server.rows()} == {wire}
+
+    serve(tmp_path, work)
+
+
+def test_a_failure_stays_visible_after_the_replica_fell_back(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        why = failed("a", 1, "short")
+        server.report(0, snapshot="old", generation=1, target="old", transitions=why)
+        assert stages(await server.rows())[0] == ("replica-0", "error", "a")
+        server.report(0, generation=1, target="old", stage=Stage.FETCHING, transitions=why)
+        assert stages(await server.rows())[0] == ("replica-0", "error", "a")
+
+    serve(tmp_path, work)
+
+
+def test_a_failure_of_a_superseded_snapshot_is_not_the_new_ones(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        await server.signal({"identity": "b"})
+        server.report(0, generation=1, stage=Stage.ERROR, target="a", transitions=failed("a", 1, "short"))
+        row = next(r for r in await server.rows() if r["midstream"]["replica"] == "replica-0")
+        assert row["loading_state"] == {"stage": "pending", "target_snapshot_identity": "b"}
+
+    serve(tmp_path, work)
+
+
+def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a", "reset_prompt_cache": "none"})
+        server.report(0, transitions=failed("a", 1, "short"))
+        await server.reconciler.reconcile_once()
+        body = (await server.http.get(f"/v1/{DEPLOYMENT}/ledger")).json()
+        assert body == {
+            "desired_snapshot_identity": "a",
+            "generation": 1,
+            "snapshots": [
+                {
+                    "identity": "a",
+                    "kind": "full",
+                    "url": "file:///bucket/a",
+                    "reset_prompt_cache": "none",
+                    "first_signalled_at": 1000.0,
+                    "signalled_at": 1000.0,
+                    "generation": 1,
+                    "transitions": [
+                        {
+                            "replica": "replica-0",
+                            "boot": "boot0",
+                            "seq": 0,
+                            "generation": 1,
+                            "stage": "error",
+                            "at": 1.0,
+                            "error": "short",
+                        }
+                    ],
+                }
+            ],
+        }
+        await server.reconciler.settle()
+
+    serve(tmp_path, work)
+
+
+def test_the_deployment_resource(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        async def got() -> dict[str, Any]:
+            body: dict[str, Any] = (await server.http.get(f"/v1/{DEPLOYMENT}")).json()
+            listed = (await server.http.get("/v1/accounts/local/deployments?pageSize=5")).json()
+            assert listed == {"deployments": [body], "nextPageToken": "", "totalSize": 1}
+            return body
+
+        assert (await got())["state"] == "CREATING"
+        for index in range(3):
+            server.report(index)
+        assert await got() == {
+            "name": DEPLOYMENT,
+            "baseModel": MODEL,
+            "state": "READY",
+            "status": {"code": "OK", "message": ""},
+            "enableHotLoad": True,
+            "hotLoadBucketType": "FILE",
+            "hotLoadBucketUrl": "file:///bucket",
+            "hotLoadTransitionType": "ASYNC",
+            "minReplicaCount": 3,
+            "maxReplicaCount": 3,
+            "desiredReplicaCount": 3,
+            "replicaCount": 3,
+            "replicaStats": {
+                "pendingSchedulingReplicaCount": 0,
+                "downloadingModelReplicaCount": 0,
+                "initializingReplicaCount": 0,
+                "readyReplicaCount": 3,
+            },
+        }
+        await server.signal({"identity": "a"})
+        assert (await got())["state"] == "UPDATING"
+        server.report(0, generation=1, target="a", stage=Stage.ERROR, transitions=failed("a", 1, "short"))
+        assert (await got())["status"] == {"code": "INTERNAL", "message": "a replica could not load a"}
+
+    serve(tmp_path, work)
+
+
+def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for path in (
+            "local/deployments/other",
+            "other/deployments/default",
+            "local/deployments/other/ledger",
+        ):
+            response = await server.http.get(f"/v1/accounts/{path}")
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "not_found_error"
+        assert (await server.http.delete(HOT_LOAD_PATH)).status_code == 405
+
+    serve(tmp_path, work)
