@@ -1,0 +1,315 @@
+"""Fakes at the replica's ports (engine, snapshot source) and a real HTTP server around them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.errors import SnapshotCorrupt
+from midstream.replica.admission import ServedNames
+from midstream.replica.app import create_app
+from midstream.replica.chat import TextModel
+from midstream.replica.replica import Replica
+from midstream.replica.runner import SnapshotSource
+from midstream.types import (
+    BASE_SNAPSHOT,
+    Desired,
+    EngineStats,
+    GenerateRequest,
+    GenerationEvent,
+    ModelInfo,
+    SwapTiming,
+    TokenRecord,
+    TopLogprob,
+)
+
+MODEL = "accounts/local/models/tiny"
+DEPLOYMENT = "accounts/local/deployments/default"
+HE, IM_START, IM_END = 256, 257, 258  # a merged token and two special ones; below 256, token i is byte i
+TEMPLATE = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{ raise_exception('no tools here') }}{%- endif -%}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    from midstream.replica.text import _ALPHABET
+
+    vocab = dict(_ALPHABET.items()) | {"he": HE}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
+    return tokenizer
+
+
+def write_tokenizer(directory: Path) -> Path:
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(byte_tokenizer().encode(text).ids)
+
+
+def record(
+    token: int, position: int, request: GenerateRequest, snapshot: str, *, prompt: bool
+) -> TokenRecord:
+    """Numbers that a test can recognise: logprob -position, sampling_logprob half of it, route [position, token]."""
+    first = prompt and position == 0
+    return TokenRecord(
+        token_id=token,
+        logprob=-float(position),
+        sampling_logprob=None if prompt else -position / 2,
+        snapshot=snapshot,
+        route=bytes([position % 256, token % 256]) if request.want_routes and not first else None,
+        top_logprobs=tuple(TopLogprob(65 + i, -0.5 - i) for i in range(request.top_logprobs)),
+    )
+
+
+class FakeEngine(Engine):
+    """Says `reply` over and over. With `stepping`, every token waits for a `step()`."""
+
+    def __init__(
+        self, reply: str = "hello ", *, moe: bool = True, experts: int = 8, stepping: bool = False
+    ) -> None:
+        self.info = ModelInfo(
+            max_model_len=128,
+            vocab_size=259,
+            moe_layers=1 if moe else 0,
+            top_k=2,
+            num_experts=experts if moe else 0,
+            eos_token_ids=(IM_END,),
+        )
+        self.reply: tuple[int, ...] = ids(reply)
+        self.serving = BASE_SNAPSHOT
+        self.staged: str | None = None
+        self.calls: list[str] = []
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.started_streams = asyncio.Event()
+        self.any_aborted = asyncio.Event()
+        self.cached_tokens = 3
+        self.fail_after: int | None = None
+        self.die_after: int | None = None
+        self.stop_short = False
+        self.starts = 0
+        self.commit_gate = asyncio.Event()
+        self.commit_gate.set()
+        self.committing = asyncio.Event()
+        self.stage_gate = asyncio.Event()
+        self.stage_gate.set()
+        self.refuse_stage = False
+        self._steps = asyncio.Semaphore(0) if stepping else None
+        self._death: Callable[[str], Awaitable[None]] | None = None
+
+    def step(self, count: int = 1) -> None:
+        assert self._steps is not None
+        for _ in range(count):
+            self._steps.release()
+
+    async def start(self) -> ModelInfo:
+        self.starts += 1
+        self.serving = BASE_SNAPSHOT
+        return self.info
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        self.requests.append(request)
+        finished = False
+        try:
+            async for event in self._events(request):
+                yield event
+            finished = True
+        finally:
+            if not finished:
+                self.aborted.append(request.request_id)
+                self.any_aborted.set()
+
+    async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        size, limit = len(request.prompt), request.sampling.max_tokens
+        for index in range(request.n):
+            yield GenerationEvent(
+                index=index,
+                cached_tokens=self.cached_tokens,
+                prompt=tuple(
+                    record(request.prompt[p], p, request, self.serving, prompt=True)
+                    for p in range(size - request.prompt_records, size)
+                )
+                if request.prompt_records
+                else None,
+                finish="length" if limit == 0 else None,
+            )
+        self.started_streams.set()
+        for done in range(limit):
+            if self._steps is not None:
+                await self._steps.acquire()
+            else:
+                await asyncio.sleep(0)
+            if done == self.fail_after:
+                yield GenerationEvent(error="the step failed: out of pages")
+                return
+            if done == self.die_after:
+                raise EngineDied("killed by the test")
+            if self.stop_short and done == 1:
+                return
+            token = self.reply[done % len(self.reply)]
+            finish = (
+                "stop"
+                if token in request.sampling.stop_token_ids
+                else "length"
+                if done == limit - 1
+                else None
+            )
+            for index in range(request.n):
+                made = record(token, size + done, request, self.serving, prompt=False)
+                yield GenerationEvent(index=index, tokens=(made,), finish=finish)
+            if finish == "stop":
+                return
+
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        self.calls.append(f"stage {snapshot} {directory.name}")
+        await self.stage_gate.wait()
+        if self.refuse_stage:
+            raise StagingFailed(f"{snapshot}: tensor a.weight has shape [2], expected [3]")
+        self.staged = snapshot
+
+    async def commit(self, snapshot: str) -> SwapTiming:
+        self.calls.append(f"commit {snapshot}")
+        self.committing.set()
+        await self.commit_gate.wait()
+        if self.staged != snapshot:
+            raise StagingFailed(f"{snapshot} is not staged")
+        self.serving = snapshot
+        return SwapTiming(snapshot=snapshot, pause_ms=1.5, streams_crossed=2)
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=len(self.requests))
+
+    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
+        self._death = callback
+
+    async def die(self) -> None:
+        assert self._death is not None
+        await self._death("killed by the test")
+
+
+class FakeSource(SnapshotSource):
+    """Fetch waits while `blocked` names the snapshot; verify fails for a snapshot in `corrupt`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.corrupt: set[str] = set()
+        self.blocked: set[str] = set()
+        self.fetching = asyncio.Event()
+
+    async def fetch(self, desired: Desired) -> Path:
+        self.calls.append(f"fetch {desired.snapshot}")
+        self.fetching.set()
+        if desired.snapshot in self.blocked:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.calls.append(f"cancelled {desired.snapshot}")
+                raise
+        return Path("/cache") / desired.snapshot
+
+    async def verify(self, path: Path) -> None:
+        self.calls.append(f"verify {path.name}")
+        if path.name in self.corrupt:
+            raise SnapshotCorrupt(f"{path.name}: checksum of a.weight differs")
+
+    async def release(self, keep: set[str]) -> None:
+        self.calls.append(f"release all but {sorted(keep)}")
+
+
+@dataclass
+class Running:
+    replica: Replica
+    engine: FakeEngine
+    source: FakeSource
+    url: str
+    http: httpx.AsyncClient
+    sdk: openai.AsyncOpenAI
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for a state of the replica, woken by its own changes."""
+        while not holds():
+            await self.replica.changed(5.0)
+
+    async def swap(self, snapshot: str, **more: Any) -> None:
+        generation = self.replica.report().generation + 1
+        body = {"snapshot": snapshot, "generation": generation, "url": f"file:///b/{snapshot}", **more}
+        assert (await self.http.post("/replica/desired", json=body)).status_code == 202
+
+    async def swapped(self, snapshot: str, **more: Any) -> None:
+        await self.swap(snapshot, **more)
+        await self.until(lambda: self.replica.runner.machine.serving == snapshot)
+
+
+def make_replica(directory: Path, engine: FakeEngine, source: FakeSource, **more: Any) -> Replica:
+    return Replica(
+        name="replica-0",
+        engine=engine,
+        text=TextModel.load(write_tokenizer(directory)),
+        source=source,
+        names=ServedNames(MODEL, DEPLOYMENT),
+        base_directory=directory,
+        random_seed=lambda: 77,
+        **more,
+    )
+
+
+@asynccontextmanager
+async def running(directory: Path, engine: FakeEngine, **more: Any) -> AsyncIterator[Running]:
+    source = FakeSource()
+    replica = make_replica(directory, engine, source, **more)
+    await replica.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    config = uvicorn.Config(
+        create_app(replica), lifespan="off", ws="none", log_level="warning", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    http = httpx.AsyncClient(base_url=url, timeout=20)
+    sdk = openai.AsyncOpenAI(api_key="k", base_url=f"{url}/v1", max_retries=0, timeout=20)
+    try:
+        yield Running(replica, engine, source, url, http, sdk)
+    finally:
+        await http.aclose()
+        await sdk.close()
+        await replica.close()
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+def sse(text: str) -> list[Any]:
+    """The events of a stream; [DONE] as that string."""
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]

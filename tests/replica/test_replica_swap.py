@@ -1,0 +1,360 @@
+"""The swap machine's table, and the runner that carries it out against a fake engine and a fake source."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from replica_fakes import FakeEngine, FakeSource, make_replica
+
+from midstream.errors import SnapshotTransition
+from midstream.replica.admission import Door
+from midstream.replica.replica import Replica
+from midstream.replica.swap import MOVES, Event, IllegalMove, SwapMachine, mermaid
+from midstream.types import BASE_SNAPSHOT, Desired, Stage
+
+LOADING = [Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED]
+
+
+def wanted(snapshot: str, generation: int, **more: object) -> Desired:
+    return Desired(snapshot=snapshot, generation=generation, url=f"file:///b/{snapshot}", **more)  # type: ignore[arg-type]
+
+
+class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
+    """Drives the machine with legal moves; a model in three variables says what must hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.machine = SwapMachine(self.tick)
+        self.generation = 0
+        self.serving = BASE_SNAPSHOT
+        self.moves = 0
+
+    def tick(self) -> float:
+        self.now += 1
+        return self.now
+
+    @rule(snapshot=st.sampled_from([BASE_SNAPSHOT, "v1", "v2", "v3"]))
+    def a_signal_comes(self, snapshot: str) -> None:
+        self.generation += 1
+        assert self.machine.accept(wanted(snapshot, self.generation))
+        assert not self.machine.accept(wanted(snapshot, self.generation))
+        assert self.machine.behind
+
+    @precondition(lambda self: self.machine.behind and self.machine.stage is not Stage.COMMITTING)
+    @rule()
+    def it_is_taken_up(self) -> None:
+        accepted = self.machine.accepted
+        assert accepted is not None
+        taken = self.machine.begin()
+        assert (taken is None) == (accepted.snapshot == self.serving)
+        assert self.machine.stage is (Stage.IDLE if taken is None else Stage.FETCHING)
+        self.moves += 1
+
+    @precondition(lambda self: self.machine.stage in (*LOADING, Stage.COMMITTING))
+    @rule()
+    def it_goes_on(self) -> None:
+        events = [Event.FETCHED, Event.VERIFIED, Event.STAGED, Event.COMMIT, Event.COMMITTED]
+        event = events[[*LOADING, Stage.COMMITTING].index(self.machine.stage)]
+        self.machine.advance(event)
+        self.moves += 1
+        if event is Event.COMMITTED:
+            assert self.machine.target is not None
+            self.serving = self.machine.target.snapshot
+
+    @precondition(lambda self: self.machine.stage in (*LOADING, Stage.COMMITTING))
+    @rule()
+    def it_fails(self) -> None:
+        self.machine.fail("the disk is full")
+        self.moves += 1
+        assert (self.machine.stage, self.machine.error) == (Stage.ERROR, "the disk is full")
+
+    @invariant()
+    def what_serves_changed_only_by_a_finished_commit(self) -> None:
+        assert self.machine.serving == self.serving
+
+    @invariant()
+    def an_error_is_shown_exactly_at_the_error_stage(self) -> None:
+        assert (self.machine.error is not None) == (self.machine.stage is Stage.ERROR)
+
+    @invariant()
+    def every_move_is_recorded_in_order(self) -> None:
+        kept = list(self.machine.transitions)
+        assert [t.seq for t in kept] == list(range(max(0, self.moves - 64), self.moves))
+        assert [t.at for t in kept] == [float(t.seq + 1) for t in kept]
+        assert not kept or kept[-1].stage is self.machine.stage
+
+
+TestSwapMachine = SwapMachineComparedToItsPromises.TestCase
+TestSwapMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_move_that_the_table_does_not_have_raises_and_changes_nothing() -> None:
+    illegal = [pair for pair in product(Stage, Event) if pair not in MOVES]
+    assert len(illegal) + len(MOVES) == len(Stage) * len(Event)
+    for stage, event in illegal:
+        machine = SwapMachine(lambda: 0.0)
+        machine.accept(wanted("v1", 1))
+        machine.begin()
+        machine.stage = stage
+        with pytest.raises(IllegalMove, match=f"'{event.value}' at '{stage.value}'"):
+            machine._move(event, wanted("v1", 1))
+        assert (machine.stage, len(machine.transitions)) == (stage, 1)
+
+
+def test_committing_can_be_left_only_by_its_own_outcome() -> None:
+    assert {event: to for (at, event), to in MOVES.items() if at is Stage.COMMITTING} == {
+        Event.COMMITTED: Stage.IDLE,
+        Event.FAILED: Stage.ERROR,
+    }
+
+
+def test_the_diagram_shows_the_whole_table() -> None:
+    lines = mermaid().splitlines()
+    assert lines[:2] == ["stateDiagram-v2", "    [*] --> idle"]
+    assert "    staged --> committing: commit" in lines
+    assert len(lines) == len(MOVES) + 2
+
+
+Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
+
+
+def play(directory: Path, scenario: Scenario) -> None:
+    async def main() -> None:
+        engine, source = FakeEngine(), FakeSource()
+        replica = make_replica(directory, engine, source, clock=lambda: 5.0)
+        await replica.start()
+        try:
+            await scenario(replica, engine, source)
+        finally:
+            await replica.close()
+
+    asyncio.run(main())
+
+
+async def until(replica: Replica, holds: Callable[[], bool]) -> None:
+    while not holds():
+        await replica.changed(5.0)
+
+
+async def settled(replica: Replica) -> None:
+    machine = replica.runner.machine
+    await until(replica, lambda: not machine.behind and machine.stage in (Stage.IDLE, Stage.ERROR))
+
+
+def stages(replica: Replica) -> list[tuple[str, str]]:
+    return [(t.snapshot, t.stage.value) for t in replica.report().transitions]
+
+
+def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(wanted("v1", 3))
+        assert replica.report().generation == 3
+        await settled(replica)
+        assert stages(replica) == [
+            ("v1", s) for s in ("fetching", "verifying", "staging", "staged", "committing", "idle")
+        ]
+        assert engine.calls == ["stage v1 v1", "commit v1"]
+        await until(replica, lambda: len(source.calls) == 3)
+        assert source.calls == ["fetch v1", "verify v1", "release all but ['v1']"]
+        report = replica.report()
+        assert (report.snapshot, report.target, report.error, report.ready) == ("v1", None, None, True)
+        assert report.last_swap is not None
+        assert (report.last_swap.snapshot, report.last_swap.pause_ms) == ("v1", 1.5)
+        assert report.last_swap.streams_crossed == 2
+        assert {t.at for t in report.transitions} == {5.0}
+
+    play(tmp_path, scenario)
+
+
+def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(wanted("v1", 1))
+        await settled(replica)
+        source.corrupt = {"v2"}
+        replica.desire(wanted("v2", 2))
+        await settled(replica)
+        report = replica.report()
+        assert (report.snapshot, report.stage, report.target) == ("v1", Stage.ERROR, "v2")
+        assert report.error == "v2: checksum of a.weight differs"
+        assert report.transitions[-1].detail == report.error
+        assert (engine.serving, report.ready, replica.gate.door) == ("v1", True, Door.OPEN)
+        assert "stage v2 v2" not in engine.calls
+
+    play(tmp_path, scenario)
+
+
+def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.refuse_stage = True
+        replica.desire(wanted("v1", 1))
+        await settled(replica)
+        assert replica.report().error == "v1: tensor a.weight has shape [2], expected [3]"
+        engine.refuse_stage = False
+        replica.desire(wanted("v1", 1))
+        assert not replica.runner.machine.behind
+        replica.desire(wanted("v1", 2))
+        await settled(replica)
+        assert (replica.report().snapshot, replica.report().error) == ("v1", None)
+
+    play(tmp_path, scenario)
+
+
+def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.blocked = {"v1"}
+        replica.desire(wanted("v1", 1))
+        await source.fetching.wait()
+        replica.desire(wanted("v2", 2))
+        await settled(replica)
+        assert source.calls[:3] == ["fetch v1", "cancelled v1", "fetch v2"]
+        assert engine.calls == ["stage v2 v2", "commit v2"]
+        assert stages(replica)[:2] == [("v1", "fetching"), ("v2", "fetching")]
+        assert replica.report().snapshot == "v2"
+
+    play(tmp_path, scenario)
+
+
+def test_a_newer_target_waits_for_a_commit_that_has_begun(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.commit_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await engine.committing.wait()
+        replica.desire(wanted("v2", 2))
+        replica.desire(wanted("v3", 3))
+        engine.commit_gate.set()
+        await settled(replica)
+        assert [t.snapshot for t in replica.report().transitions if t.stage is Stage.IDLE] == ["v1", "v3"]
+        assert engine.calls == ["stage v1 v1", "commit v1", "stage v3 v3", "commit v3"]
+
+    play(tmp_path, scenario)
+
+
+def test_going_back_to_what_serves_cancels_the_loading_and_is_done_at_once(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(wanted("v1", 1))
+        await settled(replica)
+        source.blocked = {"v2"}
+        source.fetching.clear()
+        replica.desire(wanted("v2", 2))
+        await source.fetching.wait()
+        replica.desire(wanted("v1", 3))
+        await settled(replica)
+        assert stages(replica)[-2:] == [("v2", "fetching"), ("v1", "idle")]
+        assert (replica.report().generation, replica.report().target) == (3, None)
+        assert engine.calls == ["stage v1 v1", "commit v1"]
+
+    play(tmp_path, scenario)
+
+
+def test_the_base_snapshot_is_loaded_from_the_model_directory(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(wanted("v1", 1))
+        await settled(replica)
+        replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=2))
+        await settled(replica)
+        assert engine.calls[2:] == [f"stage base {tmp_path.name}", "commit base"]
+        assert source.calls.count("fetch base") == 0
+        assert replica.report().snapshot == BASE_SNAPSHOT
+
+    play(tmp_path, scenario)
+
+
+def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.commit_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await engine.committing.wait()
+        assert replica.gate.door is Door.HELD
+        with pytest.raises(SnapshotTransition):
+            await replica.gate.enter(0)
+        patient = asyncio.create_task(replica.gate.enter(60))
+        while replica.gate.waiting == 0:
+            await asyncio.sleep(0)
+        engine.commit_gate.set()
+        await patient
+        assert replica.runner.machine.serving == "v1"
+
+    play(tmp_path, scenario)
+
+
+def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        with replica.gate.admitted():
+            replica.desire(wanted("v1", 1, transition="SYNC"))
+            await until(replica, lambda: replica.gate.door is Door.CLOSED)
+            with pytest.raises(SnapshotTransition) as caught:
+                await replica.gate.enter(60)
+            assert (caught.value.status, caught.value.retry_after_s) == (425, 1)
+            assert replica.report().stage is Stage.STAGED
+            assert "commit v1" not in engine.calls
+        await settled(replica)
+        assert (replica.report().snapshot, replica.gate.door) == ("v1", Door.OPEN)
+
+    play(tmp_path, scenario)
+
+
+def test_a_sync_swap_that_drains_can_still_be_superseded_and_opens_the_gate(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        with replica.gate.admitted():
+            replica.desire(wanted("v1", 1, transition="SYNC"))
+            await until(replica, lambda: replica.gate.door is Door.CLOSED)
+            replica.desire(wanted(BASE_SNAPSHOT, 2))
+            await settled(replica)
+            assert replica.gate.door is Door.OPEN
+        assert "commit v1" not in engine.calls
+        assert replica.report().snapshot == BASE_SNAPSHOT
+
+    play(tmp_path, scenario)
+
+
+def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(wanted("v1", 4))
+        await settled(replica)
+        boot, before = replica.boot, replica.namespaces.admit(("", "s"))
+        await engine.die()
+        assert replica.report().ready is False
+        await until(replica, lambda: replica.ready)
+        report = replica.report()
+        assert report.boot != boot
+        assert (report.snapshot, report.generation, report.transitions) == (BASE_SNAPSHOT, 0, ())
+        assert engine.starts == 2
+        assert replica.namespaces.admit(("", "s")) != before
+        replica.engine_died(boot, "a late stream of the old boot")
+        assert replica.ready
+        replica.desire(wanted("v1", 4))
+        await settled(replica)
+        assert replica.report().snapshot == "v1"
+
+    play(tmp_path, scenario)
+
+
+def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Path) -> None:
+    class Stubborn(FakeEngine):
+        async def start(self):  # type: ignore[no-untyped-def]
+            info = await super().start()
+            if 1 < self.starts < 4:
+                raise OSError("no memory")
+            return info
+
+    async def main() -> None:
+        delays: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            delays.append(seconds)
+
+        engine = Stubborn()
+        replica = make_replica(tmp_path, engine, FakeSource(), sleep=sleep)
+        await replica.start()
+        await engine.die()
+        await until(replica, lambda: replica.ready)
+        await replica.close()
+        assert (engine.starts, delays) == (4, [0.5, 1.0])
+
+    asyncio.run(main())
