@@ -1,0 +1,77 @@
+"""The gateway process: data path, control app, ledger and reconciler.
+
+Owns: wiring concrete classes. Run as `python -m midstream.launch.gateway` by the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import uvloop
+
+from midstream.control.loop import Reconciler
+from midstream.errors import ConfigError
+from midstream.gateway.app import control_app
+from midstream.gateway.hotload import hotload_routes
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.proxy import ServedNames
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.server import Gateway
+from midstream.launch.child import (
+    STOP_GRACE_S,
+    GatewaySpec,
+    Listening,
+    announce,
+    configure_logging,
+    read_spec,
+    stop_requested,
+)
+from midstream.ledger import Ledger
+
+
+async def serve(spec: GatewaySpec) -> int:
+    ledger = Ledger(spec.ledger)
+    await ledger.ensure_deployment(
+        spec.deployment, spec.model, spec.bucket, "SYNC" if spec.transition == "sync" else "ASYNC"
+    )
+    names = ServedNames(spec.model, spec.deployment)
+    replicas = ReplicaSet(spec.replicas)
+    metrics = GatewayMetrics(replicas)
+    reconciler = Reconciler(ledger, replicas, spec.deployment)
+    app = control_app(
+        names,
+        replicas,
+        metrics,
+        created=int(time.time()),
+        extra_routes=hotload_routes(
+            ledger, replicas, reconciler, deployment=names.deployment, model=names.model
+        ),
+    )
+    gateway = Gateway(spec.settings, names, replicas, metrics, app)
+    background = [asyncio.create_task(replicas.run()), asyncio.create_task(reconciler.run())]
+    try:
+        announce(Listening(port=await gateway.start(spec.host, spec.port)))
+        await stop_requested()
+        await gateway.drain(STOP_GRACE_S)
+    finally:
+        await gateway.close()
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        ledger.close()
+    return 0
+
+
+def main() -> int:
+    spec = read_spec(GatewaySpec)
+    configure_logging("gateway", spec.log_level)
+    try:
+        return uvloop.run(serve(spec))
+    except (ConfigError, OSError) as error:
+        announce(Listening(error=str(error)))
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,126 @@
+"""One replica process: the embedded engine, its files, and the HTTP app around them.
+
+Owns: wiring concrete classes, and the uvicorn server. Run as `python -m midstream.launch.replica` by the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from midstream.engine.base import EngineDied
+from midstream.engine.embedded.process import EmbeddedEngine
+from midstream.errors import ConfigError, SnapshotError
+from midstream.launch.child import (
+    STOP_GRACE_S,
+    Listening,
+    ReplicaSpec,
+    announce,
+    configure_logging,
+    read_spec,
+    stop_requested,
+)
+from midstream.replica.admission import ServedNames
+from midstream.replica.app import create_app
+from midstream.replica.chat import TextModel
+from midstream.replica.replica import Replica
+from midstream.replica.runner import SnapshotSource
+from midstream.snapshots.cache import SnapshotCache
+from midstream.snapshots.layout import CheckpointSpec
+from midstream.snapshots.layout import read_spec as read_checkpoint
+from midstream.snapshots.store import fetch_snapshot
+from midstream.snapshots.verify import check_compatible
+from midstream.types import Desired
+
+logger = logging.getLogger(__name__)
+
+CACHED_SNAPSHOTS = 1  # kept on disk besides the one that serves
+
+
+class CachedSource(SnapshotSource):
+    """Snapshots from a bucket through the local cache; what fails verification does not stay in it."""
+
+    def __init__(self, cache: SnapshotCache, base: CheckpointSpec) -> None:
+        self._cache = cache
+        self._base = base
+
+    async def fetch(self, desired: Desired) -> Path:
+        assert desired.url is not None
+        path = self._cache.path(desired.snapshot)
+        if not await asyncio.to_thread(path.is_dir):
+            await fetch_snapshot(desired.url, path)
+        return path
+
+    async def verify(self, path: Path) -> None:
+        try:
+            spec = await asyncio.to_thread(read_checkpoint, path)
+            check_compatible(self._base, spec)
+        except SnapshotError:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+            raise
+
+    async def release(self, keep: set[str]) -> None:
+        await asyncio.to_thread(self._cache.prune, keep)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # stop_requested() has them
+
+
+async def serve(spec: ReplicaSpec) -> int:
+    model_dir = Path(spec.model_dir)
+    sock = socket.create_server((spec.host, spec.port), backlog=2048)
+    replica = Replica(
+        name=spec.name,
+        engine=EmbeddedEngine(model_dir, spec.engine),
+        text=TextModel.load(model_dir),
+        source=CachedSource(
+            SnapshotCache(Path(spec.cache_dir), CACHED_SNAPSHOTS), read_checkpoint(model_dir)
+        ),
+        names=ServedNames(spec.model, spec.deployment),
+        base_directory=model_dir,
+    )
+    server = _Server(
+        uvicorn.Config(
+            create_app(replica),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=3600,  # the gateway decides when its connections end
+            timeout_graceful_shutdown=int(STOP_GRACE_S),
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        await replica.start()
+        announce(Listening(port=sock.getsockname()[1]))
+        await stop_requested()
+    finally:
+        server.should_exit = True
+        await replica.close()
+        await asyncio.gather(serving, return_exceptions=True)
+    return 0
+
+
+def main() -> int:
+    spec = read_spec(ReplicaSpec)
+    configure_logging(spec.name, spec.log_level)
+    try:
+        return uvloop.run(serve(spec))
+    except (ConfigError, SnapshotError, EngineDied, OSError) as error:
+        announce(Listening(error=str(error)))
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
