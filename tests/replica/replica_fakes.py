@@ -83,10 +83,10 @@ def record(
 
 
 class FakeEngine(Engine):
-    """Says `reply` over and over. With `stepping`, every token waits for a `step()`."""
+    """Says `reply` over and over. `allowed` bounds the tokens of each choice until `allow` raises it."""
 
     def __init__(
-        self, reply: str = "hello ", *, moe: bool = True, experts: int = 8, stepping: bool = False
+        self, reply: str = "hello ", *, moe: bool = True, experts: int = 8, allowed: int = 10_000
     ) -> None:
         self.info = ModelInfo(
             max_model_len=128,
@@ -115,16 +115,28 @@ class FakeEngine(Engine):
         self.stage_gate = asyncio.Event()
         self.stage_gate.set()
         self.refuse_stage = False
-        self._steps = asyncio.Semaphore(0) if stepping else None
+        self.allowed = allowed
+        self.made: dict[str, int] = {}  # request id to tokens generated of each choice
+        self.start_gate = asyncio.Event()
+        self.start_gate.set()
+        self._moved = asyncio.Event()
         self._death: Callable[[str], Awaitable[None]] | None = None
 
-    def step(self, count: int = 1) -> None:
-        assert self._steps is not None
-        for _ in range(count):
-            self._steps.release()
+    def allow(self, tokens: int) -> None:
+        self.allowed = tokens
+        self._announce()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._moved.wait()
+
+    def _announce(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
 
     async def start(self) -> ModelInfo:
         self.starts += 1
+        await self.start_gate.wait()
         self.serving = BASE_SNAPSHOT
         return self.info
 
@@ -159,10 +171,8 @@ class FakeEngine(Engine):
             )
         self.started_streams.set()
         for done in range(limit):
-            if self._steps is not None:
-                await self._steps.acquire()
-            else:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await self.until(lambda done=done: done < self.allowed)  # type: ignore[misc]
             if done == self.fail_after:
                 yield GenerationEvent(error="the step failed: out of pages")
                 return
@@ -181,6 +191,8 @@ class FakeEngine(Engine):
             for index in range(request.n):
                 made = record(token, size + done, request, self.serving, prompt=False)
                 yield GenerationEvent(index=index, tokens=(made,), finish=finish)
+            self.made[request.request_id] = done + 1
+            self._announce()
             if finish == "stop":
                 return
 

@@ -274,8 +274,7 @@ def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) 
         with pytest.raises(SnapshotTransition):
             await replica.gate.enter(0)
         patient = asyncio.create_task(replica.gate.enter(60))
-        while replica.gate.waiting == 0:
-            await asyncio.sleep(0)
+        await until(replica, lambda: replica.gate.waiting == 1)
         engine.commit_gate.set()
         await patient
         assert replica.runner.machine.serving == "v1"

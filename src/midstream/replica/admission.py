@@ -55,6 +55,7 @@ class Gate:
         if self._door is Door.OPEN:
             return
         self.waiting += 1
+        self._on_change()
         try:
             async with asyncio.timeout(patience_s):
                 while self._door is Door.HELD:

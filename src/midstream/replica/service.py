@@ -169,6 +169,7 @@ class Generation:
         self._requests = requests
         self._timings = timings
         self._cached: dict[int, int] = {}  # prompt index to reused tokens
+        self._final_metrics: dict[str, Any] | None = None  # measured once, for body and headers alike
         stops, silent = checked.stops, frozenset(requests[0].sampling.stop_token_ids)
         vocabulary = service.text.vocabulary
         self._choices = [
@@ -322,15 +323,17 @@ class Generation:
         return Usage(prompt, completion, prompt + completion, CachedDetails(cached))
 
     def _metrics(self, *, done: bool) -> dict[str, Any]:
+        if self._final_metrics is not None:
+            return self._final_metrics
+        started, first_token = self._timings.started, self._timings.first_token
         metrics: dict[str, Any] = {"prompt-tokens": sum(len(p.token_ids) for p in self._prompts)}
         if done or len(self._cached) == len(self._prompts):
             metrics["cached-prompt-tokens"] = sum(self._cached.values())
-        if self._timings.first_token is not None:
-            metrics["server-time-to-first-token"] = round(
-                self._timings.first_token - self._timings.started, 6
-            )
+        if first_token is not None:
+            metrics["server-time-to-first-token"] = round(first_token - started, 6)
         if done:
-            metrics["server-processing-time"] = round(self._service.monotonic() - self._timings.started, 6)
+            metrics["server-processing-time"] = round(self._service.monotonic() - started, 6)
+            self._final_metrics = metrics
         return metrics
 
 

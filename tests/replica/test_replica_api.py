@@ -1,0 +1,609 @@
+"""The rollout API over a real HTTP server, asked by the real OpenAI SDK and byte by byte."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+from replica_fakes import DEPLOYMENT, HE, IM_END, MODEL, FakeEngine, Running, ids, running, sse
+
+from midstream.types import ReplicaReport
+
+Scenario = Callable[[Running], Awaitable[None]]
+BASE = f"{MODEL}@base"
+HI: Any = [{"role": "user", "content": "hi"}]
+CHAT_PROMPT = ids("<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n")
+
+
+def play(directory: Path, engine: Callable[[], FakeEngine], scenario: Scenario, **more: Any) -> None:
+    async def main() -> None:
+        async with running(directory, engine(), **more) as here:
+            await scenario(here)
+
+    asyncio.run(main())
+
+
+async def ask(here: Running, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+    return await here.http.post(path, json={"model": MODEL, **fields})
+
+
+def content(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = choice["logprobs"]["content"]
+    return entries
+
+
+def test_a_plain_completion_through_the_sdk(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await here.sdk.completions.create(model=MODEL, prompt="hey", max_tokens=3)
+        choice = answer.choices[0]
+        assert (answer.object, answer.model, choice.text, choice.finish_reason) == (
+            "text_completion", BASE, "hell", "length",
+        )  # fmt: skip
+        assert answer.usage is not None
+        assert answer.usage.model_dump(exclude_none=True) == {
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        assert choice.model_extra == {"snapshots": [{"snapshot": "base", "start": 0, "end": 3}]}
+        request = here.engine.requests[0]
+        assert (request.prompt, request.n, request.sampling.seed) == ((HE, ord("y")), 1, 77)
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_plain_chat_through_the_sdk_with_token_ids_and_logprobs(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await here.sdk.chat.completions.create(
+            model=DEPLOYMENT, messages=HI, max_tokens=2, logprobs=True, top_logprobs=1,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        choice = answer.choices[0]
+        assert (answer.object, answer.model) == ("chat.completion", BASE)
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+            "assistant",
+            "hel",
+            "length",
+        )
+        assert answer.model_extra is not None
+        assert choice.model_extra is not None
+        assert answer.model_extra["prompt_token_ids"] == list(CHAT_PROMPT)
+        assert choice.model_extra["token_ids"] == [HE, ord("l")]
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        size = len(CHAT_PROMPT)
+        assert [(t.token, t.bytes, t.logprob) for t in choice.logprobs.content] == [
+            ("he", [104, 101], -float(size)),
+            ("l", [108], -float(size + 1)),
+        ]
+        assert [(t.token, t.logprob) for t in choice.logprobs.content[0].top_logprobs] == [("A", -0.5)]
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_chat_without_max_tokens_goes_up_to_the_context(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await here.sdk.chat.completions.create(model=MODEL, messages=HI)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 128 - len(CHAT_PROMPT)
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_streamed_chat_through_the_sdk(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        stream = await here.sdk.chat.completions.create(
+            model=MODEL, messages=HI, max_tokens=3, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert {chunk.model for chunk in chunks} == {BASE}
+        assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+        deltas = [(c.choices[0].delta.role, c.choices[0].delta.content) for c in chunks[:-1]]
+        assert deltas == [("assistant", "he"), (None, "l"), (None, "l"), (None, None)]
+        assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None, None, None, "length"]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 3
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_several_prompts_and_choices_are_indexed_prompt_by_prompt(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await here.sdk.completions.create(
+            model=MODEL, prompt=[[1, 2], [3, 4, 5]], n=2, max_tokens=2, echo=True, seed=9,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        prompts = [choice.model_extra["prompt_token_ids"] for choice in answer.choices]  # type: ignore[index]
+        assert prompts == [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
+        assert [choice.text for choice in answer.choices] == ["\x01\x02hel"] * 2 + ["\x03\x04\x05hel"] * 2
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 8)
+        by_prompt = {request.prompt: request for request in here.engine.requests}
+        assert by_prompt[1, 2].sampling.seed == 9
+        assert by_prompt[3, 4, 5].sampling.seed not in (9, 77)
+
+        stream = await here.sdk.completions.create(
+            model=MODEL, prompt=["a", "b"], n=2, max_tokens=2, stream=True
+        )
+        texts, finishes = [""] * 4, [0] * 4
+        async for chunk in stream:
+            choice = chunk.choices[0]
+            texts[choice.index] += choice.text
+            finishes[choice.index] += choice.finish_reason == "length"
+        assert (texts, finishes) == (["hel"] * 4, [1] * 4)
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_the_new_logprobs_format_exactly(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await ask(
+            here, prompt=[65, 66], max_tokens=1, logprobs=True, top_logprobs=1, include_routing_matrix=True
+        )
+        assert content(answer.json()["choices"][0]) == [
+            {
+                "token": "he",
+                "bytes": [104, 101],
+                "logprob": -2.0,
+                "sampling_logprob": -1.0,
+                "text_offset": 0,
+                "token_id": HE,
+                "top_logprobs": [{"token": "A", "logprob": -0.5, "token_id": 65, "bytes": [65]}],
+                "routing_matrix": base64.b64encode(bytes([2, HE % 256])).decode(),
+            }
+        ]
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_the_legacy_logprobs_format_exactly(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        plain = await ask(here, prompt=[65], max_tokens=2, logprobs=1, echo=True)
+        legacy = {
+            "tokens": ["A", "he", "l"],
+            "token_logprobs": [0.0, -1.0, -2.0],
+            "token_ids": [65, HE, 108],
+            "text_offset": [0, 1, 3],
+            "top_logprobs": [{"A": 0.0}, {"A": -0.5, "he": -1.0}, {"A": -0.5, "l": -2.0}],
+        }
+        assert plain.json()["choices"][0]["logprobs"] == legacy
+        streamed = await ask(here, prompt=[65], max_tokens=2, logprobs=1, echo=True, stream=True)
+        events = [e for e in sse(streamed.text) if e != "[DONE]" and e["choices"][0]["logprobs"]]
+        joined: dict[str, list[Any]] = {key: [] for key in legacy}
+        for event in events:
+            for key, values in event["choices"][0]["logprobs"].items():
+                joined[key] += values
+        assert joined == legacy
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_echo_gives_routes_and_logprobs_aligned_with_the_tokens(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        fields: dict[str, Any] = {
+            "prompt": [65, 66, 67], "max_tokens": 2, "logprobs": True, "include_routing_matrix": True,
+            "echo": True, "raw_output": True, "return_token_ids": True,
+        }  # fmt: skip
+        choice = (await ask(here, **fields)).json()["choices"][0]
+        entries = content(choice)
+        assert [e["token_id"] for e in entries] == [65, 66, 67, HE, 108]
+        assert [e["logprob"] for e in entries] == [0.0, -1.0, -2.0, -3.0, -4.0]
+        assert [e["sampling_logprob"] for e in entries] == [None, None, None, -1.5, -2.0]
+        assert [e["text_offset"] for e in entries] == [0, 1, 2, 3, 5]
+        assert "routing_matrix" not in entries[0]
+        routes = [base64.b64decode(e["routing_matrix"]) for e in entries[1:]]
+        assert routes == [bytes([p, t % 256]) for p, t in [(1, 66), (2, 67), (3, HE), (4, 108)]]
+        assert (choice["text"], choice["token_ids"]) == ("ABChel", [HE, 108])
+        raw = choice["raw_output"]
+        assert raw == {
+            "completion": "ABChel",
+            "prompt_fragments": [65, 66, 67],
+            "prompt_token_ids": [65, 66, 67],
+            "completion_token_ids": [65, 66, 67, HE, 108],
+            "completion_logprobs": {"content": entries},
+        }
+
+        events = sse((await ask(here, **fields, stream=True)).text)
+        streamed = [
+            entry for e in events[:-1] if e["choices"][0]["logprobs"] for entry in content(e["choices"][0])
+        ]
+        assert streamed == entries
+        assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "ABChel"
+        assert events[-2]["choices"][0]["raw_output"] == raw
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_echo_last_gives_the_prompts_end_only(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await ask(here, prompt=[65, 66, 67], max_tokens=1, logprobs=True, echo_last=2)
+        choice = answer.json()["choices"][0]
+        assert choice["text"] == "BChe"
+        assert [e["token_id"] for e in content(choice)] == [66, 67, HE]
+        assert here.engine.requests[0].prompt_records == 2
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_max_tokens_zero_with_echo_scores_the_prompt(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        plain = (await ask(here, prompt=[65, 66], max_tokens=0, echo=True, logprobs=True)).json()
+        assert [e["logprob"] for e in content(plain["choices"][0])] == [0.0, -1.0]
+        assert (plain["model"], plain["choices"][0]["finish_reason"]) == (BASE, "length")
+        assert plain["usage"]["completion_tokens"] == 0
+        events = sse(
+            (await ask(here, prompt=[65, 66], max_tokens=0, echo=True, logprobs=True, stream=True)).text
+        )
+        assert [len(content(events[0]["choices"][0])), events[1]["choices"][0]["finish_reason"]] == [
+            2,
+            "length",
+        ]
+        assert events[2:] == ["[DONE]"]
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_routes_of_more_than_256_experts_say_their_width(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await ask(here, prompt=[65], max_tokens=1, logprobs=True, include_routing_matrix=True)
+        assert content(answer.json()["choices"][0])[0]["routing_matrix_dtype"] == "uint16"
+
+    play(tmp_path, lambda: FakeEngine(experts=300), scenario)
+
+
+def test_a_stream_with_token_ids_in_raw_output_and_metrics(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await ask(
+            here, "/inference/v1/completions", prompt=[65, 66], max_tokens=2, stream=True, raw_output=True,
+            perf_metrics_in_response=True, return_token_ids=True,
+        )  # fmt: skip
+        events = sse(answer.text)
+        first, second, last, done = events
+        assert done == "[DONE]"
+        assert (first["choices"][0]["prompt_token_ids"], first["choices"][0]["token_ids"]) == ([65, 66], [HE])
+        assert "prompt_token_ids" not in second["choices"][0]
+        assert second["choices"][0]["token_ids"] == [108]
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["choices"][0]["raw_output"]["completion_token_ids"] == [HE, 108]
+        assert last["choices"][0]["raw_output"]["completion_logprobs"] is None
+        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+        assert set(last["perf_metrics"]) == {
+            "prompt-tokens", "cached-prompt-tokens", "server-time-to-first-token", "server-processing-time",
+        }  # fmt: skip
+        assert "perf_metrics" not in first
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["fireworks-prompt-tokens"] == "2"
+        assert answer.headers["fireworks-cached-prompt-tokens"] == "3"
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_chat_chunks_have_prompt_ids_at_the_top_and_on_the_choice(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await ask(
+            here, "/v1/chat/completions", messages=HI, max_tokens=1, stream=True, return_token_ids=True
+        )
+        first, last, done = sse(answer.text)
+        assert first["prompt_token_ids"] == first["choices"][0]["prompt_token_ids"] == list(CHAT_PROMPT)
+        assert first["choices"][0]["token_ids"] == [HE]
+        assert (last["choices"][0]["token_ids"], "prompt_token_ids" in last, done) == ([], False, "[DONE]")
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_plain_responses_carry_the_metrics_as_headers(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await here.http.post(
+            "/v1/completions",
+            json={"model": "tiny", "prompt": [65], "max_tokens": 1, "perf_metrics_in_response": True},
+            headers={"x-request-id": "abc"},
+        )
+        assert answer.headers["x-request-id"] == "abc"
+        metrics = answer.json()["perf_metrics"]
+        assert {name: answer.headers[f"fireworks-{name}"] for name in metrics} == {
+            name: str(value) for name, value in metrics.items()
+        }
+        assert (metrics["prompt-tokens"], metrics["cached-prompt-tokens"]) == (1, 3)
+        assert "fireworks-server-processing-time" in answer.headers
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_stop_string_ends_the_generation_and_does_not_leak(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        fields: dict[str, Any] = {"prompt": [65], "max_tokens": 50, "stop": ["lo w"], "logprobs": True}
+        choice = (await ask(here, **fields)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("hel", "stop")
+        assert [e["token"] for e in content(choice)] == ["he", "l", "l", "o", " ", "w"]
+        await here.engine.any_aborted.wait()
+        assert here.engine.aborted == [here.engine.requests[0].request_id]
+
+        events = sse((await ask(here, **fields, stream=True)).text)[:-1]
+        assert [e["choices"][0]["text"] for e in events] == ["he", "", "l", "", "", "", ""]
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+    play(tmp_path, lambda: FakeEngine("hello world "), scenario)
+
+
+def test_one_choice_that_stops_leaves_the_others_going(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await here.sdk.completions.create(
+            model=MODEL, prompt=["a", "b"], max_tokens=12, stop="lo", n=2, logprobs=0
+        )
+        assert [(c.text, c.finish_reason) for c in answer.choices] == [("hel", "stop")] * 4
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_the_end_token_stops_without_text_but_stands_in_the_records(tmp_path: Path) -> None:
+    def engine() -> FakeEngine:
+        fake = FakeEngine()
+        fake.reply = (65, IM_END)
+        return fake
+
+    async def scenario(here: Running) -> None:
+        fields = {"prompt": [65], "max_tokens": 4, "return_token_ids": True}
+        choice = (await ask(here, **fields)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("A", "stop", [65, IM_END])
+        choice = (await ask(here, **fields, ignore_eos=True)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("AA", "length")
+        assert choice["token_ids"] == [65, IM_END] * 2
+
+    play(tmp_path, engine, scenario)
+
+
+def test_a_stream_across_a_swap_labels_every_chunk_and_the_plain_answer_its_spans(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        body = {"model": MODEL, "prompt": [65], "max_tokens": 5}
+        plain = asyncio.create_task(here.http.post("/v1/completions", json=body))
+        stream = asyncio.create_task(here.http.post("/v1/completions", json={**body, "stream": True}))
+        await here.engine.until(lambda: list(here.engine.made.values()) == [2, 2])
+        await here.swapped("v1")
+        here.engine.allow(5)
+        events = sse((await stream).text)
+        assert [event["model"].rpartition("@")[2] for event in events[:-1]] == ["base"] * 2 + ["v1"] * 4
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "hello "
+        whole = (await plain).json()
+        assert (whole["model"], whole["choices"][0]["text"]) == (f"{MODEL}@v1", "hello ")
+        assert whole["choices"][0]["snapshots"] == [
+            {"snapshot": "base", "start": 0, "end": 2},
+            {"snapshot": "v1", "start": 2, "end": 5},
+        ]
+
+    play(tmp_path, lambda: FakeEngine(allowed=2), scenario)
+
+
+def test_tokens_reach_the_client_while_the_generation_goes_on(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        body = {"model": MODEL, "prompt": [65], "max_tokens": 2, "stream": True}
+        async with here.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = (line.removeprefix("data: ") async for line in answer.aiter_lines() if line)
+            assert json.loads(await anext(lines))["choices"][0]["text"] == "he"
+            here.engine.allow(2)  # only now may the second token be made
+            assert json.loads(await anext(lines))["choices"][0]["text"] == "l"
+
+    play(tmp_path, lambda: FakeEngine(allowed=1), scenario)
+
+
+def test_a_request_during_a_commit_waits_and_is_served_by_the_new_snapshot(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        here.engine.commit_gate.clear()
+        await here.swap("v1")
+        await here.engine.committing.wait()
+        early = await here.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "a"},
+            headers={"x-fireworks-hot-load-drain-timeout": "0"},
+        )
+        assert (early.status_code, early.headers["retry-after"]) == (425, "1")
+        assert early.json()["error"]["code"] == "snapshot_transition"
+        waiting = asyncio.create_task(ask(here, prompt="a", max_tokens=1))
+        await here.until(lambda: here.replica.gate.waiting == 1)
+        here.engine.commit_gate.set()
+        assert (await waiting).json()["model"] == f"{MODEL}@v1"
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_snapshot_named_in_the_model_must_be_the_one_that_serves(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        assert (
+            await here.http.post("/v1/completions", json={"model": BASE, "prompt": "a"})
+        ).status_code == 200
+        await here.swapped("v1")
+        with pytest.raises(openai.NotFoundError, match=f"snapshot 'base' is not serving; {MODEL}@v1 is"):
+            await here.sdk.completions.create(model=BASE, prompt="a")
+        with pytest.raises(openai.NotFoundError, match="model 'gpt-4' is not served here"):
+            await here.sdk.completions.create(model="gpt-4", prompt="a")
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_salts_follow_session_tenant_isolation_and_reset_policy(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        async def salt(session: str | None = None, /, *, tenant: str = "", **fields: Any) -> bytes:
+            headers = {"x-midstream-tenant": tenant} | ({"x-midstream-session": session} if session else {})
+            body = {"model": MODEL, "prompt": [65], "max_tokens": 1, **fields}
+            assert (await here.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            return here.engine.requests[-1].salt
+
+        first = await salt("s%20one")
+        assert await salt() == first
+        assert await salt(prompt_cache_isolation_key="x") not in (first, await salt(tenant="t"))
+        assert await salt(prompt_cache_max_len=0) != await salt(prompt_cache_max_len=0)
+        await here.swapped("v1", reset_prompt_cache="new_session")
+        assert await salt("s%20one") == await salt(user="s one") == first
+        assert await salt("s2") == await salt() != first
+        await here.swapped("v2", reset_prompt_cache="none")
+        assert [await salt("s%20one"), await salt("s2") == await salt()] == [first, True]
+        await here.swapped("v3", reset_prompt_cache="all")
+        assert await salt("s%20one") == await salt("s2") == await salt() != first
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_ends_its_generation(tmp_path: Path, stream: bool) -> None:
+    async def scenario(here: Running) -> None:
+        body = {"model": MODEL, "prompt": [65], "max_tokens": 9, "stream": stream}
+        task = asyncio.create_task(ask(here, **body))
+        await here.engine.started_streams.wait()
+        await here.until(lambda: here.replica.gate.inside == 1)
+        task.cancel()
+        await here.engine.any_aborted.wait()
+        assert here.engine.aborted == [here.engine.requests[0].request_id]
+        await here.until(lambda: here.replica.gate.inside == 0)
+
+    play(tmp_path, lambda: FakeEngine(allowed=1), scenario)
+
+
+def test_an_engine_error_before_the_first_byte_has_its_status_and_after_it_ends_the_stream(
+    tmp_path: Path,
+) -> None:
+    async def scenario(here: Running) -> None:
+        here.engine.fail_after = 0
+        answer = await ask(here, prompt="a", stream=True)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            500,
+            "the step failed: out of pages",
+        )
+        here.engine.fail_after = 2
+        assert (await ask(here, prompt="a")).status_code == 500
+        answer = await ask(here, prompt="a", stream=True)
+        events = sse(answer.text)
+        assert (answer.status_code, len(events)) == (200, 3)
+        assert events[-1]["error"]["code"] == "engine_error"
+        with pytest.raises(openai.APIError, match="out of pages"):
+            async for _ in await here.sdk.completions.create(model=MODEL, prompt="a", stream=True):
+                pass
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_stream_that_the_engine_ends_too_early_ends_with_an_error(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        here.engine.stop_short = True
+        events = sse((await ask(here, prompt="a", stream=True)).text)
+        assert (
+            events[-1]["error"]["message"] == "the engine ended the request before every choice was complete"
+        )
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_dying_engine_gives_503_and_the_replica_comes_back_as_a_new_boot(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        boot = here.replica.boot
+        here.engine.die_after = 1
+        answer = await ask(here, prompt="a")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "replica_unavailable"
+        here.engine.die_after = None
+        await here.until(lambda: here.replica.ready)
+        assert here.replica.boot != boot
+        assert (await ask(here, prompt="a", max_tokens=1)).status_code == 200
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_errors_have_one_shape_everywhere(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        async def error(method: str, path: str, **more: Any) -> tuple[int, str]:
+            answer = await here.http.request(method, path, **more)
+            body = answer.json()["error"]
+            assert set(body) == {"message", "type", "code", "param"}
+            return answer.status_code, body["code"]
+
+        assert await error("GET", "/nowhere") == (404, "not_found_error")
+        assert await error("GET", "/v1/completions") == (405, "method_not_allowed")
+        assert await error("POST", "/v1/chat/completions", content=b"{") == (400, "invalid_request_error")
+        assert await error("POST", "/replica/desired", content=b"{}") == (400, "invalid_request_error")
+        assert await error("POST", "/v1/completions", json={"model": MODEL, "prompt": ""}) == (
+            400,
+            "invalid_request_error",
+        )
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_dense_model_and_a_missing_route_fail_closed(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await ask(here, prompt="a", logprobs=True, include_routing_matrix=True)
+        assert (answer.status_code, "dense" in answer.json()["error"]["message"]) == (400, True)
+
+    play(tmp_path, lambda: FakeEngine(moe=False), scenario)
+
+    class Routeless(FakeEngine):
+        async def _events(self, request: Any) -> Any:
+            async for event in super()._events(msgspec.structs.replace(request, want_routes=False)):
+                yield event
+
+    async def without(here: Running) -> None:
+        answer = await ask(here, prompt="a", logprobs=True, include_routing_matrix=True)
+        assert answer.json()["error"]["message"] == "the engine returned a token without its route"
+
+    play(tmp_path, Routeless, without)
+
+
+def test_the_report_health_and_model_list(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        await here.swapped("v1")
+        report = msgspec.json.decode((await here.http.get("/replica/report")).content, type=ReplicaReport)
+        assert (report.replica, report.ready, report.snapshot, report.generation) == (
+            "replica-0",
+            True,
+            "v1",
+            1,
+        )
+        assert (await here.http.get("/health")).json() == {"status": "ok"}
+        for path in ("/v1/models", "/inference/v1/models"):
+            models = (await here.http.get(path)).json()["data"]
+            assert [(m["id"], m["snapshot"]) for m in models] == [(MODEL, "v1")]
+        here.engine.start_gate.clear()
+        await here.engine.die()
+        assert (await here.http.get("/health")).status_code == 503
+        assert (await ask(here, prompt="a")).status_code == 503
+        here.engine.start_gate.set()
+        await here.until(lambda: here.replica.ready)
+        assert (await here.http.get("/health")).status_code == 200
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_the_event_stream_sends_whole_reports_at_once_and_on_change(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        async with here.http.stream("GET", "/replica/events") as events:
+            lines = events.aiter_lines()
+            first = msgspec.json.decode(await anext(lines), type=ReplicaReport)
+            assert (first.snapshot, first.boot) == ("base", here.replica.boot)
+            await here.swap("v1")
+            report = first
+            while report.snapshot != "v1":
+                report = msgspec.json.decode(await anext(lines), type=ReplicaReport)
+            assert [t.stage.value for t in report.transitions][-1] == "idle"
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_desired_snapshot_is_taken_once_however_often_it_is_sent(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        body = {"snapshot": "v1", "generation": 7, "url": "file:///b/v1"}
+        for _ in range(3):
+            answer = await here.http.post("/replica/desired", json=body)
+            assert (answer.status_code, answer.json()["generation"]) == (202, 7)
+        await here.until(lambda: here.replica.runner.machine.serving == "v1")
+        await here.http.post("/replica/desired", json=body)
+        assert here.engine.calls == ["stage v1 v1", "commit v1"]
+
+    play(tmp_path, FakeEngine, scenario)
