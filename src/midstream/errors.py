@@ -6,10 +6,12 @@
         SnapshotRefused 400         a hot-load signal that cannot be taken
       Unauthorized 401
       NotFound 404
+      RequestTimeout 408            the client did not send its request in time
       Conflict 409
       PayloadTooLarge 413
       SnapshotTransition 425        retryable: a swap holds the door
       Overloaded 429                retryable: queue full
+      HeadersTooLarge 431
       EngineFailed 500              this request failed inside the engine
       ReplicaUnavailable 503        retryable: no replica can take it now
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
@@ -71,6 +73,11 @@ class NotFound(MidstreamError):
     code = "not_found_error"
 
 
+class RequestTimeout(MidstreamError):
+    status = 408
+    code = "request_timeout"
+
+
 class Conflict(MidstreamError):
     status = 409
     code = "conflict_error"
@@ -91,6 +98,11 @@ class Overloaded(MidstreamError):
     status = 429
     code = "overloaded_error"
     retry_after_s = 1
+
+
+class HeadersTooLarge(MidstreamError):
+    status = 431
+    code = "headers_too_large"
 
 
 class EngineFailed(MidstreamError):

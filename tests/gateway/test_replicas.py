@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from gateway_harness import run
 
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaSet
@@ -100,7 +101,7 @@ def test_reports_arrive_whole_whatever_the_chunking() -> None:
             await watched.until(lambda: watched.view.report == report(ready=False))
             assert not watched.view.usable
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
@@ -111,7 +112,7 @@ def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
             await watched.until(lambda: watched.view.report == report(in_flight=4))
             assert watched.calls == 1
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_lost_stream_makes_the_replica_unreachable_and_it_comes_back_admitted() -> None:
@@ -128,7 +129,7 @@ def test_a_lost_stream_makes_the_replica_unreachable_and_it_comes_back_admitted(
             server.send(report())
             await watched.until(lambda: watched.view.usable)
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_new_boot_is_not_admitted() -> None:
@@ -142,7 +143,7 @@ def test_a_new_boot_is_not_admitted() -> None:
             await watched.until(lambda: watched.view.report == report(boot="b2"))
             assert not watched.view.admitted
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_silent_stream_counts_as_lost() -> None:
@@ -154,7 +155,7 @@ def test_a_silent_stream_counts_as_lost() -> None:
             await watched.until(lambda: watched.view.report is None)
             assert watched.calls == 2
 
-    asyncio.run(main())
+    run(main)
 
 
 @pytest.mark.parametrize("line", [b"{not json}\n", msgspec.json.encode(report(replica="replica-7")) + b"\n"])
@@ -167,7 +168,7 @@ def test_a_stream_that_is_not_this_replicas_is_not_believed(line: bytes) -> None
             server.writers[-1].write(b"%x\r\n%b\r\n" % (len(line), line))
             await watched.until(lambda: watched.view.report is None)
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_desired_is_delivered_and_a_refusal_is_an_error() -> None:
@@ -183,4 +184,4 @@ def test_desired_is_delivered_and_a_refusal_is_an_error() -> None:
         with pytest.raises(ReplicaUnavailable, match="replica-0"):
             await replicas.send_desired(replicas.views[0], desired)
 
-    asyncio.run(main())
+    run(main)

@@ -1,0 +1,149 @@
+"""The control app: every endpoint of the gateway that is not proxied inference, as ordinary ASGI.
+
+Always holds: each response, errors included, is JSON in the API's shape (but /metrics, which is Prometheus' text).
+The data path has checked the API key before a request comes here, and answers POSTs to inference paths itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from midstream.gateway.proxy import INFERENCE_PATHS, ServedNames
+from midstream.gateway.replicas import ReplicaSet, ReplicaView
+
+logger = logging.getLogger(__name__)
+
+
+def control_app(
+    names: ServedNames,
+    replicas: ReplicaSet,
+    metrics: GatewayMetrics,
+    *,
+    created: int = 0,
+    extra_routes: Sequence[BaseRoute] = (),
+) -> Starlette:
+    """The app; `created` (seconds since the epoch) is when the model came to be served."""
+    endpoints = _Endpoints(names, replicas, metrics, created)
+    routes: list[BaseRoute] = [
+        *extra_routes,
+        Route("/health", endpoints.health, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
+        Route("/v1/accounts", endpoints.accounts, methods=["GET"]),
+    ]
+    for prefix in ("", "/inference"):
+        routes.append(Route(f"{prefix}/v1/models", endpoints.models, methods=["GET"]))
+        routes.append(Route(f"{prefix}/v1/models/{{model:path}}", endpoints.model, methods=["GET"]))
+    routes += [Route(path.decode(), _post_only, methods=["POST"]) for path in INFERENCE_PATHS]
+    return Starlette(
+        routes=routes,
+        exception_handlers={
+            MidstreamError: _midstream_error,
+            HTTPException: _http_exception,
+            Exception: _unexpected,
+        },
+    )
+
+
+class _Endpoints:
+    def __init__(
+        self, names: ServedNames, replicas: ReplicaSet, metrics: GatewayMetrics, created: int
+    ) -> None:
+        self._names = names
+        self._replicas = replicas
+        self._metrics = metrics
+        self._created = created
+
+    async def health(self, request: Request) -> Response:
+        usable = sum(view.usable for view in self._replicas.views)
+        body = {
+            "status": "ok" if usable else "unavailable",
+            "usable_replicas": usable,
+            "replicas": [_summary(view) for view in self._replicas.views],
+        }
+        return JSONResponse(body, status_code=200 if usable else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def accounts(self, request: Request) -> Response:
+        account = self._names.account
+        return JSONResponse(
+            {
+                "accounts": [
+                    {
+                        "name": account,
+                        "displayName": account.rpartition("/")[2],
+                        "state": "READY",
+                        "email": "",
+                    }
+                ],
+                "nextPageToken": "",
+                "totalSize": 1,
+            }
+        )
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        asked = str(request.path_params["model"])
+        if asked.partition("@")[0] not in self._names.accepted():
+            raise NotFound(f"model {asked!r} is not served here", param="model")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._names.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": self._names.account.rpartition("/")[2],
+            "deployment": self._names.deployment,
+            "snapshots": {
+                view.name: view.report.snapshot if view.report else None for view in self._replicas.views
+            },
+        }
+
+
+def _summary(view: ReplicaView) -> dict[str, Any]:
+    report = view.report
+    return {
+        "name": view.name,
+        "reachable": report is not None,
+        "ready": report is not None and report.ready,
+        "usable": view.usable,
+        "snapshot": report.snapshot if report else None,
+        "stage": str(report.stage) if report else None,
+        "in_flight": view.in_flight,
+    }
+
+
+async def _post_only(request: Request) -> Response:
+    raise InvalidRequest("inference requests are served by the data path")
+
+
+async def _midstream_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MidstreamError)
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: NotFound.code, 405: "method_not_allowed"}.get(error.status_code, InvalidRequest.code)
+    where = f"{request.method} {request.url.path}"
+    body = {"message": f"{error.detail}: {where}", "type": code, "code": code, "param": None}
+    return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    failure = MidstreamError("the gateway failed on this request; its log says why")
+    return JSONResponse(failure.body(), status_code=500)

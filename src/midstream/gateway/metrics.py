@@ -1,0 +1,126 @@
+"""What the gateway counts, in Prometheus' format.
+
+The hot path only adds to plain integers; metric families are built when somebody asks.
+Always holds: label values come from small fixed sets (replicas, path classes, statuses, reasons), never from sessions,
+keys or request content.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sized
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from midstream.gateway.replicas import ReplicaSet, ReplicaView
+from midstream.types import ReplicaReport
+
+Metric = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+#: name, help, value: one sample per reachable replica
+_REPORT_GAUGES: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = (
+    ("replica_ready", "1 when the engine answers and a snapshot serves", lambda r: r.ready),
+    ("replica_requests_in_flight", "requests the replica is serving", lambda r: r.in_flight),
+    ("replica_sequences_running", "sequences being stepped", lambda r: r.engine.running),
+    ("replica_sequences_waiting", "sequences queued in the engine", lambda r: r.engine.waiting),
+    ("replica_kv_blocks_used", "KV cache blocks in use", lambda r: r.engine.kv_blocks_used),
+    ("replica_kv_blocks_total", "KV cache blocks there are", lambda r: r.engine.kv_blocks_total),
+    ("replica_generation", "generation of the last accepted signal", lambda r: r.generation),
+    (
+        "replica_swap_pause_milliseconds",
+        "time in which no step ran during the last weight swap",
+        lambda r: r.last_swap.pause_ms if r.last_swap else 0.0,
+    ),
+)
+_REPORT_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = (
+    ("replica_prompt_tokens", "prompt tokens taken", lambda r: r.engine.prompt_tokens),
+    (
+        "replica_cached_prompt_tokens",
+        "prompt tokens whose KV was reused",
+        lambda r: r.engine.cached_prompt_tokens,
+    ),
+    ("replica_generated_tokens", "tokens generated", lambda r: r.engine.generated_tokens),
+    ("replica_engine_steps", "engine steps", lambda r: r.engine.steps),
+)
+
+
+class GatewayMetrics(Collector):
+    """Counters of the data path and gauges of its replicas, in a registry of their own."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._views = replicas.views
+        self.requests: Counter[tuple[str, int]] = (
+            Counter()
+        )  # (path class, status); 499: the client left first
+        self.routes: Counter[str] = Counter()  # by route reason
+        self.upstream_errors: Counter[str] = Counter()  # connections lost or refused, by replica
+        self.retries: Counter[str] = Counter()  # by kind: stale_connection, other_replica
+        self.cut_responses: Counter[str] = Counter()  # ended short, visibly, by replica
+        self.sessions: Sized = ()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._data_path()
+        yield from self._replicas()
+
+    def _data_path(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "midstream_gateway_requests", "requests answered", labels=["path", "status"]
+        )
+        for (path, status), count in self.requests.items():
+            requests.add_metric([path, str(status)], count)
+        yield requests
+        for name, help_text, label, counts in (
+            ("routes", "placement decisions", "reason", self.routes),
+            ("upstream_errors", "replica connections refused or lost", "replica", self.upstream_errors),
+            ("retries", "requests sent again before any response byte", "kind", self.retries),
+            (
+                "cut_responses",
+                "responses ended short because the replica went",
+                "replica",
+                self.cut_responses,
+            ),
+        ):
+            family = CounterMetricFamily(f"midstream_gateway_{name}", help_text, labels=[label])
+            for value, count in counts.items():
+                family.add_metric([value], count)
+            yield family
+        yield GaugeMetricFamily(
+            "midstream_gateway_sessions", "sessions with a known replica", value=len(self.sessions)
+        )
+        yield self._per_view("in_flight", "requests on the replica now", lambda view: view.in_flight)
+        yield self._per_view("replica_up", "1 when the event stream is up", lambda v: v.report is not None)
+        yield self._per_view("replica_usable", "1 when placement may use it", lambda view: view.usable)
+
+    def _per_view(
+        self, name: str, help_text: str, value: Callable[[ReplicaView], float]
+    ) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"midstream_gateway_{name}", help_text, labels=["replica"])
+        for view in self._views:
+            family.add_metric([view.name], float(value(view)))
+        return family
+
+    def _replicas(self) -> Iterator[Metric]:
+        reports = [(view.name, view.report) for view in self._views if view.report is not None]
+        for name, help_text, value in _REPORT_GAUGES:
+            gauge = GaugeMetricFamily(f"midstream_{name}", help_text, labels=["replica"])
+            for replica, report in reports:
+                gauge.add_metric([replica], float(value(report)))
+            yield gauge
+        for name, help_text, value in _REPORT_COUNTERS:
+            counter = CounterMetricFamily(f"midstream_{name}", help_text, labels=["replica"])
+            for replica, report in reports:
+                counter.add_metric([replica], float(value(report)))
+            yield counter
+        info = InfoMetricFamily("midstream_replica", "what serves now", labels=["replica"])
+        for replica, report in reports:
+            info.add_metric([replica], {"snapshot": report.snapshot, "stage": str(report.stage)})
+        yield info

@@ -1,0 +1,177 @@
+"""The gateway process's network side: the public port, the control app behind it, and their shutdown.
+
+Owns: the listening socket, the client connections' timeouts, the pools, and the private socket of the control app.
+Always holds: after close() nothing of it is left open; a response that is cut at shutdown is seen to be cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from midstream.config import GatewaySettings
+from midstream.gateway.http1 import ClientConnection, Limits
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.proxy import Proxy, ServedNames
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.upstream import UpstreamPool
+
+LISTEN_BACKLOG = 4096
+TIMEOUT_CHECK_S = 0.5
+CONTROL_KEEP_ALIVE_S = 3600
+CONTROL_STOP_S = 2
+
+
+class Gateway:
+    """Serves the public port. Made in the event loop it runs in; `replicas.run()` is the caller's to run."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        names: ServedNames,
+        replicas: ReplicaSet,
+        metrics: GatewayMetrics,
+        control_app: Any,
+        *,
+        head_timeout_s: float = 30.0,
+        body_idle_s: float = 60.0,
+    ) -> None:
+        """`control_app`: an ASGI app, usually gateway.app.control_app(...)."""
+        self._loop = asyncio.get_running_loop()
+        self._limits = Limits(
+            max_body_bytes=settings.max_body_bytes,
+            max_header_bytes=settings.max_header_bytes,
+            keep_alive_s=settings.keep_alive_s,
+            head_timeout_s=head_timeout_s,
+            body_idle_s=body_idle_s,
+        )
+        self._control = _ControlServer(control_app)
+        self._pools = [self._tcp_pool(view.url, settings.connect_timeout_s) for view in replicas.views]
+        connect = functools.partial(self._loop.create_unix_connection, path=self._control.path)
+        self._control_pool = UpstreamPool(connect, settings.connect_timeout_s)
+        self.proxy = Proxy(settings, names, replicas, metrics, self._pools, self._control_pool)
+        self._server: asyncio.Server | None = None
+        self._timeouts: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Gateway({len(self.proxy.clients)} connections, {self._pools}, control {self._control_pool})"
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises OSError when it cannot listen there."""
+        try:
+            self._server = await self._loop.create_server(
+                lambda: ClientConnection(self.proxy, self._limits, self._loop),
+                host,
+                port,
+                backlog=LISTEN_BACKLOG,
+            )
+            await self._control.start()
+        except BaseException:
+            await self.close()
+            raise
+        self._timeouts = asyncio.create_task(self._check_timeouts(), name="client timeouts")
+        actual: int = self._server.sockets[0].getsockname()[1]
+        return actual
+
+    async def drain(self, seconds: float) -> None:
+        """Stop accepting, close idle connections, and let responses under way finish for up to `seconds`."""
+        if self._server is not None:
+            self._server.close()
+        self.proxy.draining = True
+        for client in list(self.proxy.clients):
+            client.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.proxy.all_left()
+
+    async def close(self) -> None:
+        """End everything now. Idempotent; after drain() it cuts what did not finish."""
+        self.proxy.draining = True
+        if self._server is not None:
+            self._server.close()
+        for client in list(self.proxy.clients):
+            client.cut("the gateway is shutting down")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):  # for the last bytes to leave
+                await self.proxy.all_left()
+        for client in list(self.proxy.clients):
+            client.reset()
+        for pool in (*self._pools, self._control_pool):
+            pool.close()
+        if self._timeouts is not None:
+            self._timeouts.cancel()
+            await asyncio.gather(self._timeouts, return_exceptions=True)
+        await self._control.stop()
+
+    async def _check_timeouts(self) -> None:
+        while True:
+            await asyncio.sleep(TIMEOUT_CHECK_S)
+            now = self._loop.time()
+            for client in list(self.proxy.clients):
+                client.check_deadline(now)
+
+    def _tcp_pool(self, url: str, connect_timeout_s: float) -> UpstreamPool:
+        parts = urlsplit(url)
+        connect = functools.partial(self._loop.create_connection, host=parts.hostname, port=parts.port or 80)
+        return UpstreamPool(connect, connect_timeout_s)
+
+
+class _ControlServer:
+    """uvicorn on a Unix socket that only this user can reach."""
+
+    def __init__(self, app: Any) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="midstream-gateway-"))  # mode 0700
+        self.path = str(self._directory / "control.sock")
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=CONTROL_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CONTROL_STOP_S,
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(self.path)
+        self._task = asyncio.create_task(self._uvicorn.serve(sockets=[sock]), name="control app")
+        up = asyncio.create_task(self._uvicorn.up.wait())
+        await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if self._task.done():
+            raise RuntimeError("the control app did not start") from self._task.exception()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._uvicorn.should_exit = True
+            await asyncio.gather(self._task, return_exceptions=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process, and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self.up.set()

@@ -1,0 +1,79 @@
+"""Which session a request belongs to, and where each known session lives.
+
+Always holds: the table never exceeds its bound (the least recently used session goes first); a body is parsed only
+when no session header is there and it may hold a session field, and then only those fields are built.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import msgspec
+
+from midstream.gateway.placement import Session
+from midstream.sessionkey import SESSION_HEADERS, session_from_body, session_from_headers
+
+_HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
+
+
+class _BodyFields(msgspec.Struct):
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_BodyFields)
+
+
+def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
+    """The session key of a request, or None. `headers` have lower-case names.
+
+    Raises InvalidRequest on a value that cannot be a key. A body that is not valid JSON, or has such a field of
+    another type, has no key here: the replica names what is wrong with it.
+    """
+    for name, text_name in _HEADERS:
+        value = headers.get(name)
+        if value is not None:
+            return session_from_headers({text_name: _text(value)})
+    if b'"prompt_cache_key"' not in body and b'"user"' not in body:
+        return None
+    try:
+        fields = _decoder.decode(body)
+    except msgspec.MsgspecError:  # also not JSON at all
+        return None
+    return session_from_body(fields.prompt_cache_key, fields.user)
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.strip().decode()
+    except UnicodeDecodeError:
+        return value.strip().decode("latin-1")
+
+
+class SessionTable:
+    """(tenant, key) -> replica index, bounded."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self._max_sessions = max_sessions
+        self._homes: OrderedDict[Session, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def __repr__(self) -> str:
+        return f"SessionTable({len(self._homes)} of at most {self._max_sessions} sessions)"
+
+    def home(self, session: Session) -> int | None:
+        """Where the session lives; asking counts as use."""
+        index = self._homes.get(session)
+        if index is not None:
+            self._homes.move_to_end(session)
+        return index
+
+    def settle(self, session: Session, index: int) -> None:
+        """The session lives on replica `index` from now on."""
+        self._homes[session] = index
+        self._homes.move_to_end(session)
+        if len(self._homes) > self._max_sessions:
+            self._homes.popitem(last=False)
