@@ -1,0 +1,85 @@
+"""A real `midstream serve` for tests, in its own process group, ended by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+READY = re.compile(r"midstream ready on (http://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)")
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    model: str
+    deployment: str
+    state_dir: Path
+    log: Path
+
+    @property
+    def bucket(self) -> Path:
+        return self.state_dir / "bucket"
+
+    def children(self) -> list[int]:
+        """Pids of all descendants that still run."""
+        return descendants(self.process.pid)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == pid and stat[0] != "Z":
+                found += [int(entry.name), *descendants(int(entry.name))]
+    return found
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "midstream.cli", *arguments]
+
+
+@contextlib.contextmanager
+def serve(state_dir: Path, *arguments: str) -> Iterator[Server]:
+    """Start, wait for the ready line, and stop whatever is left at the end."""
+    log = state_dir.with_suffix(".log")
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command("serve", "--port", "0", "--state-dir", str(state_dir), *arguments),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    left: list[int] = []
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = READY.fullmatch(line.strip())
+        assert match, f"no ready line, but {line!r}; log:\n{log.read_text()}"
+        yield Server(process, match[1], match[3], match[4], state_dir, log)
+    finally:
+        left = descendants(process.pid)
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,79 @@
+"""What a person at a terminal sees when something is wrong."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from serving import command
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--no-such-option"], "--no-such-option"),
+        (["serve", "--replicas", "many"], "--replicas"),
+        (["serve", "--replicas", "0"], "replicas must be at least 1"),
+        (["serve", "--port", "70000"], "port must be 0 to 65535"),
+        (["serve", "--model", "/no/such/model"], "/no/such/model"),
+        (["serve", "--config", "/no/such/file.toml"], "/no/such/file.toml"),
+        (["serve", "--bucket", "s3://somewhere"], "s3://somewhere"),
+        (["serve", "--engine", "vllm"], "--engine vllm"),
+        (["serve", "--host", "203.0.113.7"], "203.0.113.7"),
+        ([], "COMMAND"),
+        (["model", "tiny-moe", "DIR", "--layers", "0"], "layers must be at least 1"),
+    ],
+)
+def test_a_bad_request_is_one_clear_line_and_exit_code_2(
+    arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    if arguments[:1] == ["serve"]:
+        arguments = [*arguments, "--state-dir", str(tmp_path / "state")]
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert says in err
+
+
+def test_a_taken_port_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = run("serve", "--port", str(port), "--state-dir", str(tmp_path))
+    assert code == 2
+    assert err.splitlines() == [
+        f"midstream serve: --port {port}: cannot listen on 127.0.0.1:{port}: Address already in use"
+    ]
+
+
+def test_an_unknown_setting_in_the_config_file_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "midstream.toml"
+    config.write_text("[embedded]\nblock_sise = 16\n")
+    code, _, err = run("serve", "--config", str(config), "--state-dir", str(tmp_path / "state"))
+    assert code == 2
+    assert "block_sise" in err
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    assert run("model", "tiny-moe", str(broken))[0] == 0
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    code, out, err = run("serve", "--model", str(broken), "--port", "0", "--state-dir", str(tmp_path / "s"))
+    assert (code, out) == (1, "")
+    assert "model.safetensors" in err.splitlines()[-1]
+
+
+def test_the_model_command_writes_the_same_bytes_for_the_same_seed(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert run("model", "tiny-moe", str(tmp_path / name), "--seed", "3", "--layers", "5")[0] == 0
+    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert "model.safetensors" in files
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
