@@ -556,6 +556,33 @@ def test_a_dense_model_and_a_missing_route_fail_closed(tmp_path: Path) -> None:
     play(tmp_path, Routeless, without)
 
 
+def test_missing_records_of_an_echoed_prompt_fail_closed(tmp_path: Path) -> None:
+    class Echoless(FakeEngine):
+        async def _events(self, request: Any) -> Any:
+            async for event in super()._events(msgspec.structs.replace(request, prompt_records=0)):
+                yield event
+
+    async def scenario(here: Running) -> None:
+        answer = await ask(here, prompt="a", echo=True)
+        assert answer.json()["error"]["message"] == "the engine returned no records of the prompt"
+
+    play(tmp_path, Echoless, scenario)
+
+
+def test_one_request_more_than_the_limit_is_told_to_come_back(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        first = asyncio.create_task(ask(here, prompt="a", max_tokens=2))
+        await here.until(lambda: here.replica.gate.inside == 1)
+        answer = await ask(here, prompt="a")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "overloaded_error"
+        here.engine.allow(2)
+        assert (await first).status_code == 200
+        assert (await ask(here, prompt="a", max_tokens=2)).status_code == 200
+
+    play(tmp_path, lambda: FakeEngine(allowed=1), scenario, requests_max=1)
+
+
 def test_the_report_health_and_model_list(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         await here.swapped("v1")

@@ -1,7 +1,7 @@
 """Who may enter: the gate that a swap closes, and the model a request names.
 
 Always holds: no request passes the gate while a swap commits; a waiting one either passes or is told 425 when its
-patience runs out; the requests inside are counted, and drained means none.
+patience runs out; the requests inside are counted, and drained means none. No more than `requests_max` are inside or waiting.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from midstream.errors import InvalidRequest, NotFound, ReplicaUnavailable, SnapshotTransition
+from midstream.errors import InvalidRequest, NotFound, Overloaded, ReplicaUnavailable, SnapshotTransition
 from midstream.types import served_model_name
 
 HEADER_DRAIN_TIMEOUT = "x-fireworks-hot-load-drain-timeout"
 DRAIN_TIMEOUT_S = 90.0
+REQUESTS_MAX = 4096
 _IN_TRANSITION = "a snapshot is being switched; retry this request"
 
 
@@ -29,12 +30,13 @@ class Door(enum.Enum):
 
 
 class Gate:
-    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_change: Callable[[], None], requests_max: int = REQUESTS_MAX) -> None:
         self._door = Door.DOWN
         self._moved = asyncio.Event()  # replaced at every change of the door
         self._empty = asyncio.Event()
         self._empty.set()
         self._on_change = on_change
+        self._requests_max = requests_max
         self.inside = 0
         self.waiting = 0
 
@@ -52,6 +54,8 @@ class Gate:
 
     async def enter(self, patience_s: float = DRAIN_TIMEOUT_S) -> None:
         """Returns, in the same step of the loop as it looked, when the door is open."""
+        if self.inside + self.waiting >= self._requests_max:
+            raise Overloaded(f"{self._requests_max} requests are here already; retry this one later")
         if self._door is Door.OPEN:
             return
         self.waiting += 1

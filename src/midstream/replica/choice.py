@@ -38,6 +38,7 @@ class Choice:
         self.index = index
         self.finish: FinishReason | None = None
         self.generated = 0
+        self.echoed = False
         self.snapshot: str | None = None  # of the newest record
         self.spans: list[tuple[str, int, int]] = []  # snapshot, start, end over the generated tokens
         self._detokenizer = vocabulary.detokenizer()
@@ -51,6 +52,7 @@ class Choice:
 
     def echo(self, records: tuple[TokenRecord, ...]) -> list[Piece]:
         """Pieces of the echoed prompt: a new one wherever the snapshot changes."""
+        self.echoed = True
         pieces: list[Piece] = []
         text, run = "", list[Scored]()
         for record in records:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from midstream.engine.base import Engine
-from midstream.replica.admission import Door, Gate, ServedNames
+from midstream.replica.admission import REQUESTS_MAX, Door, Gate, ServedNames
 from midstream.replica.chat import TextModel
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.runner import SnapshotSource, SwapRunner
@@ -30,7 +30,10 @@ RESTART_DELAY_MAX_S = 10.0
 
 
 class Replica:
-    """`base_directory` is the served model's directory: the base snapshot, should it be asked for again."""
+    """`base_directory` is the served model's directory: the base snapshot, should it be asked for again.
+
+    requests_max: requests inside or waiting at the gate; one more gets 429.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Replica:
         source: SnapshotSource,
         names: ServedNames,
         base_directory: Path,
+        requests_max: int = REQUESTS_MAX,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         random_seed: Callable[[], int] = lambda: random.getrandbits(62),
@@ -49,7 +53,7 @@ class Replica:
     ) -> None:
         self.name = name
         self.names = names
-        self.gate = Gate(self._changed)
+        self.gate = Gate(self._changed, requests_max)
         self.namespaces = Namespaces()
         self.service: Service | None = None  # from the first successful engine start on
         self.ready = False

@@ -258,6 +258,8 @@ class Generation:
         if event.prompt is not None and self._requests[prompt].prompt_records:
             self._check_echo(prompt, event)
             pieces += choice.echo(event.prompt)
+        if self._requests[prompt].prompt_records and not choice.echoed and (event.tokens or event.finish):
+            raise EngineFailed("the engine returned no records of the prompt")
         if event.tokens and self._timings.first_token is None:
             self._timings.first_token = self._service.monotonic()
         for record in event.tokens:
