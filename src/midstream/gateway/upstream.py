@@ -191,7 +191,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _feed(self, data: bytes) -> bool:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(f"bad response: {error.__context__ or error}")
             return False
         return True

@@ -1,0 +1,155 @@
+"""The control endpoints through the public port, and the gateway's own routing as a user sees it."""
+
+import json
+import logging
+import socket
+
+import pytest
+from gateway_harness import NAMES, Message, get, post, respond_ok, run, staged
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from midstream.gateway.app import control_app
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.replicas import ReplicaSet
+from midstream.types import EngineStats, ReplicaReport, SwapTiming
+
+
+def decoded(message: Message) -> dict:  # type: ignore[type-arg]
+    body: dict = json.loads(message.body)  # type: ignore[type-arg]
+    return body
+
+
+def test_health_follows_the_replicas() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            stage.views[1].report = None
+            healthy = await stage.ask(get("/health"))
+            assert healthy.status == 200
+            assert decoded(healthy)["usable_replicas"] == 1
+            assert decoded(healthy)["replicas"][1] == {
+                "name": "replica-1",
+                "reachable": False,
+                "ready": False,
+                "usable": False,
+                "snapshot": None,
+                "stage": None,
+                "in_flight": 0,
+            }
+            stage.views[0].admitted = False
+            assert (await stage.ask(get("/health"))).status == 503
+
+    run(main)
+
+
+def test_the_model_is_listed_under_both_prefixes_with_its_snapshots() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            stage.views[1].report = ReplicaReport(replica="replica-1", boot="b", ready=True, snapshot="s7")
+            for prefix in ("", "/inference"):
+                listed = decoded(await stage.ask(get(f"{prefix}/v1/models")))
+                assert listed["object"] == "list"
+                [model] = listed["data"]
+                assert (model["id"], model["object"]) == (NAMES.model, "model")
+                assert model["snapshots"] == {"replica-0": "base", "replica-1": "s7"}
+                for name in (NAMES.model, "tiny-moe", "tiny-moe@s7"):
+                    assert decoded(await stage.ask(get(f"{prefix}/v1/models/{name}"))) == model
+            assert (await stage.ask(get("/v1/models/other"))).error["param"] == "model"
+            accounts = decoded(await stage.ask(get("/v1/accounts?pageSize=2")))
+            assert [account["name"] for account in accounts["accounts"]] == ["accounts/local"]
+
+    run(main)
+
+
+def test_errors_have_the_apis_shape() -> None:
+    async def main() -> None:
+        async def explode(request: Request) -> Response:
+            raise RuntimeError("secret detail")
+
+        replicas = ReplicaSet([])
+        app = control_app(
+            NAMES, replicas, GatewayMetrics(replicas), extra_routes=[Route("/explode", explode)]
+        )
+        async with staged(respond_ok, app=app) as stage:
+            cases = [
+                (get("/pause"), 404, "not_found_error"),
+                (post(b"", "/health"), 405, "method_not_allowed"),
+                (get("/v1/completions"), 405, "method_not_allowed"),
+                (get("/explode"), 500, "internal_error"),
+            ]
+            for request, status, code in cases:
+                answer = await stage.ask(request)
+                assert (answer.status, answer.error["code"]) == (status, code)
+                assert set(answer.error) == {"message", "type", "code", "param"}
+                assert b"secret" not in answer.body
+
+    run(main)
+
+
+def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            stage.views[0].report = ReplicaReport(
+                replica="replica-0",
+                boot="b",
+                ready=True,
+                snapshot="step-2",
+                last_swap=SwapTiming(snapshot="step-2", pause_ms=1.5),
+                engine=EngineStats(kv_blocks_used=3, kv_blocks_total=10, generated_tokens=7),
+            )
+            for headers in ("X-Session-ID: very-private\r\n", "X-Session-ID: very-private\r\n", ""):
+                await stage.ask(post(headers=headers))
+            text = (await stage.ask(get("/metrics"))).body.decode()
+            for line in (
+                'midstream_gateway_requests_total{path="completions",status="200"} 3.0',
+                'midstream_gateway_routes_total{reason="new"} 1.0',
+                'midstream_gateway_routes_total{reason="sticky"} 1.0',
+                'midstream_gateway_routes_total{reason="balanced"} 1.0',
+                "midstream_gateway_sessions 1.0",
+                'midstream_gateway_in_flight{replica="replica-0"} 0.0',
+                'midstream_gateway_replica_usable{replica="replica-0"} 1.0',
+                'midstream_replica_kv_blocks_used{replica="replica-0"} 3.0',
+                'midstream_replica_generated_tokens_total{replica="replica-0"} 7.0',
+                'midstream_replica_swap_pause_milliseconds{replica="replica-0"} 1.5',
+                'midstream_replica_info{replica="replica-0",snapshot="step-2",stage="idle"} 1.0',
+            ):
+                assert line in text.splitlines()
+            assert "very-private" not in text
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [("x-session-affinity: k\r\n", b"{}"), ("", b'{"prompt_cache_key":"k"}'), ("", b'{"user":"k"}')],
+)
+def test_a_session_sticks_wherever_its_key_stands(
+    headers: str, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "midstream.gateway")
+
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok, respond_ok) as stage:
+            answers = [await stage.ask(post(body, headers=headers)) for _ in range(4)]
+            reasons = [answer.headers["x-midstream-route-reason"] for answer in answers]
+            assert reasons == ["new", "sticky", "sticky", "sticky"]
+            [name] = {answer.headers["x-midstream-replica"] for answer in answers}
+            index = int(name[-1])
+            assert len(stage.mocks[index].requests) == 4
+            expected = f"Hash key 'k' mapped to worker: {stage.views[index].url} (index={index})"
+            assert [r.getMessage() for r in caplog.records].count(expected) == 4
+
+    run(main)
+
+
+def test_a_taken_port_is_an_error_and_leaves_nothing_running() -> None:
+    async def main() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            async with staged(respond_ok) as stage:
+                with pytest.raises(OSError, match="in use"):
+                    await stage.gateway.start("127.0.0.1", taken.getsockname()[1])
+
+    run(main)

@@ -1,0 +1,289 @@
+"""What clients see when replicas fail: retries before the first byte, visible ends after it, and never a short 200."""
+
+import asyncio
+import json
+
+import pytest
+from gateway_harness import Message, Peer, post, read_chunk, read_head, respond_ok, run, staged
+
+SESSION = "x-multi-turn-session-id: s1\r\n"
+
+
+async def die(request: Message, peer: Peer) -> None:
+    peer.abort()
+
+
+def error_of(event: bytes) -> str:
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    code: str = json.loads(event[6:])["error"]["code"]
+    return code
+
+
+def test_a_dead_replica_is_replaced_and_its_session_stays_where_it_moved() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok, respond_ok) as stage:
+            first = await stage.ask(post(headers=SESSION))
+            home = int(first.headers["x-midstream-replica"][-1])
+            stage.mocks[home].stop()
+            moved = await stage.ask(post(headers=SESSION))
+            assert moved.status == 200
+            assert moved.headers["x-midstream-route-reason"] == "moved"
+            refuge = moved.headers["x-midstream-replica"]
+            assert refuge != first.headers["x-midstream-replica"]
+            await stage.mocks[home].start(stage.mocks[home].port)  # it comes back: nobody moves back
+            again = await stage.ask(post(headers=SESSION))
+            assert again.headers["x-midstream-replica"] == refuge
+            assert again.headers["x-midstream-route-reason"] == "sticky"
+            assert stage.metrics.upstream_errors[f"replica-{home}"] == 1
+            assert stage.metrics.retries["other_replica"] == 1
+
+    run(main)
+
+
+def test_death_after_the_request_was_sent_is_retried_elsewhere_and_not_on_every_replica() -> None:
+    async def main() -> None:
+        async with staged(die, respond_ok) as stage:
+            answers = [await stage.ask(post()) for _ in range(4)]
+            assert [a.headers["x-midstream-replica"] for a in answers] == ["replica-1"] * 4
+            assert [request.body for request in stage.mocks[0].requests] == [b"{}"] * len(
+                stage.mocks[0].requests
+            )
+        async with staged(die, die, die, die) as stage:
+            answer = await stage.ask(post())
+            assert answer.status == 503
+            assert answer.headers["retry-after"] == "1"
+            assert answer.error["code"] == "replica_unavailable"
+            assert sum(len(mock.requests) for mock in stage.mocks) == 2
+
+    run(main)
+
+
+def test_refused_everywhere_is_503_after_each_replica_was_tried_once() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok, respond_ok) as stage:
+            for mock in stage.mocks:
+                mock.stop()
+            client = await stage.connect()
+            for _ in range(2):  # the connection survives
+                client.send(post(headers="x-request-id: r1\r\n"))
+                answer = await client.message()
+                assert answer.status == 503
+                assert answer.headers["x-request-id"] == "r1"
+            assert stage.metrics.upstream_errors == {f"replica-{i}": 2 for i in range(3)}
+
+    run(main)
+
+
+@pytest.mark.parametrize("state", ["unreachable", "not ready", "not admitted"])
+def test_an_unusable_replica_gets_nothing(state: str) -> None:
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            view = stage.views[0]
+            assert view.report is not None
+            if state == "unreachable":
+                view.report = None
+            elif state == "not ready":
+                view.report = type(view.report)(replica=view.name, boot="b1", ready=False)
+            else:
+                view.admitted = False
+            assert (await stage.ask(post())).status == 503
+            assert stage.mocks[0].connections == 0
+
+    run(main)
+
+
+def test_a_stale_pooled_connection_is_replaced_without_leaving_the_replica() -> None:
+    async def main() -> None:
+        async def once(request: Message, peer: Peer) -> None:
+            peer.respond(request.body)
+            if request.body == b"1":  # closes when the second request of the connection comes
+                await peer.message()
+                peer.abort()
+
+        async with staged(once, once) as stage:
+            for body in (b"1", b"2"):
+                answer = await stage.ask(post(body, headers=SESSION))
+                assert answer.body == body
+            assert answer.headers["x-midstream-route-reason"] == "sticky"
+            assert stage.metrics.retries == {"stale_connection": 1}
+            assert stage.metrics.upstream_errors == {}
+
+    run(main)
+
+
+def test_death_inside_a_response_head_is_an_error_and_not_a_retry() -> None:
+    async def main() -> None:
+        async def half_a_head(request: Message, peer: Peer) -> None:
+            peer.send(b"HTTP/1.1 200 OK\r\ncontent-")
+            await peer.writer.drain()
+            peer.writer.close()
+
+        async with staged(half_a_head, half_a_head) as stage:
+            answer = await stage.ask(post())
+            assert (answer.status, answer.error["code"]) == (500, "engine_error")
+            assert sum(len(mock.requests) for mock in stage.mocks) == 1
+
+    run(main)
+
+
+def test_a_stream_that_dies_between_events_ends_with_an_error_event_and_no_final_chunk() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.start_stream()
+            if request.body == b"an event":
+                peer.chunk(b"data: 1\n\n")
+            await peer.writer.drain()
+            peer.writer.close()
+
+        async with staged(handler) as stage:
+            for body in (b"an event", b"nothing"):
+                client = await stage.connect()
+                client.send(post(body))
+                await read_head(client.reader)
+                if body == b"an event":
+                    assert await read_chunk(client.reader) == b"data: 1\n\n"
+                assert error_of(await read_chunk(client.reader)) == "engine_error"
+                assert await client.closed() == b""
+            assert stage.metrics.cut_responses == {"replica-0": 2}
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"9\r\ndata:",  # inside a chunk
+        b"b\r\ndata: 1\n\n\r\n",  # inside a chunk that looks like its end
+        b"8\r\ndata: 1\n\r\n",  # a whole chunk, but inside an event
+        b"9\r\ndata: 1\n\n\r\n5",  # inside a chunk's size
+    ],
+)
+def test_a_stream_that_dies_inside_an_event_just_breaks(sent: bytes) -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.start_stream()
+            peer.send(sent)
+            await peer.writer.drain()
+            await asyncio.sleep(0.05)
+            peer.writer.close()
+
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            client.send(post())
+            await read_head(client.reader)
+            assert await client.closed() == sent
+
+    run(main)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("framing", ["content-length: 100", "transfer-encoding: chunked"])
+def test_a_plain_response_that_dies_breaks_the_connection(version: str, framing: str) -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.send(
+                f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n{framing}\r\n\r\n2\r\nab\r\n".encode()
+            )
+            await peer.writer.drain()
+            peer.writer.close()
+
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            client.send(post(version=version))
+            with pytest.raises(ConnectionResetError):
+                await client.reader.readuntil(b"never sent")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\nsome bytes, then the end",  # an end that looks like a crash
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    ],
+)
+def test_a_response_that_cannot_be_framed_is_an_error(response: bytes) -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.send(response)
+            await peer.closed()
+
+        async with staged(handler) as stage:
+            assert (await stage.ask(post())).error["code"] == "engine_error"
+
+    run(main)
+
+
+def test_bytes_after_the_end_of_a_response_reach_nobody() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.send(
+                b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nokHTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+            )
+
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            client.send(post())
+            assert b"content-length: 0" not in await client.closed()
+            assert repr(stage.gateway).count("0 open") >= 1
+
+    run(main)
+
+
+def test_interim_empty_and_headless_responses_keep_the_connection_usable() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.send(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Hints\r\nlink: x\r\n\r\n")
+            peer.send(b"HTTP/1.1 204 No Content\r\nx-n: 1\r\n\r\n" if request.body == b"204" else b"")
+            if request.body != b"204":
+                peer.respond(b"")
+
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            for body, status in ((b"204", 204), (b"200", 200), (b"204", 204)):
+                client.send(post(body))
+                assert (await client.message()).status == status
+            assert stage.mocks[0].connections == 1
+
+    run(main)
+
+
+def test_a_client_that_leaves_while_the_gateway_connects_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        never = asyncio.Event()
+        opening = asyncio.Event()
+
+        async def connect(factory: object) -> object:
+            opening.set()
+            await never.wait()
+            raise AssertionError
+
+        async with staged(respond_ok) as stage:
+            stage.gateway.proxy.pools[0]._connect = connect  # type: ignore[assignment]
+            client = await stage.connect()
+            client.send(post())
+            await opening.wait()
+            assert stage.in_flight() == [1]
+            client.writer.close()
+            await stage.gateway.proxy.all_left()
+            assert stage.in_flight() == [0]
+            assert stage.metrics.requests == {("completions", 499): 1}
+
+    run(main)
+
+
+def test_a_replica_that_does_not_accept_in_time_is_passed_over() -> None:
+    async def main() -> None:
+        async def connect(factory: object) -> object:
+            return await asyncio.Event().wait()
+
+        async with staged(respond_ok, respond_ok, connect_timeout_s=0.05) as stage:
+            stage.gateway.proxy.pools[0]._connect = connect  # type: ignore[assignment]
+            for _ in range(3):
+                assert (await stage.ask(post())).headers["x-midstream-replica"] == "replica-1"
+
+    run(main)

@@ -1,0 +1,66 @@
+"""Session keys from requests, and the bounded table."""
+
+import pytest
+
+from midstream.errors import InvalidRequest
+from midstream.gateway.auth import tenant_of
+from midstream.gateway.sessions import SessionTable, session_key
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "key"),
+    [
+        ({}, b"", None),
+        ({b"x-session-id": b"c"}, b'{"user":"u"}', "c"),
+        ({b"x-session-affinity": b"b", b"x-session-id": b"c"}, b"", "b"),
+        ({b"x-multi-turn-session-id": b"a", b"x-session-affinity": b"b", b"x-session-id": b"c"}, b"", "a"),
+        ({b"x-session-id": " é ".encode()}, b"", "é"),
+        ({b"x-session-id": b"\xe9"}, b"", "é"),
+        ({b"x-other": b"a"}, b'{"prompt_cache_key":"k","user":"u"}', "k"),
+        ({}, b'{"user":"u","prompt":[1,2]}', "u"),
+        ({}, b'{"prompt_cache_key":"","user":"u"}', "u"),
+        ({}, b'{"prompt_cache_key":null,"user":""}', None),
+        ({}, b'{"messages":[{"role":"user","content":"user"}]}', None),
+        ({}, b'{"metadata":{"user":"not this one"}}', None),
+        ({}, b'{"user":"\\u00e9"}', "é"),
+        ({}, b'{"user":5}', None),
+        ({}, b'{"user":"u"', None),
+        ({}, b'["user"]', None),
+        ({}, b'\xff"user"', None),
+    ],
+)
+def test_the_key_comes_from_the_first_place_that_has_one(
+    headers: dict[bytes, bytes], body: bytes, key: str | None
+) -> None:
+    assert session_key(headers, body) == key
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "param"),
+    [
+        ({b"x-multi-turn-session-id": b"", b"x-session-id": b"c"}, b"", "x-multi-turn-session-id"),
+        ({}, b'{"user":"' + b"x" * 513 + b'"}', "user"),
+        ({}, b'{"prompt_cache_key":"a\\nb"}', "prompt_cache_key"),
+    ],
+)
+def test_a_value_that_cannot_be_a_key_names_its_place(
+    headers: dict[bytes, bytes], body: bytes, param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        session_key(headers, body)
+    assert raised.value.param == param
+
+
+def test_the_table_forgets_the_least_recently_used_session() -> None:
+    table = SessionTable(2)
+    table.settle(("", "a"), 0)
+    table.settle(("", "b"), 1)
+    assert table.home(("", "a")) == 0
+    table.settle(("t", "a"), 2)
+    assert repr(table) == "SessionTable(2 of at most 2 sessions)"
+    assert [table.home(s) for s in (("", "a"), ("", "b"), ("t", "a"))] == [0, None, 2]
+
+
+def test_a_tenant_is_stable_and_does_not_show_its_key() -> None:
+    assert tenant_of("sk-1") == tenant_of("sk-1") != tenant_of("sk-2")
+    assert "sk" not in tenant_of("sk-1")
