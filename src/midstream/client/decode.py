@@ -1,0 +1,138 @@
+"""Reads what rollout responses say about each token: its MoE routes and the snapshot that produced it. Pure.
+
+Takes plain dicts or the OpenAI SDK's objects. Always holds: one row or label per token, in order; anything that is
+missing is an error, never a guess: training on shifted routes or labels is worse than stopping.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+RouteDtype = Literal["uint8", "uint16"]
+Routes = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
+
+
+def decode_routing_matrix(encoded: str, *, top_k: int, dtype: RouteDtype = "uint8") -> Routes:
+    """The experts of one token, [moe_layers, top_k]. `dtype` is the entry's `routing_matrix_dtype`, if it has one."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"routing matrices are uint8 or uint16, not {dtype!r}")
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"routing matrix is not base64: {error}") from error
+    row_bytes = top_k * _DTYPES[dtype].itemsize
+    if top_k < 1 or not raw or len(raw) % row_bytes:
+        raise ValueError(f"routing matrix of {len(raw)} bytes is no [moe_layers, {top_k}] array of {dtype}")
+    routes: Routes = np.frombuffer(raw, dtype=_DTYPES[dtype]).reshape(-1, top_k)
+    return routes
+
+
+def routes_of(choice: Any, *, top_k: int) -> Routes:
+    """The routes of a choice's tokens, [tokens, moe_layers, top_k].
+
+    `choice`: a choice, its `logprobs`, or a list of logprobs entries (of one choice, joined over the chunks of a
+    stream). Under a full echo the first prompt token has no route, since no forward pass produced it, and no row.
+    """
+    entries = _content(choice)
+    rows = []
+    for position, entry in enumerate(entries):
+        encoded = entry.get("routing_matrix")
+        if encoded is None:
+            if position == 0 and entry.get("sampling_logprob", 0.0) is None:
+                continue
+            raise ValueError(f"token {position} of {len(entries)} has no routing matrix")
+        dtype: RouteDtype = entry.get("routing_matrix_dtype") or "uint8"
+        rows.append(decode_routing_matrix(encoded, top_k=top_k, dtype=dtype))
+    if not rows:
+        raise ValueError("there are no tokens with routes")
+    if len({row.shape for row in rows}) != 1:
+        raise ValueError("the tokens' routing matrices differ in size")
+    stacked: Any = np.stack(rows)
+    routes: Routes = stacked
+    return routes
+
+
+def snapshot_of(model: str) -> str | None:
+    """The snapshot in a `model` field such as accounts/A/models/M@step-3; None when it names none."""
+    _, at, snapshot = model.partition("@")
+    return snapshot if at else None
+
+
+def token_snapshots(response: Any, index: int = 0) -> list[str]:
+    """The snapshot of each generated token of choice `index`.
+
+    `response`: a plain response, or all chunks of a stream in order. Prompt tokens that were echoed do not count.
+    Tokens of a stream can be counted when the request asked for `return_token_ids` or `logprobs: true`; raises
+    ValueError when it did not, or when the labels do not cover the tokens.
+    """
+    if isinstance(response, Mapping) or hasattr(response, "choices"):
+        return _plain_snapshots(_as_dict(response), index)
+    labels: list[str] = []
+    for chunk in map(_as_dict, response):
+        for choice in chunk.get("choices") or ():
+            if choice.get("index", 0) == index:
+                count = _count(choice)
+                snapshot = snapshot_of(chunk.get("model") or "")
+                if count and snapshot is None:
+                    raise ValueError(f"chunk with {count} tokens names no snapshot: {chunk.get('model')!r}")
+                labels += [snapshot or ""] * count
+    return labels
+
+
+def _plain_snapshots(response: Mapping[str, Any], index: int) -> list[str]:
+    choice = next((c for c in response["choices"] if c.get("index", 0) == index), None)
+    if choice is None:
+        raise ValueError(f"the response has no choice {index}")
+    spans = choice.get("snapshots")
+    if spans is None:
+        raise ValueError("the choice has no snapshots: the server does not label plain responses")
+    labels: list[str] = []
+    for span in spans:
+        if span["start"] != len(labels) or span["end"] < span["start"]:
+            raise ValueError(f"snapshot spans leave a gap or overlap: {spans}")
+        labels += [span["snapshot"]] * (span["end"] - span["start"])
+    ids = choice.get("token_ids")
+    if ids is not None and len(ids) != len(labels):
+        raise ValueError(f"snapshot spans cover {len(labels)} tokens, the choice has {len(ids)}")
+    return labels
+
+
+def _count(choice: Mapping[str, Any]) -> int:
+    """Generated tokens in a chunk's choice."""
+    ids = choice.get("token_ids")
+    if ids is not None:
+        return len(ids)
+    logprobs = choice.get("logprobs")
+    if logprobs is not None and logprobs.get("content") is not None:
+        return sum(entry.get("sampling_logprob", 0.0) is not None for entry in logprobs["content"])
+    text = choice.get("text") or (choice.get("delta") or {}).get("content")
+    if text:
+        raise ValueError("a chunk's tokens cannot be counted: ask for return_token_ids or logprobs: true")
+    return 0
+
+
+def _content(choice: Any) -> Sequence[Mapping[str, Any]]:
+    if isinstance(choice, Sequence) and not isinstance(choice, str | bytes):
+        return [_as_dict(entry) for entry in choice]
+    found = _as_dict(choice)
+    if "logprobs" in found:
+        found = found["logprobs"] or {}
+    content = found.get("content")
+    if not isinstance(content, Iterable):
+        raise ValueError("no logprobs content: ask for logprobs and include_routing_matrix")
+    return [_as_dict(entry) for entry in content]
+
+
+def _as_dict(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    dumped: Mapping[str, Any] = value.model_dump()
+    return dumped

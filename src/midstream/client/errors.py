@@ -1,0 +1,34 @@
+"""What can go wrong when publishing a snapshot.
+
+PublishError
+  SignalRefused      the server will not take the signal (or cannot be reached for too long); nothing was loaded
+  SnapshotFailed     a replica could not load the snapshot; it still serves the one before
+  NotReadyInTime     time ran out while replicas were still loading (also a TimeoutError)
+"""
+
+from __future__ import annotations
+
+
+class PublishError(Exception):
+    """The message is for the person who runs the trainer."""
+
+
+class SignalRefused(PublishError):
+    """`status`: the HTTP status, None when no answer came."""
+
+    def __init__(self, message: str, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class SnapshotFailed(PublishError):
+    """`replica` could not load `identity`."""
+
+    def __init__(self, identity: str, replica: str, message: str) -> None:
+        super().__init__(f"{replica} could not load snapshot {identity!r}: {message}")
+        self.identity = identity
+        self.replica = replica
+
+
+class NotReadyInTime(PublishError, TimeoutError):
+    pass

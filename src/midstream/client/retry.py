@@ -1,0 +1,86 @@
+"""HTTP with the retry rules of the hot-load API.
+
+Always holds: only answers that a retry may cure are retried (no answer at all, 408, 425, 429, 5xx), with growing pauses,
+Retry-After honoured, and never past the deadline.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from midstream.client.errors import SignalRefused
+
+RETRY_STATUSES = frozenset({408, 425, 429})
+FIRST_PAUSE_S = 0.25
+LAST_PAUSE_S = 10.0
+
+
+class Caller:
+    def __init__(
+        self,
+        http: httpx.Client,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._http = http
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._now = now
+
+    def call(self, method: str, url: str, *, deadline_s: float, json: Any = None) -> Any:
+        """The JSON answer of a 2xx. Raises SignalRefused on any other final answer, or none within `deadline_s`."""
+        until = self._monotonic() + deadline_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            response: httpx.Response | None = None
+            try:
+                response = self._http.request(method, url, json=json)
+            except httpx.TransportError as error:
+                problem = f"{method} {url}: {error or type(error).__name__}"
+            else:
+                if response.is_success:
+                    return _decoded(response)
+                problem = f"{method} {url}: {response.status_code} {error_message(response)}"
+                if response.status_code not in RETRY_STATUSES and response.status_code < 500:
+                    raise SignalRefused(problem, response.status_code)
+            asked_s = retry_after_s(response, self._now()) if response is not None else None
+            wait_s = asked_s if asked_s is not None else pause_s
+            if self._monotonic() + wait_s > until:
+                status = response.status_code if response is not None else None
+                raise SignalRefused(f"{problem} (gave up after {deadline_s:g} s)", status)
+            self._sleep(wait_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+
+def retry_after_s(response: httpx.Response, now: float) -> float | None:
+    """What the Retry-After header asks for, in seconds from `now`; None when it is absent or unreadable."""
+    value = response.headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
+    except ValueError:
+        return None
+
+
+def error_message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def _decoded(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise SignalRefused(
+            f"{response.url}: answered {response.status_code} without JSON", response.status_code
+        ) from error

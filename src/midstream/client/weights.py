@@ -1,0 +1,170 @@
+"""Writes weights as safetensors files: numpy arrays and torch tensors, without importing torch.
+
+Always holds: names, shapes and values on disk are the caller's (after the cast asked for); the caller's tensors are
+never changed; weights are on disk before the index that names them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Cast = Literal["bfloat16", "float32"]
+MAX_SHARD_BYTES = 5 * 10**9
+
+_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "float16": "F16",
+    "bfloat16": "BF16", "uint32": "U32", "int32": "I32", "float32": "F32", "uint64": "U64", "int64": "I64",
+    "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_ITEM_BYTES = dict.fromkeys(("U64", "I64", "F64"), 8) | dict.fromkeys(("U32", "I32", "F32"), 4)
+_ITEM_BYTES |= dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
+_CAST_TO = {"bfloat16": "BF16", "float32": "F32"}
+_FLOATING = ("F64", "F32", "F16", "BF16")
+
+
+class _Tensor:
+    """One tensor to write: its layout now, its bytes when they are needed."""
+
+    def __init__(self, name: str, value: Any, cast: Cast | None) -> None:
+        self.name, self._value = name, value
+        self.shape = tuple(int(n) for n in value.shape)
+        own = _NAMES.get(getattr(value.dtype, "name", str(value.dtype).removeprefix("torch.")))
+        if own is None:
+            raise ValueError(f"tensor {name} has dtype {value.dtype}, which a snapshot cannot hold")
+        self._cast = cast if own in _FLOATING and cast and _CAST_TO[cast] != own else None
+        self.dtype = _CAST_TO[self._cast] if self._cast else own
+        self.size = int(np.prod(self.shape, dtype=np.int64)) * _ITEM_BYTES.get(self.dtype, 1)
+
+    def data(self) -> memoryview:
+        raw = self._torch_bytes() if hasattr(self._value, "detach") else self._numpy_bytes()
+        if raw.nbytes != self.size:
+            raise ValueError(f"tensor {self.name} has {raw.nbytes} bytes, {self.size} expected")
+        return raw.data
+
+    def _torch_bytes(self) -> npt.NDArray[np.uint8]:
+        import torch
+
+        tensor = self._value.detach()
+        if self._cast:
+            tensor = tensor.to(getattr(torch, self._cast))
+        result: npt.NDArray[np.uint8] = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return result
+
+    def _numpy_bytes(self) -> npt.NDArray[np.uint8]:
+        array = np.ascontiguousarray(self._value).reshape(-1)
+        if self._cast == "bfloat16":
+            array = to_bfloat16_bits(array.astype(np.float32))
+        elif self._cast == "float32":
+            array = array.astype(np.float32)
+        if array.dtype.byteorder == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        return array.view(np.uint8)
+
+
+def to_bfloat16_bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of `array` in bfloat16, rounded to nearest even; NaN stays NaN."""
+    bits = array.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    quiet = ((bits >> 16) | 0x40).astype(np.uint16)
+    return np.where(np.isnan(array), quiet, rounded)
+
+
+def write_weights(
+    directory: Path,
+    tensors: Mapping[str, Any],
+    cast: Cast | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `tensors` as model.safetensors, or as shards and then their index when they need several files."""
+    shards = list(_shards([_Tensor(name, tensors[name], cast) for name in sorted(tensors)], max_shard_bytes))
+    if len(shards) == 1:
+        _write_file(directory / "model.safetensors", shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(directory / file, shard)
+        weight_map |= {tensor.name: file for tensor in shard}
+    total = sum(tensor.size for shard in shards for tensor in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _shards(tensors: list[_Tensor], max_bytes: int) -> Iterator[list[_Tensor]]:
+    shard: list[_Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.size > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.size
+    yield shard
+
+
+def _write_file(path: Path, tensors: list[_Tensor]) -> None:
+    # Wide elements first, so that every tensor is aligned to its own element size.
+    tensors = sorted(tensors, key=lambda t: (-_ITEM_BYTES.get(t.dtype, 1), t.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.size
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.write(tensor.data())
+
+
+def save_hugging_face_model(directory: Path, model: Any, cast: Cast | None) -> None:
+    """Write a Hugging Face model under its checkpoint's tensor names, cast on the way; `model` stays as it is.
+
+    The model's own save_pretrained is what knows the names: newer versions keep expert weights fused in memory.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    config_before = dict(vars(model.config))
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+    try:
+        state = _cast_state(model.state_dict(), cast) if cast else None
+        model.save_pretrained(directory, state_dict=state)
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+        vars(model.config).clear()
+        vars(model.config).update(config_before)
+    if cast:
+        config = json.loads((directory / "config.json").read_text())
+        config["dtype"] = cast
+        (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _cast_state(state: Mapping[str, Any], cast: Cast) -> dict[str, Any]:
+    """Cast copies; tensors that shared memory still do, which is how tied weights are told."""
+    import torch
+
+    target = getattr(torch, cast)
+    done: dict[Any, Any] = {}
+
+    def converted(tensor: Any) -> Any:
+        if not tensor.is_floating_point() or tensor.dtype == target:
+            return tensor
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if key not in done:
+            done[key] = tensor.detach().to(target)
+        return done[key]
+
+    return {name: converted(tensor) for name, tensor in state.items()}

@@ -1,0 +1,179 @@
+"""Routes and snapshots read off responses."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+
+from midstream.client import decode_routing_matrix, routes_of, snapshot_of, token_snapshots
+
+M = "accounts/local/models/tiny-moe"
+
+
+def encoded(array: Any) -> str:
+    return base64.b64encode(np.asarray(array).tobytes()).decode()
+
+
+def entry(route: Any = None, **fields: Any) -> dict[str, Any]:
+    found = {"token": "x", "logprob": -1.0, "sampling_logprob": -1.0, **fields}
+    return found if route is None else {**found, "routing_matrix": encoded(route)}
+
+
+@given(st.sampled_from([("uint8", "u1"), ("uint16", "<u2")]), st.integers(1, 6), st.integers(1, 8), st.data())
+def test_a_routing_matrix_comes_back_as_it_was(kind: Any, layers: int, top_k: int, data: Any) -> None:
+    name, dtype = kind
+    array = data.draw(hnp.arrays(np.dtype(dtype), (layers, top_k)))
+    decoded = decode_routing_matrix(encoded(array), top_k=top_k, dtype=name)
+    assert decoded.shape == (layers, top_k)
+    assert decoded.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "top_k", "dtype", "says"),
+    [
+        ("AAECAw==", 3, "uint8", "of 4 bytes is no"),
+        ("AAEC", 2, "uint16", "of 3 bytes is no"),
+        ("", 2, "uint8", "of 0 bytes"),
+        ("AAEC", 0, "uint8", "of 3 bytes"),
+        ("***", 2, "uint8", "not base64"),
+        ("AAEC", 1, "int64", "not 'int64'"),
+    ],
+)
+def test_what_is_no_routing_matrix_is_an_error(text: str, top_k: int, dtype: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        decode_routing_matrix(text, top_k=top_k, dtype=dtype)
+
+
+ROUTES = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+
+
+def test_routes_are_stacked_per_token_from_a_choice_its_logprobs_or_its_entries() -> None:
+    entries = [entry(route) for route in ROUTES]
+    for given_as in ({"logprobs": {"content": entries}}, {"content": entries}, entries, tuple(entries)):
+        assert routes_of(given_as, top_k=2).tolist() == ROUTES.tolist()
+
+
+def test_wide_routes_are_read_with_the_width_the_entry_states() -> None:
+    wide = np.array([[300, 2]], dtype="<u2")
+    assert routes_of([entry(wide, routing_matrix_dtype="uint16")], top_k=2).tolist() == [[[300, 2]]]
+
+
+def test_only_the_first_echoed_token_may_lack_a_route() -> None:
+    first = entry(sampling_logprob=None)
+    assert routes_of([first, *(entry(route) for route in ROUTES)], top_k=2).shape == (3, 2, 2)
+    with pytest.raises(ValueError, match="token 1 of 3 has no routing matrix"):
+        routes_of([entry(ROUTES[0]), first, entry(ROUTES[1])], top_k=2)
+    with pytest.raises(ValueError, match="token 0 of 1 has no routing matrix"):
+        routes_of([entry()], top_k=2)
+    with pytest.raises(ValueError, match="no tokens with routes"):
+        routes_of([first], top_k=2)
+    with pytest.raises(ValueError, match="differ in size"):
+        routes_of([entry(ROUTES[0]), entry(ROUTES[0][:1])], top_k=2)
+    with pytest.raises(ValueError, match="ask for logprobs"):
+        routes_of({"logprobs": None}, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "snapshot"), [(f"{M}@step-3", "step-3"), (f"{M}@a/b", "a/b"), (M, None), ("", None)]
+)
+def test_the_snapshot_is_what_follows_the_at_sign(model: str, snapshot: str | None) -> None:
+    assert snapshot_of(model) == snapshot
+
+
+def chunk(snapshot: str, index: int = 0, **choice: Any) -> dict[str, Any]:
+    return {"model": f"{M}@{snapshot}", "choices": [{"index": index, "text": "", **choice}]}
+
+
+def test_each_token_of_a_stream_has_its_chunks_snapshot() -> None:
+    chunks = [
+        chunk("a", text="echo", token_ids=[]),
+        chunk("a", text="x", token_ids=[1]),
+        chunk("a", index=1, text="y", token_ids=[9, 9]),
+        chunk("b", text="zz", token_ids=[2, 3]),
+        chunk("b", token_ids=[], finish_reason="stop"),
+        {"model": f"{M}@b", "choices": [], "usage": {}},
+    ]
+    assert token_snapshots(chunks) == ["a", "b", "b"]
+    assert token_snapshots(chunks, index=1) == ["a", "a"]
+
+
+def test_tokens_are_counted_by_logprobs_when_there_are_no_ids_and_echo_does_not_count() -> None:
+    chunks = [
+        chunk("a", text="ab", logprobs={"content": [entry(sampling_logprob=None)] * 2}),
+        chunk("a", text="x", logprobs={"content": [entry()]}),
+        chunk("b", text="yz", logprobs={"content": [entry(), entry()]}),
+    ]
+    assert token_snapshots(chunks) == ["a", "b", "b"]
+
+
+def test_a_stream_whose_tokens_cannot_be_counted_or_labelled_is_an_error() -> None:
+    for uncountable in (
+        chunk("a", text="x"),
+        chunk("a", text="x", logprobs={"tokens": ["x"], "token_logprobs": [-1.0]}),
+        {"model": f"{M}@a", "choices": [{"index": 0, "delta": {"content": "x"}}]},
+    ):
+        with pytest.raises(ValueError, match="ask for return_token_ids"):
+            token_snapshots([uncountable])
+    with pytest.raises(ValueError, match="names no snapshot"):
+        token_snapshots([{"model": M, "choices": [{"index": 0, "token_ids": [1]}]}])
+
+
+def plain(spans: Any, **choice: Any) -> dict[str, Any]:
+    snapshots = [dict(zip(("snapshot", "start", "end"), span, strict=True)) for span in spans]
+    return {"model": f"{M}@b", "choices": [{"index": 0, "text": "", "snapshots": snapshots, **choice}]}
+
+
+def test_spans_of_a_plain_response_label_every_token() -> None:
+    response = plain([("a", 0, 2), ("b", 2, 3)], token_ids=[1, 2, 3])
+    assert token_snapshots(response) == ["a", "a", "b"]
+    assert token_snapshots(plain([])) == []
+
+
+def test_spans_that_do_not_cover_the_tokens_are_an_error() -> None:
+    for spans in ([("a", 1, 2)], [("a", 0, 2), ("b", 3, 4)], [("a", 0, 2), ("b", 1, 4)]):
+        with pytest.raises(ValueError, match="gap or overlap"):
+            token_snapshots(plain(spans))
+    with pytest.raises(ValueError, match="cover 1 tokens, the choice has 2"):
+        token_snapshots(plain([("a", 0, 1)], token_ids=[1, 2]))
+    with pytest.raises(ValueError, match="no choice 1"):
+        token_snapshots(plain([("a", 0, 1)]), index=1)
+    with pytest.raises(ValueError, match="does not label plain responses"):
+        token_snapshots({"choices": [{"index": 0, "text": "x"}]})
+
+
+def test_the_openai_sdks_objects_are_read_like_dicts() -> None:
+    common = {"id": "c", "created": 1}
+    completion = Completion.model_validate(
+        {
+            **common,
+            "object": "text_completion",
+            **plain(
+                [("a", 0, 1), ("b", 1, 3)],
+                finish_reason="stop",
+                token_ids=[1, 2, 3],
+                logprobs={"content": [entry(route) for route in ROUTES]},
+            ),
+        }
+    )
+    assert token_snapshots(completion) == ["a", "b", "b"]
+    assert routes_of(completion.choices[0], top_k=2).tolist() == ROUTES.tolist()
+    chunks = [
+        ChatCompletionChunk.model_validate(
+            {
+                **common,
+                "object": "chat.completion.chunk",
+                "model": f"{M}@{snapshot}",
+                "choices": [{"index": 0, "delta": {"content": "x"}, "token_ids": ids}],
+            }
+        )
+        for snapshot, ids in (("a", [1]), ("b", [2, 3]))
+    ]
+    assert token_snapshots(iter(chunks)) == ["a", "b", "b"]
