@@ -97,18 +97,25 @@ class StepRow:
     snapshot: str  # published by this step
     reward: float
     rewards: tuple[float, ...]  # of each rollout
-    failed_requests: int
-    cached_prompt_share: float
-    older_snapshot_share: float  # tokens not sampled from the weights the trainer started the step with
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    older_snapshot_share: (
+        float  # tokens not sampled from the weights the trainer held when it trained on them
+    )
     streams: int
     streams_crossed_swap: int
     one_replica: int  # rollouts all of whose turns one replica served
-    tokens: int
-    kl_own_routes: float
-    kl_replayed_routes: float
-    route_diff_share: float  # tokens whose routes differ in at least one layer
-    route_layer_diff_share: float  # (token, layer) pairs whose routes differ
-    loss: float
-    seconds: float
+    tokens: int  # generated
+    failed_requests: int = 0
+    kl_own_routes: float = 0.0
+    kl_replayed_routes: float = 0.0
+    route_diff_share: float = 0.0  # tokens whose routes differ in at least one layer
+    route_layer_diff_share: float = 0.0  # (token, layer) pairs whose routes differ
+    loss: float = 0.0
+    seconds: float = 0.0
     served: bool = False  # every replica reported the snapshot as served
     pause_ms: tuple[float, ...] = field(default=())  # of each replica's swap to `snapshot`
+
+    @property
+    def cached_prompt_share(self) -> float:
+        return self.cached_prompt_tokens / self.prompt_tokens

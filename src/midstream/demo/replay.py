@@ -82,7 +82,8 @@ def pad_sequences(sequences: Sequence[Sequence[int]]) -> Tensor:
 def pad_routes(routes: Sequence[Routes], length: int) -> Tensor:
     """[sequences * length, moe_layers, top_k]; OWN_ROUTE after the end of each."""
     rows = [
-        np.pad(r, ((0, length - len(r)), (0, 0), (0, 0)), constant_values=OWN_ROUTE) for r in map(np.asarray, routes)
+        np.pad(r, ((0, length - len(r)), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
+        for r in map(np.asarray, routes)
     ]
     return torch.from_numpy(np.concatenate(rows).astype(np.int64))
 
@@ -137,13 +138,11 @@ class Rescorer:
         forced = pad_routes([turn.input_routes for turn in turns], length) if replay else None
         with self.tap.forcing(forced):
             logprobs = token_logprobs(self.model(inputs, use_cache=False).logits, targets)
-        taken = self.tap.taken.unflatten(0, (rows, length))
+        taken = self.tap.taken.reshape(rows, length, len(self.tap.routers), -1)
         spans = [slice(len(t.prompt) - 1, len(t.sequence) - 1) for t in turns]
         return [Scored(logprobs[i, span], taken[i, span]) for i, span in enumerate(spans)]
 
-    def _score_pieces(
-        self, turn: Turn, weights: Mapping[str, Mapping[str, Tensor]], replay: bool
-    ) -> Scored:
+    def _score_pieces(self, turn: Turn, weights: Mapping[str, Mapping[str, Tensor]], replay: bool) -> Scored:
         ids = torch.tensor([turn.sequence])
         cache, logprobs, routes = None, [], []
         for snapshot, start, end in turn.segments():

@@ -28,6 +28,7 @@ from midstream.demo.replay import (
     pad_sequences,
     token_logprobs,
 )
+from midstream.models.tiny_moe import no_progress_bars
 from midstream.types import BASE_SNAPSHOT
 
 
@@ -46,7 +47,9 @@ class Trainer:
         self.model: Any = load_float32(directory)
         self.tap = RouterTap(self.model)
         self.rescorer = Rescorer(load_float32(directory))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95)
+        )
         self.snapshot = BASE_SNAPSHOT
         self.weights: dict[str, dict[str, Tensor]] = {}
         self.remember(BASE_SNAPSHOT)
@@ -85,7 +88,9 @@ class Trainer:
         with self.tap.forcing(pad_routes([turn.input_routes for turn in last], inputs.shape[1])):
             logprobs = token_logprobs(self.model(inputs, use_cache=False).logits, targets)
         rollout_logprobs = torch.zeros_like(logprobs)
-        token_advantages = torch.zeros_like(logprobs)  # stays 0 on prompts and padding, which then cost nothing
+        token_advantages = torch.zeros_like(
+            logprobs
+        )  # stays 0 on prompts and padding, which then cost nothing
         for i, rollout in enumerate(rollouts):
             for j, turn in enumerate(rollout.turns):
                 span = slice(len(turn.prompt) - 1, len(turn.sequence) - 1)
@@ -98,7 +103,8 @@ class Trainer:
 
 
 def load_float32(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with no_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def turn_advantages(rollouts: Sequence[Rollout]) -> Tensor:

@@ -73,7 +73,7 @@ def write_tiny_moe(
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         staging.chmod(0o755)
-        with _no_progress_bars():
+        with no_progress_bars():
             _model(config, seed, getattr(torch, dtype)).save_pretrained(staging)
         build_tokenizer(max_positions).save_pretrained(staging)
         for file in staging.iterdir():
@@ -154,7 +154,8 @@ def _model(config: Any, seed: int, dtype: torch.dtype) -> Any:
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """Within: transformers draws nothing over the caller's output."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,0 +1,159 @@
+"""The RL loop: sample, train, publish; rollouts of the next step are in flight while weights change under them.
+
+Owns: the order of things in one run.
+
+Always holds:
+- All rollouts of step 0 are sampled before anything is published.
+- Half of a step's groups start when training on the step before starts, the rest just before its snapshot is signalled:
+  so streams are running when replicas switch, and no rollout starts more than one snapshot behind.
+- One snapshot is published at a time; a failed publication ends the run with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from midstream.client import SnapshotPublisher, Status
+from midstream.demo.records import Rollout, StepRow
+from midstream.demo.rollouts import Sampler
+from midstream.demo.task import problems
+from midstream.demo.trainer import Trainer
+
+READY_TIMEOUT_S = 60.0
+
+
+class NoRollouts(Exception):
+    """Every rollout of a step failed; the message holds the first reason."""
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    seed: int
+    steps: int
+    groups: int
+    samples: int
+
+
+class Loop:
+    """`on_row` is called with each step's row when it was trained, and again when its snapshot serves."""
+
+    def __init__(
+        self,
+        options: LoopOptions,
+        sampler: Sampler,
+        trainer: Trainer,
+        publisher: SnapshotPublisher,
+        model_directory: Path,
+        on_row: Callable[[StepRow], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._sampler = sampler
+        self._trainer = trainer
+        self._publisher = publisher
+        self._model_directory = model_directory
+        self._on_row = on_row
+        self._clock = clock
+        self.rows: list[StepRow] = []
+        self.first_rollouts: list[Rollout] = []
+
+    async def run(self) -> list[StepRow]:
+        with ThreadPoolExecutor(1, "trainer") as training, ThreadPoolExecutor(1, "publisher") as publishing:
+            async with asyncio.TaskGroup() as tasks:
+                await self._run(tasks, training, publishing)
+        return self.rows
+
+    async def _run(
+        self, tasks: asyncio.TaskGroup, training: ThreadPoolExecutor, publishing: ThreadPoolExecutor
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        started, failed_before = self._clock(), 0
+        batch = await _gather(self._sample(tasks, 0, slice(None)))
+        self.first_rollouts = batch
+        published: asyncio.Task[None] | None = None
+        for step in range(self._options.steps):
+            if not batch:
+                raise NoRollouts(f"every rollout of step {step} failed, first: {self._sampler.errors[0]}")
+            failed = self._sampler.failed - failed_before
+            failed_before = self._sampler.failed
+            half = self._options.groups // 2
+            upcoming = self._sample(tasks, step + 1, slice(half))
+            row = await loop.run_in_executor(training, self._train, step, batch, failed)
+            if published is not None:
+                await published
+            upcoming += self._sample(tasks, step + 1, slice(half, None))
+            published = tasks.create_task(self._publish(row, publishing))
+            now = self._clock()
+            row.seconds, started = now - started, now
+            self.rows.append(row)
+            self._on_row(row)
+            batch = await _gather(upcoming)
+        if published is not None:
+            await published
+
+    def _sample(self, tasks: asyncio.TaskGroup, step: int, which: slice) -> list[asyncio.Task[list[Rollout]]]:
+        """Start the groups `which` of `step`; none beyond the last step."""
+        if step >= self._options.steps:
+            return []
+        chosen = list(enumerate(problems(self._options.seed, step, self._options.groups)))[which]
+        return [
+            tasks.create_task(self._sampler.group(step, group, problem, self._options.samples))
+            for group, problem in chosen
+        ]
+
+    def _train(self, step: int, batch: Sequence[Rollout], failed: int) -> StepRow:
+        """Measure, update, and write the new snapshot's files (in the trainer's thread)."""
+        held = self._trainer.snapshot
+        mismatch = self._trainer.mismatch(batch)
+        loss = self._trainer.update(batch)
+        snapshot = f"step-{step + 1}"
+        self._trainer.remember(snapshot)
+        self._publisher.write_full(
+            snapshot, model=self._trainer.model, config_dir=self._model_directory, dtype="bfloat16"
+        )
+        row = batch_row(step, snapshot, held, batch)
+        row.failed_requests, row.loss = failed, loss
+        row.kl_own_routes, row.kl_replayed_routes = mismatch.kl_own_routes, mismatch.kl_replayed_routes
+        row.route_diff_share = mismatch.route_diff_share
+        row.route_layer_diff_share = mismatch.route_layer_diff_share
+        return row
+
+    async def _publish(self, row: StepRow, publishing: ThreadPoolExecutor) -> None:
+        def signal_and_wait() -> Status:
+            self._publisher.signal(row.snapshot)
+            return self._publisher.wait_until_ready(row.snapshot, READY_TIMEOUT_S)
+
+        status = await asyncio.get_running_loop().run_in_executor(publishing, signal_and_wait)
+        swaps = [replica.last_swap or {} for replica in status.replicas]
+        row.pause_ms = tuple(swap["pause_ms"] for swap in swaps if swap.get("snapshot") == row.snapshot)
+        row.served = True
+        self._on_row(row)
+
+
+def batch_row(step: int, snapshot: str, held: str, batch: Sequence[Rollout]) -> StepRow:
+    """What a batch says by itself. `held`: the snapshot whose weights the trainer holds when it trains on the batch."""
+    turns = [turn for rollout in batch for turn in rollout.turns]
+    rewards = tuple(rollout.reward for rollout in batch)
+    labels = [label for turn in turns for label in turn.snapshots]
+    return StepRow(
+        step=step,
+        snapshot=snapshot,
+        reward=sum(rewards) / len(rewards),
+        rewards=rewards,
+        prompt_tokens=sum(len(turn.prompt) for turn in turns),
+        cached_prompt_tokens=sum(turn.cached_tokens for turn in turns),
+        older_snapshot_share=sum(label != held for label in labels) / len(labels),
+        streams=len(turns),
+        streams_crossed_swap=sum(turn.crossed_swap for turn in turns),
+        one_replica=sum(rollout.one_replica for rollout in batch),
+        tokens=len(labels),
+    )
+
+
+async def _gather(groups: Sequence[asyncio.Task[list[Rollout]]]) -> list[Rollout]:
+    return [rollout for group in await asyncio.gather(*groups) for rollout in group]

@@ -1,0 +1,198 @@
+"""`midstream demo`: options, and one run from an empty directory to a report and an exit code.
+
+Always holds: the server is ended on every way out; exit code 0 means that every check in summary.misses holds.
+Heavy imports (torch, openai, rich) happen inside `run_demo`, so that the command line stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from midstream.demo.progress import Display
+    from midstream.demo.records import StepRow
+    from midstream.demo.server import ServerProcess
+
+OWN_DIRECTORIES = ("model", "bucket", "state")  # of the output directory: made anew by each run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
+    parser.add_argument("--steps", type=_positive, default=24, help="training steps, each with a swap")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="report.html and summary.json go here"
+    )
+    parser.add_argument("--groups", type=_positive, default=6, help="problems per step")
+    parser.add_argument("--samples", type=_at_least_two, default=6, help="rollouts per problem")
+    parser.add_argument("--tokens", type=_positive, default=32, help="tokens per turn")
+    parser.add_argument("--replicas", type=_positive, default=2)
+    parser.add_argument("--learning-rate", type=float, default=8e-4)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """0: all checks hold. 1: some do not (printed), or the run broke off. 130: interrupted. Raises ConfigError."""
+    try:
+        from rich.console import Console
+
+        from midstream.demo.progress import PLAIN_WIDTH, Display
+        from midstream.demo.server import ServerFailed, ServerProcess
+        from midstream.models.tiny_moe import write_tiny_moe
+    except ImportError as error:
+        raise ConfigError(f"the demo needs {error.name}: pip install 'midstream[engine,demo]'") from error
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    out = _prepared(options.out)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    started = time.monotonic()
+    try:
+        with Display(console, options.steps) as display:
+            display.say(f"making the model (seed {options.seed})")
+            write_tiny_moe(out / "model", seed=options.seed)
+            display.say(f"starting midstream serve with {options.replicas} replicas")
+            with ServerProcess(_serve_arguments(options, out), out / "serve.log") as server:
+                rows = _run(options, out, server, display)
+    except KeyboardInterrupt:
+        console.print("interrupted; the server is stopped", highlight=False)
+        return 130
+    except ServerFailed as error:
+        console.print(f"midstream demo: {error}", highlight=False, markup=False)
+        return 1
+    except BaseExceptionGroup as group:  # of the loop's task group: its first cause is what the user needs
+        console.print(f"midstream demo: {_first_cause(group)}", highlight=False, markup=False)
+        console.print(f"the server's log is {out / 'serve.log'}", highlight=False)
+        return 1
+    return _conclude(options, out, rows, time.monotonic() - started, console)
+
+
+def _run(options: argparse.Namespace, out: Path, server: ServerProcess, display: Display) -> list[StepRow]:
+    import asyncio
+
+    import torch
+
+    torch.set_num_threads(1)  # the replicas' engines share these cores
+    return asyncio.run(_loop(options, out, server, display))
+
+
+async def _loop(
+    options: argparse.Namespace, out: Path, server: ServerProcess, display: Display
+) -> list[StepRow]:
+    import openai
+
+    from midstream.client import SnapshotPublisher
+    from midstream.demo.loop import Loop, LoopOptions
+    from midstream.demo.rollouts import Sampler, SamplerOptions
+    from midstream.demo.trainer import Trainer, TrainerOptions
+    from midstream.models.tiny_moe import build_tokenizer
+
+    trainer = Trainer(out / "model", TrainerOptions(learning_rate=options.learning_rate))
+    tokenizer = build_tokenizer()
+    sampling = SamplerOptions(
+        server.model, options.seed, options.tokens, trainer.model.config.num_experts_per_tok
+    )
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="demo", max_retries=0, timeout=120.0
+    ) as client:
+        sampler = Sampler(client, sampling, lambda text: list(tokenizer(text)["input_ids"]))
+        with SnapshotPublisher(
+            server.url, _bucket(out), model=server.model, deployment=server.deployment
+        ) as publisher:
+            display.say("sampling the first rollouts")
+            loop = Loop(
+                LoopOptions(options.seed, options.steps, options.groups, options.samples),
+                sampler,
+                trainer,
+                publisher,
+                out / "model",
+                display.row,
+            )
+            try:
+                return await loop.run()
+            finally:
+                for error in sampler.errors[:5]:
+                    display.console.print(f"failed request: {error}", highlight=False, markup=False)
+
+
+def _conclude(
+    options: argparse.Namespace, out: Path, rows: list[StepRow], seconds: float, console: Any
+) -> int:
+    from midstream.demo.progress import steps_table, summary_lines
+    from midstream.demo.report import write
+    from midstream.demo.summary import misses, summarise
+
+    summary = summarise(rows, seed=options.seed, steps=options.steps, seconds=seconds)
+    summary["versions"] = _versions()
+    missed = misses(summary)
+    write(out, rows, summary, missed)
+    console.print(steps_table(rows))
+    for line in summary_lines(summary, missed, out):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for name in ("bucket", "state"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    return 1 if missed else 0
+
+
+def _prepared(out: Path) -> Path:
+    """The output directory without what an earlier run made in it. Raises ConfigError."""
+    out = out.absolute()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in OWN_DIRECTORIES:
+            if (out / name).exists():
+                shutil.rmtree(out / name)
+        (out / "bucket").mkdir()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror or error}") from error
+    return out
+
+
+def _serve_arguments(options: argparse.Namespace, out: Path) -> list[str]:
+    return [
+        *("--model", str(out / "model")),
+        *("--replicas", str(options.replicas)),
+        *("--port", "0"),
+        *("--bucket", _bucket(out)),
+        *("--state-dir", str(out / "state")),
+    ]
+
+
+def _bucket(out: Path) -> str:
+    return (out / "bucket").as_uri()
+
+
+def _versions() -> dict[str, str]:
+    names = ("midstream", "torch", "transformers", "openai")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> str:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _at_least_two(text: str) -> int:
+    return _at_least(text, 2)
+
+
+def _at_least(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value

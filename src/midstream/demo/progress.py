@@ -1,0 +1,104 @@
+"""What the demo prints: live progress, the table of steps, the summary. Plain lines when not on a terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from midstream.demo.records import StepRow
+
+PLAIN_WIDTH = 120
+
+
+class Display:
+    """Use as a context manager around the run."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("starting", total=steps)
+
+    def __enter__(self) -> Display:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, description=text)
+        else:
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+    def row(self, row: StepRow) -> None:
+        if not row.served:
+            if self._progress is not None:
+                self._progress.update(self._task, completed=row.step + 1)
+            self.say(f"step {row.step + 1}: reward {row.reward:.3f} ({row.seconds:.1f} s)")
+        elif self._progress is None:
+            self.say(f"{row.snapshot} serves on every replica, paused for {_pause(row)} ms")
+
+
+def steps_table(rows: Sequence[StepRow]) -> Table:
+    table = Table(title="Steps", title_justify="left")
+    for name in (
+        "step", "reward", "snapshot", "pause ms", "cached", "older", "crossed", "routes differ", "KL own", "KL replay", "s",
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name == "snapshot" else "right")
+    for row in rows:
+        table.add_row(
+            str(row.step + 1),
+            f"{row.reward:.3f}",
+            row.snapshot,
+            _pause(row),
+            f"{row.cached_prompt_share:.0%}",
+            f"{row.older_snapshot_share:.0%}",
+            f"{row.streams_crossed_swap}/{row.streams}",
+            f"{row.route_diff_share:.1%}",
+            f"{row.kl_own_routes:.1e}",
+            f"{row.kl_replayed_routes:.1e}",
+            f"{row.seconds:.1f}",
+        )
+    return table
+
+
+def summary_lines(summary: dict[str, Any], misses: Sequence[str], out: Path) -> list[str]:
+    s = summary
+    pauses = "no swap"
+    if s["pause_ms_p50"] is not None:
+        pauses = f"pause p50 {s['pause_ms_p50']:.1f} ms, max {s['pause_ms_max']:.1f} ms"
+    lines = [
+        f"reward            {s['reward_first']:.3f} -> {s['reward_last']:.3f} "
+        f"(standard error of the rise {s['reward_stderr']:.3f})",
+        f"swaps             {s['swaps']} ({pauses})",
+        f"streams           {s['streams']}, of which {s['streams_crossed_swap']} crossed a swap",
+        f"failed requests   {s['failed_requests']}",
+        f"same replica      {s['affinity_share']:.1%} of {s['rollouts']} sessions",
+        f"cached prompt     {s['cached_prompt_share']:.1%} of prompt tokens",
+        f"router replay     KL {s['kl_own_routes']:.2e} on own routes, {s['kl_replayed_routes']:.2e} replayed; "
+        f"routes differ on {s['route_diff_share']:.1%} of tokens",
+        f"time              {s['seconds']:.0f} s",
+        f"written           {out / 'report.html'}, {out / 'summary.json'}",
+    ]
+    return lines + [f"MISSED: {miss}" for miss in misses]
+
+
+def _pause(row: StepRow) -> str:
+    return f"{statistics.fmean(row.pause_ms):.1f}" if row.pause_ms else "-"
