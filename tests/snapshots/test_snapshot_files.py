@@ -134,7 +134,7 @@ def test_a_fetched_snapshot_has_the_same_bytes_and_only_the_files_of_a_snapshot(
 
     fetch(source, tmp_path / "dest", progress=lambda done, total: seen.append((done, total)))
 
-    fetched = {p.name: p.read_bytes() for p in (tmp_path / "dest").iterdir()}
+    fetched = {p.name: p.read_bytes() for p in (tmp_path / "dest").iterdir() if p.name != store.LISTING_FILE}
     assert fetched == {name: (source / name).read_bytes() for name in fetched}
     assert sorted(fetched) == [
         "chat_template.jinja",
@@ -158,9 +158,31 @@ def test_fetching_again_replaces_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "dest" / "stale").write_text("old")
     (source / "config.json").write_text("{}")
     fetch(source, tmp_path / "dest")
-    assert sorted(p.name for p in (tmp_path / "dest").iterdir()) == ["config.json", "model.safetensors"]
+    names = sorted(p.name for p in (tmp_path / "dest").iterdir())
+    assert names == [store.LISTING_FILE, "config.json", "model.safetensors"]
     assert (tmp_path / "dest" / "config.json").read_text() == "{}"
     assert temporaries(tmp_path) == []
+
+
+def test_a_copy_is_used_again_until_the_snapshot_or_the_copy_changes(tmp_path: Path) -> None:
+    source, dest = write_checkpoint(tmp_path / "step"), tmp_path / "dest"
+    progress: list[tuple[int, int]] = []
+
+    def fetches() -> bool:
+        progress.clear()
+        fetch(source, dest, progress=lambda done, total: progress.append((done, total)))
+        assert (dest / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+        return bool(progress)
+
+    assert [fetches(), fetches()] == [True, False]
+    weights = (source / "model.safetensors").read_bytes()
+    (source / "again").write_bytes(weights[:-1] + b"x")
+    (source / "again").rename(source / "model.safetensors")
+    assert [fetches(), fetches()] == [True, False]
+    (source / "tokenizer.json").write_text("{}")
+    assert [fetches(), fetches()] == [True, False]
+    os.truncate(dest / "model.safetensors", 10)
+    assert [fetches(), fetches()] == [True, False]
 
 
 def test_an_absent_or_empty_snapshot_is_missing_and_named(tmp_path: Path) -> None:
@@ -191,6 +213,7 @@ def test_a_file_that_changes_after_the_listing_fails_the_fetch_and_leaves_the_ol
 ) -> None:
     source = write_checkpoint(tmp_path / "step")
     fetch(source, tmp_path / "dest")
+    (source / "config.json").write_text("{}")  # so that there is something to fetch
     before = (tmp_path / "dest" / "model.safetensors").read_bytes()
     weights = source / "model.safetensors"
     changes = {

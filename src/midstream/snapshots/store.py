@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 from obstore.exceptions import BaseError, PreconditionError
 from obstore.store import LocalStore
 
@@ -43,6 +44,7 @@ SNAPSHOT_FILES = (
     "model.safetensors.index.json",
 )
 TEMPORARY_PREFIX = ".fetch-"
+LISTING_FILE = ".listing.json"  # in a fetched directory: what it is a copy of
 PARALLEL_FILES = 4
 CHUNK_BYTES = 4 * 2**20
 
@@ -64,17 +66,22 @@ class _Listed:
 
 
 async def fetch_snapshot(url: str, dest: Path, progress: Progress | None = None) -> None:
-    """Copy the snapshot directory at `url` to `dest`, replacing what was there.
+    """Make `dest` a copy of the snapshot directory at `url`, replacing what was there.
 
+    A `dest` that an earlier fetch made of exactly these files (names, sizes, entity tags) is left as it is, so
+    calling this is also how a cached copy is used: a snapshot published again under its old name is noticed.
     `progress(bytes_done, bytes_total)` is called on the event loop. Raises SnapshotMissing when nothing is
     there, SnapshotCorrupt when a file changes while it is read, SnapshotError when the disk refuses.
     """
     store = await asyncio.to_thread(_open_store, url)
     listed = await _list(store, url)
+    if await asyncio.to_thread(_is_copy_of, dest, listed):
+        return
     temporary = dest.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     try:
         await asyncio.to_thread(temporary.mkdir, parents=True)
         await _fetch_all(store, url, listed, temporary, progress)
+        await asyncio.to_thread((temporary / LISTING_FILE).write_bytes, _encoded(listed))
         await asyncio.to_thread(_move_into_place, temporary, dest)
     except OSError as error:
         raise SnapshotError(f"{url}: cannot write to {dest.parent}: {error}") from error
@@ -102,6 +109,20 @@ async def _list(store: LocalStore, url: str) -> list[_Listed]:
     if not wanted:
         raise SnapshotMissing(f"{url}: holds no snapshot files (config.json, *.safetensors)")
     return wanted
+
+
+def _encoded(listed: list[_Listed]) -> bytes:
+    return msgspec.json.encode(sorted((f.name, f.size, f.etag) for f in listed))
+
+
+def _is_copy_of(dest: Path, listed: list[_Listed]) -> bool:
+    if any(f.etag is None for f in listed):
+        return False
+    try:
+        same = (dest / LISTING_FILE).read_bytes() == _encoded(listed)
+        return same and all((dest / f.name).stat().st_size == f.size for f in listed)
+    except OSError:
+        return False
 
 
 async def _fetch_all(
