@@ -27,6 +27,7 @@ from midstream.config import Settings, deployment_resource, model_resource
 from midstream.errors import ConfigError
 from midstream.launch.child import STOP_GRACE_S, GatewaySpec, Listening, ReplicaSpec
 from midstream.ledger import sqlite_url
+from midstream.snapshots.identity import check_bucket, file_url_path
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Child:
             sys.executable,
             "-m",
             self._module,
+            self.name,  # for whoever reads the process list
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone
@@ -133,9 +135,8 @@ def check_port(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"--port {port}: cannot listen on {host}:{port}: {error.strerror or error}"
-        ) from error
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        raise ConfigError(f"--port {port}: cannot listen on {host}:{port}: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -155,12 +156,11 @@ def locked(state_dir: Path) -> Iterator[None]:
 
 
 def bucket_url(settings: Settings) -> str:
-    """The bucket's URL; a file:// bucket's directory is made. Raises ConfigError."""
+    """The bucket's URL; its directory is made. Raises ConfigError."""
     bucket = settings.bucket or (Path(settings.state_dir).absolute() / "bucket").as_uri()
-    if not bucket.startswith("file:///"):
-        raise ConfigError(f"--bucket {bucket}: expected a file:// URL with an absolute path")
+    check_bucket(bucket)
     try:
-        Path(bucket.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
+        file_url_path(bucket).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--bucket {bucket}: {error.strerror or error}") from error
     return bucket

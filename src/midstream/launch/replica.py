@@ -55,8 +55,7 @@ class CachedSource(SnapshotSource):
     async def fetch(self, desired: Desired) -> Path:
         assert desired.url is not None
         path = self._cache.path(desired.snapshot)
-        if not await asyncio.to_thread(path.is_dir):
-            await fetch_snapshot(desired.url, path)
+        await fetch_snapshot(desired.url, path)  # returns at once while the cached copy matches the bucket
         return path
 
     async def verify(self, path: Path) -> None:
@@ -84,6 +83,7 @@ async def serve(spec: ReplicaSpec) -> int:
         name=spec.name,
         engine=EmbeddedEngine(model_dir, spec.engine),
         text=TextModel.load(model_dir),
+        requests_max=spec.engine.max_running + spec.engine.max_waiting,
         source=CachedSource(
             SnapshotCache(Path(spec.cache_dir), CACHED_SNAPSHOTS), read_checkpoint(model_dir)
         ),

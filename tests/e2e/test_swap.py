@@ -1,0 +1,284 @@
+"""Hot load end to end: files in the bucket, a signal, streams that cross the swap, every label recomputed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from serving import Server, serve
+from transformers import AutoModelForCausalLM
+
+from midstream.client import SnapshotFailed, SnapshotPublisher, decode_routing_matrix, snapshot_of
+from midstream.demo.replay import RouterTap
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("served") / "state", "--model", str(tiny_model())) as running:
+        yield running
+
+
+@pytest.fixture
+def publisher(server: Server) -> Iterator[SnapshotPublisher]:
+    with SnapshotPublisher(server.url, server.bucket.as_uri()) as made:
+        yield made
+
+
+def put(server: Server, identity: str, checkpoint: Path) -> None:
+    """What a trainer without our client does: a Hugging Face directory in the bucket."""
+    shutil.copytree(checkpoint, server.bucket / identity)
+
+
+class Rollout(threading.Thread):
+    """One stream: its token ids, logprobs and labels; `started` is set at its first token."""
+
+    def __init__(self, server: Server, prompt: list[int], seed: int, max_tokens: int, session: str) -> None:
+        super().__init__()
+        self.server, self.prompt, self.seed = server, prompt, seed
+        self.max_tokens, self.session = max_tokens, session
+        self.started = threading.Event()
+        self.tokens: list[tuple[int, float, str]] = []  # generated: id, logprob, label
+        self.routes: list[np.ndarray] = []  # of input positions 0.., prompt included
+        self.finish: str | None = None
+        self.replica = ""
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._stream()
+        except openai.OpenAIError as error:
+            self.error = error
+        finally:
+            self.started.set()
+
+    def _stream(self) -> None:
+        extra = {"logprobs": True, "include_routing_matrix": True, "echo": True, "ignore_eos": True}
+        with openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="k", max_retries=0) as client:
+            raw = client.completions.with_raw_response.create(
+                model=self.server.model,
+                prompt=self.prompt,
+                max_tokens=self.max_tokens,
+                seed=self.seed,
+                stream=True,
+                extra_body=extra,
+                extra_headers={"x-multi-turn-session-id": self.session},
+            )
+            self.replica = raw.headers["x-midstream-replica"]
+            for chunk in raw.parse():
+                for choice in chunk.choices:
+                    self._take(chunk.model, choice)
+
+    def _take(self, model: str, choice: Any) -> None:
+        label = snapshot_of(model)
+        assert label is not None
+        for entry in choice.logprobs.content if choice.logprobs else ():
+            if entry.get("routing_matrix"):
+                self.routes.append(decode_routing_matrix(entry["routing_matrix"], top_k=2))
+            if entry["sampling_logprob"] is None:
+                continue  # an echoed prompt token
+            self.tokens.append((entry["token_id"], entry["logprob"], label))
+            self.started.set()
+        self.finish = choice.finish_reason or self.finish
+
+
+def recompute(rollout: Rollout, models: dict[str, Any]) -> list[float]:
+    """Each token's logprob under the snapshot it is labelled with; earlier positions keep the KV they were given.
+
+    The KV of a position is made by the pass that consumes it, so token j's is made under the label of token j + 1. Routes
+    are replayed: where two experts are within a rounding of a tie, another batch may choose the other one.
+    """
+    ids = rollout.prompt + [token for token, _, _ in rollout.tokens]
+    labels = [label for _, _, label in rollout.tokens]
+    routes = torch.from_numpy(np.stack(rollout.routes).astype(np.int64))
+    assert len(routes) == len(ids) - 1
+    expected: list[float] = []
+    cache, position, start = None, 0, 0
+    while start < len(labels):
+        end = start
+        while end < len(labels) and labels[end] == labels[start]:
+            end += 1
+        stop = len(rollout.prompt) + end - 1  # the passes that gave tokens start..end-1 ran positions < stop
+        model, tap = models[labels[start]]
+        with torch.no_grad(), tap.forcing(routes[position:stop]):
+            output = model(torch.tensor([ids[position:stop]]), past_key_values=cache, use_cache=True)
+        logprobs = output.logits[0, start - end :].log_softmax(-1)
+        targets = torch.tensor(ids[stop - (end - start) + 1 : stop + 1])
+        expected += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        cache, position, start = output.past_key_values, stop, end
+    return expected
+
+
+def load(checkpoint: Path) -> tuple[Any, RouterTap]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return model, RouterTap(model)
+
+
+def test_streams_cross_swaps_and_every_token_is_what_its_label_says(
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+) -> None:
+    models = {"base": load(tiny_model())}
+    for i in (1, 2):
+        put(server, f"swap-{i}", tiny_model(seed=i))
+        models[f"swap-{i}"] = load(tiny_model(seed=i))
+    rollouts = [
+        Rollout(server, list(f"Rollout number {i} goes".encode()), i, 700, f"cross-{i}") for i in range(8)
+    ]
+    for rollout in rollouts:
+        rollout.start()
+    for rollout in rollouts:
+        rollout.started.wait()
+    for i in (1, 2):
+        publisher.signal(f"swap-{i}")
+        status = publisher.wait_until_ready(f"swap-{i}", timeout_s=60)
+        assert [r.snapshot for r in status.replicas] == [f"swap-{i}"] * 2
+    for rollout in rollouts:
+        rollout.join()
+    assert {rollout.replica for rollout in rollouts} == {"replica-0", "replica-1"}
+    for rollout in rollouts:
+        assert rollout.error is None
+        assert (len(rollout.tokens), rollout.finish) == (700, "length")
+        labels = [label for _, _, label in rollout.tokens]
+        assert labels == sorted(labels, key=list(models).index), "a label went backwards"
+        assert set(labels) == set(models), "this stream did not cross both swaps"
+        logprobs = [logprob for _, logprob, _ in rollout.tokens]
+        assert logprobs == pytest.approx(recompute(rollout, models), abs=1e-4)
+
+
+def serving_now(publisher: SnapshotPublisher) -> set[str | None]:
+    return {replica.snapshot for replica in publisher.status().replicas}
+
+
+def cached_tokens(server: Server, prompt: str, session: str) -> int:
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 1}
+    headers = {"x-multi-turn-session-id": session}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).json()
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_reset_prompt_cache_all_makes_the_next_turn_recompute_and_none_does_not(
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+) -> None:
+    prompt = "The same beginning of a rollout, turn after turn. " * 2
+    cached_tokens(server, prompt, "turns")
+    assert cached_tokens(server, prompt, "turns") == 96
+    put(server, "cache-all", tiny_model(seed=3))
+    publisher.signal("cache-all")
+    publisher.wait_until_ready("cache-all", timeout_s=60)
+    assert cached_tokens(server, prompt, "turns") == 0
+    put(server, "cache-none", tiny_model(seed=4))
+    publisher.signal("cache-none", reset_prompt_cache="none")
+    publisher.wait_until_ready("cache-none", timeout_s=60)
+    assert cached_tokens(server, prompt, "turns") == 96
+
+
+def test_a_snapshot_that_fails_verification_serves_no_token(
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+) -> None:
+    before = serving_now(publisher)
+    put(server, "short", tiny_model(seed=5))
+    weights = server.bucket / "short" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    publisher.signal("short")
+    with pytest.raises(SnapshotFailed, match=r"model\.safetensors"):
+        publisher.wait_until_ready("short", timeout_s=60)
+    put(server, "wider", tiny_model(seed=5, hidden=192))
+    publisher.signal("wider")
+    with pytest.raises(SnapshotFailed, match="hidden_size"):
+        publisher.wait_until_ready("wider", timeout_s=60)
+    assert serving_now(publisher) == before
+    after = Rollout(server, [1, 2, 3], 0, 5, "after-failure")
+    after.run()
+    assert {label for _, _, label in after.tokens} == before
+    # The same identity may be put right and asked for again.
+    shutil.rmtree(server.bucket / "short")
+    put(server, "short", tiny_model(seed=5))
+    publisher.signal("short")
+    publisher.wait_until_ready("short", timeout_s=60)
+    assert serving_now(publisher) == {"short"}
+
+
+def test_a_killed_replica_comes_back_on_the_current_snapshot_and_only_its_sessions_move(
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+) -> None:
+    put(server, "before-kill", tiny_model(seed=6))
+    publisher.signal("before-kill")
+    publisher.wait_until_ready("before-kill", timeout_s=60)
+
+    def homes() -> dict[str, str]:
+        found = {}
+        for i in range(12):
+            rollout = Rollout(server, list(b"placed"), i, 2, f"home-{i}")
+            rollout.run()
+            assert rollout.error is None
+            assert {label for _, _, label in rollout.tokens} == {"before-kill"}
+            found[rollout.session] = rollout.replica
+        return found
+
+    placed = homes()
+    assert set(placed.values()) == {"replica-0", "replica-1"}
+    long = Rollout(server, list(b"A stream that its replica leaves"), 1, 4000, next(iter(placed)))
+    long.start()
+    long.started.wait()
+    victim = long.replica
+    os.kill(process_of(server, victim), signal.SIGKILL)
+    long.join()
+    assert long.finish is None
+    assert long.error is not None, "a stream that lost its replica ended without an error"
+    publisher.wait_until_ready("before-kill", timeout_s=90)
+    again = homes()
+    assert all(again[s] == r for s, r in placed.items() if r != victim)
+    assert {f"cross-{i}" for i in range(12)}.isdisjoint(again)
+
+
+def process_of(server: Server, name: str) -> int:
+    """The pid of a supervised child, which carries its name on its command line."""
+    (pid,) = [
+        pid for pid in server.children() if name in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    ]
+    return pid
+
+
+def test_a_stop_lets_streams_finish_and_leaves_no_child(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    with serve(tmp_path / "state", "--replicas", "1", "--model", str(tiny_model())) as server:
+        rollout = Rollout(server, [9, 9], 0, 900, "last")
+        rollout.start()
+        rollout.started.wait()
+        children = server.children()
+        assert len(children) == 3  # gateway, replica, engine
+        assert server.stop() == 0
+        rollout.join()
+        assert rollout.error is None
+        assert (len(rollout.tokens), rollout.finish) == (900, "length")
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_a_restarted_server_goes_on_with_the_snapshot_of_its_ledger(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    arguments = ("--replicas", "1", "--model", str(tiny_model()))
+    with serve(tmp_path / "state", *arguments) as server:
+        put(server, "kept", tiny_model(seed=7))
+        with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
+            publisher.signal("kept")
+            publisher.wait_until_ready("kept", timeout_s=60)
+        server.stop(signal.SIGINT)
+    with serve(tmp_path / "state", *arguments) as server:
+        body = {"model": server.model, "prompt": "hello", "max_tokens": 2}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert json.loads(answer.content)["model"] == f"{server.model}@kept"
