@@ -7,6 +7,7 @@ stores keys pairs them with the tenant.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from midstream.errors import InvalidRequest
@@ -14,6 +15,7 @@ from midstream.errors import InvalidRequest
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity", "x-session-id")
 SESSION_BODY_FIELDS = ("prompt_cache_key", "user")
 MAX_KEY_BYTES = 512
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def session_from_headers(headers: Mapping[str, str]) -> str | None:
@@ -41,6 +43,6 @@ def check_key(value: str, param: str) -> str:
     size = len(value.encode("utf-8", "surrogatepass"))
     if size > MAX_KEY_BYTES:
         raise InvalidRequest(f"{param} must be at most {MAX_KEY_BYTES} bytes, got {size}", param=param)
-    if any(ord(c) < 32 or ord(c) == 127 for c in value):
+    if _CONTROL_CHARACTERS.search(value):
         raise InvalidRequest(f"{param} must not contain control characters", param=param)
     return value

@@ -106,6 +106,7 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._queue: deque[Request | MidstreamError] = deque()
         self._queued_bytes = 0
+        self._read_bytes = 0  # of the read being parsed
         self._exchange: Exchange | None = None
         self._keep_alive = True
         self._pumping = False
@@ -162,6 +163,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        self._read_bytes = len(data)
         if self._in_message and not self._head_done:
             self._head_fed += len(data)
         try:
@@ -186,17 +188,24 @@ class ClientConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._target += url
-        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
-        if not self._head_done:  # trailers are dropped
+        if not self._head_done:
             self._headers.append((name.lower(), value))
+        else:  # trailers are dropped
+            self._trailer_bytes += len(name) + len(value) + 4
+            if self._trailer_bytes > self._limits.max_header_bytes:
+                raise self._head_too_large()
 
     def on_headers_complete(self) -> None:
         self._head_done = True
+        if self._head_fed + self._read_bytes > self._limits.max_header_bytes:
+            self._check_head_size()
         self._first = dict(reversed(self._headers))
-        self._http10 = self._parser.get_http_version() == "1.0"
+        version = self._parser.get_http_version()
+        self._http10 = version == "1.0"
+        if not self._http10 and version != "1.1":
+            raise InvalidRequest(f"HTTP/{version} is not supported")
         self._check_framing()
         length = int(self._first.get(b"content-length", 0))
         if length > self._limits.max_body_bytes:
@@ -294,7 +303,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _start_message(self) -> None:
         self._head_done = False
-        self._head_fed = self._head_bytes = self._body_bytes = 0
+        self._head_fed = self._trailer_bytes = self._body_bytes = 0
         self._target = b""
         self._headers = []
         self._first = {}
@@ -368,25 +377,21 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write_eof()
         self.deadline = self._now() + LINGER_S
 
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > self._limits.max_header_bytes:
+    def _check_head_size(self) -> None:
+        size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        if size > self._limits.max_header_bytes:
             raise self._head_too_large()
 
     def _check_framing(self) -> None:
-        version = self._parser.get_http_version()
-        if version not in ("1.1", "1.0"):
-            raise InvalidRequest(f"HTTP/{version} is not supported")
         if self._parser.should_upgrade():
             raise InvalidRequest("protocol upgrades and tunnels are not supported")
-        hosts = sum(name == b"host" for name, _ in self._headers)
-        if hosts > 1 or (hosts == 0 and not self._http10):
-            raise InvalidRequest("a request needs exactly one Host header")
+        if b"host" not in self._first and not self._http10:
+            raise InvalidRequest("a request needs a Host header")
         coding = self._first.get(b"transfer-encoding")
         if coding is not None and (self._http10 or coding.strip().lower() != b"chunked"):
             raise InvalidRequest("the only transfer coding supported is chunked, from HTTP/1.1 clients")
         if len(self._first) != len(self._headers):
-            for once in (b"transfer-encoding", b"content-length"):
+            for once in (b"host", b"transfer-encoding", b"content-length"):
                 if sum(name == once for name, _ in self._headers) > 1:
                     raise InvalidRequest(f"more than one {once.decode()} header")
         if b"content-length" in self._first and coding is not None:

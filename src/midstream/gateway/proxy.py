@@ -225,7 +225,9 @@ class ControlExchange:
 
     # -- upstream.ResponseSink
 
-    def response_head(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    def response_head(
+        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
         self._answered = True
         self._count(status)
         client, http10 = self._client, self._request.http10
@@ -243,7 +245,9 @@ class ControlExchange:
                 parts += (name, b": ", value, b"\r\n")
         parts.append(self._response_headers())
         parts.append(b"connection: close\r\n\r\n" if client.closes_after_response else b"\r\n")
+        parts.append(body)
         client.write(b"".join(parts))
+        self._tail = body[-4:]
 
     def response_body(self, data: bytes) -> None:
         self._client.write(data)
@@ -302,24 +306,26 @@ class ControlExchange:
         listed = request.first.get(b"connection")
         if listed is not None and listed.lower() not in (b"close", b"keep-alive"):
             dropped = dropped | _listed(listed)
-        parts = [request.method, b" ", request.target, b" HTTP/1.1\r\n"]
-        for name, value in request.headers:
-            if name not in dropped and not name.startswith(b"x-midstream-"):
-                parts += (name, b": ", value, b"\r\n")
+        lines = [request.method + b" " + request.target + b" HTTP/1.1"]
+        lines += [
+            b": ".join(header)
+            for header in request.headers
+            if header[0] not in dropped and not header[0].startswith(b"x-midstream-")
+        ]
         if request.body or request.method in (b"POST", b"PUT", b"PATCH"):
-            parts.append(b"content-length: %d\r\n" % len(request.body))
+            lines.append(b"content-length: %d" % len(request.body))
         if b"x-request-id" not in request.first:
-            parts += (b"x-request-id: ", self._proxy.request_id(), b"\r\n")
+            lines.append(b"x-request-id: " + self._proxy.request_id())
         if self._tenant:
-            parts += (_TENANT, b": ", self._tenant.encode(), b"\r\n")
-        parts.append(self._session_header())
-        parts.append(b"\r\n")
-        return b"".join(parts)
+            lines.append(_TENANT + b": " + self._tenant.encode())
+        lines += self._session_header()
+        lines.append(b"\r\n")
+        return b"\r\n".join(lines)
 
     # -- what kinds of exchanges differ in
 
-    def _session_header(self) -> bytes:
-        return b""
+    def _session_header(self) -> list[bytes]:
+        return []
 
     def _response_headers(self) -> bytes:
         return b""
@@ -431,10 +437,10 @@ class InferenceExchange(ControlExchange):
             self._on_view = False
             self._view.in_flight -= 1
 
-    def _session_header(self) -> bytes:
+    def _session_header(self) -> list[bytes]:
         if self._key is None:
-            return b""
-        return b"%b: %b\r\n" % (_SESSION, quote(self._key, safe="", errors="surrogatepass").encode())
+            return []
+        return [_SESSION + b": " + quote(self._key, safe="", errors="surrogatepass").encode()]
 
     def _response_headers(self) -> bytes:
         assert self._view is not None

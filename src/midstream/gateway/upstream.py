@@ -18,13 +18,17 @@ from typing import Protocol, cast
 import httptools
 
 MAX_RESPONSE_HEAD_BYTES = 256 * 2**10
+JOINED_BODY_BYTES_MAX = 16 * 2**10  # below this, one copy is cheaper than a second buffer
 
 
 class ResponseSink(Protocol):
-    """What takes a response, in the order: head, body parts, then end; or lost instead of the rest."""
+    """What takes a response, in the order: head with the first of the body, more body, then end; or lost
+    instead of the rest."""
 
-    def response_head(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """`reason` is the status line after the code; header names are lower-case."""
+    def response_head(
+        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """`reason` is the status line after the code; header names are lower-case; `body` came with the head."""
 
     def response_body(self, data: bytes) -> None: ...
     def response_end(self) -> None: ...
@@ -102,10 +106,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._in_body = self._complete = self._extra = self.in_chunk = False
         self._head = b""
         self._headers = []
-        if body:
-            self._transport.writelines((head, body))
+        if len(body) < JOINED_BODY_BYTES_MAX:
+            self._transport.write(head + body)
         else:
-            self._transport.write(head)
+            self._transport.writelines((head, body))
 
     def pause(self) -> None:
         if not self._paused and not self._transport.is_closing():
@@ -157,24 +161,25 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._in_body = True
         self._head = b""
-        sink.response_head(status, head[: head.index(b"\r\n")][13:], self._headers)
-        if self._sink is not sink:  # it left
-            return
-        if rest and not self._complete:
-            self._pass_on(sink, rest)
-        elif self._complete:
+        reason = head[13 : head.index(b"\r\n")]
+        if self._complete:  # there is no body
             self._extra = bool(rest)
+            rest = b""
+        elif rest and not self._feed_body(rest):
+            return
+        self._hand_on_head(sink, status, reason, rest)
+        if self._complete and self._sink is sink:
             self._finish(sink)
 
     def _pass_on(self, sink: ResponseSink, data: bytes) -> None:
-        if not self._feed(data):
-            return
-        if self._extra:
-            self._break("bytes follow the end of the response")
+        if not self._feed_body(data):
             return
         self._hand_on(sink, data)
         if self._complete and self._sink is sink:
             self._finish(sink)
+
+    def _hand_on_head(self, sink: ResponseSink, status: int, reason: bytes, body: bytes) -> None:
+        sink.response_head(status, reason, self._headers, body)
 
     def _hand_on(self, sink: ResponseSink, data: bytes) -> None:
         sink.response_body(data)
@@ -187,6 +192,14 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self._transport.abort()
         sink.response_end()
+
+    def _feed_body(self, data: bytes) -> bool:
+        if not self._feed(data):
+            return False
+        if self._extra:
+            self._break("bytes follow the end of the response")
+            return False
+        return True
 
     def _feed(self, data: bytes) -> bool:
         try:
@@ -209,12 +222,23 @@ class UpstreamConnection(asyncio.Protocol):
 class DecodingConnection(UpstreamConnection):
     """For HTTP/1.0 clients, which do not know chunks: hands on the decoded body. Not pooled."""
 
+    def __init__(self, pool: UpstreamPool) -> None:
+        super().__init__(pool)
+        self._decoded: list[bytes] = []
+
     def on_body(self, data: bytes) -> None:
-        if self._sink is not None:
-            self._sink.response_body(data)
+        self._decoded.append(data)
+
+    def _hand_on_head(self, sink: ResponseSink, status: int, reason: bytes, body: bytes) -> None:
+        super()._hand_on_head(sink, status, reason, self._take_decoded())
 
     def _hand_on(self, sink: ResponseSink, data: bytes) -> None:
-        pass  # on_body did
+        super()._hand_on(sink, self._take_decoded())
+
+    def _take_decoded(self) -> bytes:
+        data = b"".join(self._decoded)
+        self._decoded.clear()
+        return data
 
 
 Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
