@@ -24,6 +24,7 @@ from midstream.demo.rollouts import Sampler
 from midstream.demo.task import problems
 from midstream.demo.trainer import Trainer
 
+SIGNAL_RETRY_S = 30.0
 READY_TIMEOUT_S = 60.0
 
 
@@ -125,7 +126,7 @@ class Loop:
 
     async def _publish(self, row: StepRow, publishing: ThreadPoolExecutor) -> None:
         def signal_and_wait() -> Status:
-            self._publisher.signal(row.snapshot)
+            self._publisher.signal(row.snapshot, retry_s=SIGNAL_RETRY_S)
             return self._publisher.wait_until_ready(row.snapshot, READY_TIMEOUT_S)
 
         status = await asyncio.get_running_loop().run_in_executor(publishing, signal_and_wait)

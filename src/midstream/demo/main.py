@@ -11,10 +11,11 @@ import importlib.metadata
 import logging
 import platform
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from midstream.errors import ConfigError
 
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from midstream.demo.server import ServerProcess
 
 OWN_DIRECTORIES = ("model", "bucket", "state")  # of the output directory: made anew by each run
+
+
+class BrokenOff(Exception):
+    """The run cannot go on; the message says why and where to look."""
+
+
+class Run(NamedTuple):
+    rows: list[StepRow]
+    first_rollouts_sha256: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,42 +63,51 @@ def run_demo(options: argparse.Namespace) -> int:
     out = _prepared(options.out)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     started = time.monotonic()
+    previous = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends the server too, as Ctrl-C does
     try:
         with Display(console, options.steps) as display:
             display.say(f"making the model (seed {options.seed})")
             write_tiny_moe(out / "model", seed=options.seed)
             display.say(f"starting midstream serve with {options.replicas} replicas")
             with ServerProcess(_serve_arguments(options, out), out / "serve.log") as server:
-                rows = _run(options, out, server, display)
+                run = _run(options, out, server, display)
     except KeyboardInterrupt:
         console.print("interrupted; the server is stopped", highlight=False)
         return 130
-    except ServerFailed as error:
+    except (ServerFailed, BrokenOff) as error:
         console.print(f"midstream demo: {error}", highlight=False, markup=False)
         return 1
-    except BaseExceptionGroup as group:  # of the loop's task group: its first cause is what the user needs
-        console.print(f"midstream demo: {_first_cause(group)}", highlight=False, markup=False)
-        console.print(f"the server's log is {out / 'serve.log'}", highlight=False)
-        return 1
-    return _conclude(options, out, rows, time.monotonic() - started, console)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return _conclude(options, out, run, time.monotonic() - started, console)
 
 
-def _run(options: argparse.Namespace, out: Path, server: ServerProcess, display: Display) -> list[StepRow]:
+def _run(options: argparse.Namespace, out: Path, server: ServerProcess, display: Display) -> Run:
     import asyncio
 
     import torch
 
+    from midstream.client import PublishError
+    from midstream.demo.loop import NoRollouts
+
     torch.set_num_threads(1)  # the replicas' engines share these cores
-    return asyncio.run(_loop(options, out, server, display))
+    try:
+        return asyncio.run(_loop(options, out, server, display))
+    except BaseExceptionGroup as group:
+        cause = _first_cause(group)
+        if isinstance(cause, PublishError | NoRollouts):
+            raise BrokenOff(f"{cause}\nthe server's log is {out / 'serve.log'}") from group
+        raise
 
 
-async def _loop(
-    options: argparse.Namespace, out: Path, server: ServerProcess, display: Display
-) -> list[StepRow]:
+async def _loop(options: argparse.Namespace, out: Path, server: ServerProcess, display: Display) -> Run:
     import openai
 
     from midstream.client import SnapshotPublisher
     from midstream.demo.loop import Loop, LoopOptions
+    from midstream.demo.records import rollouts_sha256
     from midstream.demo.rollouts import Sampler, SamplerOptions
     from midstream.demo.trainer import Trainer, TrainerOptions
     from midstream.models.tiny_moe import build_tokenizer
@@ -115,24 +134,24 @@ async def _loop(
                 display.row,
             )
             try:
-                return await loop.run()
+                rows = await loop.run()
+                return Run(rows, rollouts_sha256(loop.first_rollouts))
             finally:
                 for error in sampler.errors[:5]:
                     display.console.print(f"failed request: {error}", highlight=False, markup=False)
 
 
-def _conclude(
-    options: argparse.Namespace, out: Path, rows: list[StepRow], seconds: float, console: Any
-) -> int:
+def _conclude(options: argparse.Namespace, out: Path, run: Run, seconds: float, console: Any) -> int:
     from midstream.demo.progress import steps_table, summary_lines
     from midstream.demo.report import write
     from midstream.demo.summary import misses, summarise
 
-    summary = summarise(rows, seed=options.seed, steps=options.steps, seconds=seconds)
+    summary = summarise(run.rows, seed=options.seed, steps=options.steps, seconds=seconds)
+    summary["first_rollouts_sha256"] = run.first_rollouts_sha256
     summary["versions"] = _versions()
     missed = misses(summary)
-    write(out, rows, summary, missed)
-    console.print(steps_table(rows))
+    write(out, run.rows, summary, missed)
+    console.print(steps_table(run.rows))
     for line in summary_lines(summary, missed, out):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for name in ("bucket", "state"):
@@ -173,11 +192,11 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> str:
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return error
 
 
 def _positive(text: str) -> int:

@@ -6,6 +6,8 @@ token, and entry j describes the forward pass at input position len(prompt) - 1 
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,6 +89,14 @@ class Rollout:
     @property
     def one_replica(self) -> bool:
         return len({turn.replica for turn in self.turns}) == 1
+
+
+def rollouts_sha256(rollouts: Sequence[Rollout]) -> str:
+    """A digest of what was sampled: sessions, prompts and tokens, whatever order they came in."""
+    digest = hashlib.sha256()
+    for rollout in sorted(rollouts, key=lambda r: r.session):
+        digest.update(repr((rollout.session, [(t.prompt, t.tokens) for t in rollout.turns])).encode())
+    return digest.hexdigest()
 
 
 @dataclass

@@ -26,13 +26,14 @@ OWN_ROUTE = -1  # in a route tensor: this position takes the model's own route
 
 
 class RouterTap:
-    """Records the routes of every router of `model` and, while asked to, replaces them.
+    """Records the routes of every router of `model` within `forcing`, and replaces them when given some.
 
     `taken` after a forward: [tokens, moe_layers, top_k], tokens in the flattened order of the input batch.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self._recording = False
         self._forced: Tensor | None = None
         self._taken: list[Tensor] = []
         for layer, router in enumerate(self.routers):
@@ -45,14 +46,16 @@ class RouterTap:
     @contextlib.contextmanager
     def forcing(self, routes: Tensor | None) -> Iterator[None]:
         """Within: routers take `routes` [tokens, moe_layers, top_k] wherever they are not OWN_ROUTE; None = all own."""
-        self._forced, self._taken = routes, []
+        self._recording, self._forced, self._taken = True, routes, []
         try:
             yield
         finally:
-            self._forced = None
+            self._recording, self._forced = False, None
 
     def _hook(self, layer: int) -> Any:
         def replace(router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            if not self._recording:
+                return output
             logits, scores, own = output
             chosen = own
             if self._forced is not None:
@@ -80,12 +83,12 @@ def pad_sequences(sequences: Sequence[Sequence[int]]) -> Tensor:
 
 
 def pad_routes(routes: Sequence[Routes], length: int) -> Tensor:
-    """[sequences * length, moe_layers, top_k]; OWN_ROUTE after the end of each."""
+    """[sequences, length, moe_layers, top_k]; OWN_ROUTE after the end of each."""
     rows = [
         np.pad(r, ((0, length - len(r)), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
         for r in map(np.asarray, routes)
     ]
-    return torch.from_numpy(np.concatenate(rows).astype(np.int64))
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -118,43 +121,42 @@ class Rescorer:
         self, turns: Sequence[Turn], weights: Mapping[str, Mapping[str, Tensor]], *, replay: bool
     ) -> list[Scored]:
         """`turns` in order; `weights[snapshot]` must hold every snapshot they name."""
-        results: dict[int, Scored] = {}
-        whole: dict[str, list[int]] = {}
+        batches: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for i, turn in enumerate(turns):
-            if turn.crossed_swap:
-                results[i] = self._score_pieces(turn, weights, replay)
-            else:
-                whole.setdefault(turn.snapshots[0], []).append(i)
-        for snapshot, indices in whole.items():
-            self.model.load_state_dict(weights[snapshot])
-            scored = self._score_batch([turns[i] for i in indices], replay)
+            key = tuple((snapshot, start) for snapshot, start, _ in turn.segments())
+            batches.setdefault(key, []).append(i)
+        results: dict[int, Scored] = {}
+        for key, indices in batches.items():
+            scored = self._score_batch([turns[i] for i in indices], key, weights, replay)
             results.update(zip(indices, scored, strict=True))
         return [results[i] for i in range(len(turns))]
 
-    def _score_batch(self, turns: Sequence[Turn], replay: bool) -> list[Scored]:
+    def _score_batch(
+        self,
+        turns: Sequence[Turn],
+        pieces: Sequence[tuple[str, int]],
+        weights: Mapping[str, Mapping[str, Tensor]],
+        replay: bool,
+    ) -> list[Scored]:
+        """Turns whose passes changed snapshots at the same positions: `pieces` of (snapshot, first input position)."""
         ids = pad_sequences([turn.sequence for turn in turns])
         inputs, targets = ids[:, :-1], ids[:, 1:]
         rows, length = inputs.shape
-        forced = pad_routes([turn.input_routes for turn in turns], length) if replay else None
-        with self.tap.forcing(forced):
-            logprobs = token_logprobs(self.model(inputs, use_cache=False).logits, targets)
-        taken = self.tap.taken.reshape(rows, length, len(self.tap.routers), -1)
-        spans = [slice(len(t.prompt) - 1, len(t.sequence) - 1) for t in turns]
-        return [Scored(logprobs[i, span], taken[i, span]) for i, span in enumerate(spans)]
-
-    def _score_pieces(self, turn: Turn, weights: Mapping[str, Mapping[str, Tensor]], replay: bool) -> Scored:
-        ids = torch.tensor([turn.sequence])
+        forced = None
+        if replay:
+            forced = pad_routes([turn.input_routes for turn in turns], length)
         cache, logprobs, routes = None, [], []
-        for snapshot, start, end in turn.segments():
+        ends = [start for _, start in pieces[1:]] + [length]
+        for (snapshot, start), end in zip(pieces, ends, strict=True):
             self.model.load_state_dict(weights[snapshot])
-            forced = torch.from_numpy(turn.input_routes[start:end]) if replay else None
-            with self.tap.forcing(forced):
-                output = self.model(ids[:, start:end], past_key_values=cache, use_cache=True)
+            with self.tap.forcing(None if forced is None else forced[:, start:end].flatten(0, 1)):
+                output = self.model(inputs[:, start:end], past_key_values=cache, use_cache=len(pieces) > 1)
             cache = output.past_key_values
-            logprobs.append(token_logprobs(output.logits, ids[:, start + 1 : end + 1])[0])
-            routes.append(self.tap.taken)
-        first = len(turn.prompt) - 1
-        return Scored(torch.cat(logprobs)[first:], torch.cat(routes)[first:])
+            logprobs.append(token_logprobs(output.logits, targets[:, start:end]))
+            routes.append(self.tap.taken.reshape(rows, end - start, len(self.tap.routers), -1))
+        all_logprobs, all_routes = torch.cat(logprobs, dim=1), torch.cat(routes, dim=1)
+        spans = [slice(len(t.prompt) - 1, len(t.sequence) - 1) for t in turns]
+        return [Scored(all_logprobs[i, span], all_routes[i, span]) for i, span in enumerate(spans)]
 
 
 def k3(trainer: Tensor, rollout: Tensor) -> Tensor:

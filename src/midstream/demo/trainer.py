@@ -34,7 +34,7 @@ from midstream.types import BASE_SNAPSHOT
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    learning_rate: float = 3e-3
+    learning_rate: float = 8e-4
     clip: float = 0.2  # importance ratios count within [1 - clip, 1 + 2 clip]
     minibatch: int = 16  # sequences per backward pass: bounds memory, changes nothing else
     keep_snapshots: int = 6
@@ -85,7 +85,8 @@ class Trainer:
         last = [rollout.turns[-1] for rollout in rollouts]
         ids = pad_sequences([turn.sequence for turn in last])
         inputs, targets = ids[:, :-1], ids[:, 1:]
-        with self.tap.forcing(pad_routes([turn.input_routes for turn in last], inputs.shape[1])):
+        routes = pad_routes([turn.input_routes for turn in last], inputs.shape[1])
+        with self.tap.forcing(routes.flatten(0, 1)):
             logprobs = token_logprobs(self.model(inputs, use_cache=False).logits, targets)
         rollout_logprobs = torch.zeros_like(logprobs)
         token_advantages = torch.zeros_like(

@@ -1,0 +1,170 @@
+"""Summary, verdict and report from a fixed record of a run."""
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from demo_helpers import make_row
+from rich.console import Console
+
+from midstream.demo.progress import Display, steps_table, summary_lines
+from midstream.demo.report import render, write
+from midstream.demo.summary import difference_stderr, misses, summarise
+from midstream.demo.svg import Line, line_chart
+
+KEYS_PROMISED = {
+    "reward_first", "reward_last", "reward_stderr", "swaps", "failed_requests", "streams_crossed_swap", "affinity_share",
+    "kl_own_routes", "kl_replayed_routes", "pause_ms_p50", "pause_ms_max", "cached_prompt_share", "seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rows():
+    first = make_row(
+        0, reward=0.1, rewards=(0.0, 0.2), streams_crossed_swap=0, tokens=100, kl_own_routes=4e-3
+    )
+    last = make_row(
+        1, reward=0.9, rewards=(0.8, 1.0), tokens=300, kl_own_routes=8e-3, kl_replayed_routes=4e-4,
+        cached_prompt_tokens=90, prompt_tokens=300, pause_ms=(2.0, 10.0), route_diff_share=0.08,
+    )  # fmt: skip
+    return [first, last]
+
+
+@pytest.fixture
+def summary(rows):
+    return summarise(rows, seed=7, steps=2, seconds=12.5)
+
+
+def test_the_summary_has_every_promised_key_with_the_numbers_of_the_rows(summary):
+    assert set(summary) >= KEYS_PROMISED
+    assert summary["reward_first"] == 0.1
+    assert summary["reward_last"] == 0.9
+    assert summary["reward_stderr"] == pytest.approx(math.sqrt(0.02 / 2 + 0.02 / 2))
+    assert summary["swaps"] == 2
+    assert summary["streams_crossed_swap"] == 1
+    assert summary["affinity_share"] == 1.0
+    assert summary["kl_own_routes"] == pytest.approx((4e-3 * 100 + 8e-3 * 300) / 400)
+    assert summary["kl_replayed_routes"] == pytest.approx(3e-4)
+    assert summary["pause_ms_p50"] == 2.5  # of 1, 3, 2, 10
+    assert summary["pause_ms_max"] == 10.0
+    assert summary["cached_prompt_share"] == 150 / 400
+    assert summary["seconds"] == 12.5
+
+
+def test_a_good_run_misses_nothing(summary):
+    assert misses(summary) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"reward_last": 0.35}, "reward"),
+        ({"reward_last": 0.0, "reward_stderr": 0.0}, "reward"),
+        ({"swaps": 1}, "swaps"),
+        ({"failed_requests": 1}, "failed"),
+        ({"streams_crossed_swap": 0}, "crossed"),
+        ({"affinity_share": 0.99}, "one replica"),
+    ],
+)
+def test_each_shortfall_is_named_by_itself(summary, change, word):
+    found = misses(summary | change)
+    assert len(found) == 1
+    assert word in found[0]
+
+
+def test_ten_swaps_are_wanted_once_there_are_ten_steps(summary):
+    assert misses(summary | {"steps": 30, "swaps": 10}) == []
+    assert "wanted 10" in misses(summary | {"steps": 30, "swaps": 9})[0]
+
+
+def test_a_single_rollout_has_no_spread_to_measure():
+    assert difference_stderr([0.5], [0.7]) == 0.0
+    assert difference_stderr([0.0, 2.0], [0.7]) == 1.0
+
+
+def test_a_run_without_swaps_has_no_pauses():
+    row = make_row(0, pause_ms=(), served=False)
+    summary = summarise([row], seed=0, steps=1, seconds=1.0)
+    assert summary["pause_ms_p50"] is None
+    assert summary["swaps"] == 0
+    assert "no swap" in "\n".join(summary_lines(summary, [], Path("x")))
+
+
+def test_the_report_is_one_file_that_fetches_nothing(rows, summary):
+    html = render(rows, summary | {"versions": {"torch": "2.13"}}, ["reward <fell>"])
+    assert not re.search(r"https?://|<script|<link|<img|\bsrc=|@import|url\(", html)
+    assert html.count("<svg") == 6
+    assert "Missed: reward &lt;fell&gt;" in html
+    assert "step-2" in html
+    assert "torch 2.13" in html
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ElementTree.fromstring(svg)  # well-formed
+
+
+def test_the_report_and_the_summary_are_written_beside_each_other(rows, summary, tmp_path):
+    write(tmp_path, rows, summary, [])
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert "Every check of the run holds." in (tmp_path / "report.html").read_text()
+
+
+def points(svg: str) -> list[list[tuple[float, float]]]:
+    lines = re.findall(r'<polyline points="([^"]*)"', svg)
+    return [[tuple(map(float, p.split(","))) for p in line.split()] for line in lines]
+
+
+def test_a_chart_draws_every_value_in_order_and_to_scale():
+    (line,) = points(line_chart("t", "u", [Line("a", [0.0, 5.0, 10.0])]))
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    ys = [y for _, y in line]
+    assert ys[0] > ys[1] > ys[2]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.11)
+
+
+def test_a_logarithmic_chart_spaces_decades_evenly_and_leaves_out_zero():
+    (line,) = points(line_chart("t", "u", [Line("a", [1e-4, 0.0, 1e-3, 1e-2])], log=True))
+    assert len(line) == 3
+    ys = [y for _, y in line]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.11)
+
+
+def test_values_that_are_not_numbers_are_left_out_and_labels_escaped():
+    svg = line_chart("a & b", "<u>", [Line("x<y", [1.0, math.nan, 3.0]), Line("none", [math.nan] * 3)])
+    assert [len(line) for line in points(svg)] == [2, 0]
+    ElementTree.fromstring(svg)
+
+
+def test_without_a_terminal_progress_is_plain_lines(rows, capsys):
+    with Display(Console(width=120), steps=2) as display:
+        display.say("starting")
+        rows[0].served = False
+        display.row(rows[0])
+        rows[0].served = True
+        display.row(rows[0])
+    text = capsys.readouterr().out
+    assert text.splitlines() == [
+        "starting",
+        "step 1: reward 0.100 (0.0 s)",
+        "step-1 serves on every replica, paused for 2.0 ms",
+    ]
+
+
+def test_the_table_has_a_line_per_step_with_what_the_swap_did(rows, capsys):
+    Console(width=160).print(steps_table(rows))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step-" in line]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert cells[1] == [
+        "2",
+        "0.900",
+        "step-2",
+        "6.0",
+        "30%",
+        "50%",
+        "1/4",
+        "8.0%",
+        "8.0e-03",
+        "4.0e-04",
+        "0.0",
+    ]
