@@ -66,7 +66,9 @@ class World:
     def update(self, batch):
         step = batch[0].step
         with self.moved:  # training takes long enough for rollouts that were started to begin
-            assert step == self.last_step or self.moved.wait_for(lambda: self.started.get(step + 1), 10)
+            assert step == self.last_step or self.moved.wait_for(
+                lambda: self.started.get(step + 1, 0) >= 2, 10
+            )
         self.events.append(f"train {len(batch)} of {step}")
         return 0.25
 

@@ -12,9 +12,9 @@ import uvloop
 from midstream.config import GatewaySettings
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import ServedNames
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
+from midstream.names import ServedNames
 from midstream.types import ReplicaReport
 
 NAMES = ServedNames("accounts/local/models/tiny-moe", "accounts/local/deployments/default")

@@ -14,9 +14,9 @@ from midstream.control.loop import Reconciler
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import ServedNames
 from midstream.gateway.replicas import ReplicaSet
 from midstream.ledger import Ledger, sqlite_url
+from midstream.names import ServedNames
 from midstream.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
 
 MODEL = "accounts/local/models/tiny-moe"

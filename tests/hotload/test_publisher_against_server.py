@@ -15,9 +15,9 @@ from midstream.control.loop import Reconciler
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import ServedNames
 from midstream.gateway.replicas import ReplicaSet
 from midstream.ledger import Ledger, sqlite_url
+from midstream.names import ServedNames
 from midstream.snapshots.identity import file_url_path
 from midstream.types import ReplicaReport, Stage, Transition
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.errors import SnapshotCorrupt
-from midstream.replica.admission import ServedNames
+from midstream.names import ServedNames
 from midstream.replica.app import create_app
 from midstream.replica.chat import TextModel
 from midstream.replica.replica import Replica

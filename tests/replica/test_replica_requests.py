@@ -8,7 +8,8 @@ import pytest
 from replica_fakes import DEPLOYMENT, IM_END, MODEL, ids, write_tokenizer
 
 from midstream.errors import ConfigError, InvalidRequest, NotFound, UnknownField
-from midstream.replica.admission import DRAIN_TIMEOUT_S, ServedNames, patience
+from midstream.names import ServedNames
+from midstream.replica.admission import DRAIN_TIMEOUT_S, patience
 from midstream.replica.chat import TextModel
 from midstream.replica.checked import (
     Prompt,

@@ -18,8 +18,9 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.errors import InvalidRequest, MidstreamError, NotFound
 from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from midstream.gateway.proxy import INFERENCE_PATHS, ServedNames
+from midstream.gateway.proxy import INFERENCE_PATHS
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
+from midstream.names import ServedNames
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from urllib.parse import quote
 
 import msgspec
@@ -31,6 +30,7 @@ from midstream.gateway.placement import Candidate, Decision, Session, place_requ
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.gateway.sessions import SessionTable, session_key
 from midstream.gateway.upstream import UpstreamConnection, UpstreamPool
+from midstream.names import ServedNames
 from midstream.types import HEADER_SESSION, HEADER_TENANT
 
 logger = logging.getLogger(__name__)
@@ -51,23 +51,6 @@ _NOT_FORWARDED = _HOP_BY_HOP | {b"content-length", b"expect"}
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
 _SESSION = HEADER_SESSION.encode()
 _TENANT = HEADER_TENANT.encode()
-
-
-@dataclass(frozen=True, slots=True)
-class ServedNames:
-    """Resource names of the one model and deployment behind this gateway."""
-
-    model: str  # accounts/A/models/M
-    deployment: str  # accounts/A/deployments/D
-
-    @property
-    def account(self) -> str:
-        return "/".join(self.model.split("/")[:2])
-
-    def accepted(self) -> frozenset[str]:
-        """What a client may call the deployment or its model, less an @snapshot."""
-        resources = (self.model, self.deployment)
-        return frozenset(resources) | {resource.rpartition("/")[2] for resource in resources}
 
 
 class Proxy:

@@ -22,9 +22,10 @@ import uvicorn
 from midstream.config import GatewaySettings
 from midstream.gateway.http1 import ClientConnection, Limits
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import Proxy, ServedNames
+from midstream.gateway.proxy import Proxy
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.upstream import UpstreamPool
+from midstream.names import ServedNames
 
 LISTEN_BACKLOG = 4096
 TIMEOUT_CHECK_S = 0.5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 from typing import Any, TypeVar
@@ -73,6 +74,13 @@ def configure_logging(process: str, level: str) -> None:
     )
     for noisy in ("httpx", "httpcore", "uvicorn"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def raise_file_limit() -> None:
+    """Every stream takes two descriptors in the gateway: use all the system allows this user."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def stop_requested() -> None:

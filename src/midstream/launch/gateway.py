@@ -15,7 +15,6 @@ from midstream.errors import ConfigError
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import ServedNames
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
 from midstream.launch.child import (
@@ -24,10 +23,12 @@ from midstream.launch.child import (
     Listening,
     announce,
     configure_logging,
+    raise_file_limit,
     read_spec,
     stop_requested,
 )
 from midstream.ledger import Ledger
+from midstream.names import ServedNames
 
 
 async def serve(spec: GatewaySpec) -> int:
@@ -66,6 +67,7 @@ async def serve(spec: GatewaySpec) -> int:
 def main() -> int:
     spec = read_spec(GatewaySpec)
     configure_logging("gateway", spec.log_level)
+    raise_file_limit()
     try:
         return uvloop.run(serve(spec))
     except (ConfigError, OSError) as error:

@@ -135,7 +135,7 @@ def check_port(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             pass
     except OSError as error:
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
         raise ConfigError(f"--port {port}: cannot listen on {host}:{port}: {reason}") from error
 
 

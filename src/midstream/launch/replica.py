@@ -25,10 +25,11 @@ from midstream.launch.child import (
     ReplicaSpec,
     announce,
     configure_logging,
+    raise_file_limit,
     read_spec,
     stop_requested,
 )
-from midstream.replica.admission import ServedNames
+from midstream.names import ServedNames
 from midstream.replica.app import create_app
 from midstream.replica.chat import TextModel
 from midstream.replica.replica import Replica
@@ -115,6 +116,7 @@ async def serve(spec: ReplicaSpec) -> int:
 def main() -> int:
     spec = read_spec(ReplicaSpec)
     configure_logging(spec.name, spec.log_level)
+    raise_file_limit()
     try:
         return uvloop.run(serve(spec))
     except (ConfigError, SnapshotError, EngineDied, OSError) as error:

@@ -1,4 +1,4 @@
-"""Who may enter: the gate that a swap closes, and the model a request names.
+"""Who may enter: the gate that a swap closes.
 
 Always holds: no request passes the gate while a swap commits; a waiting one either passes or is told 425 when its
 patience runs out; the requests inside are counted, and drained means none. No more than `requests_max` are inside or waiting.
@@ -11,10 +11,7 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import msgspec
-
-from midstream.errors import InvalidRequest, NotFound, Overloaded, ReplicaUnavailable, SnapshotTransition
-from midstream.types import served_model_name
+from midstream.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SnapshotTransition
 
 HEADER_DRAIN_TIMEOUT = "x-fireworks-hot-load-drain-timeout"
 DRAIN_TIMEOUT_S = 90.0
@@ -103,24 +100,3 @@ def patience(header: str | None) -> float:
         message = f"{HEADER_DRAIN_TIMEOUT}: expected 0 to 86400 seconds, got {header!r}"
         raise InvalidRequest(message, param=HEADER_DRAIN_TIMEOUT)
     return seconds
-
-
-class ServedNames(msgspec.Struct, frozen=True):
-    """The resource names this replica answers to, e.g. accounts/local/models/tiny-moe."""
-
-    model: str
-    deployment: str
-
-    def split(self, name: str) -> str | None:
-        """The snapshot a request's `model` asks for by `@snapshot`, None if any will do. Raises NotFound."""
-        resource, at, snapshot = name.partition("@")
-        if resource not in (self.model, self.model.rpartition("/")[2], self.deployment):
-            raise NotFound(f"model {name!r} is not served here; this server has {self.model}", param="model")
-        return snapshot if at else None
-
-    def check_snapshot(self, wanted: str | None, serving: str) -> None:
-        if wanted is not None and wanted != serving:
-            raise NotFound(
-                f"snapshot {wanted!r} is not serving; {served_model_name(self.model, serving)} is",
-                param="model",
-            )

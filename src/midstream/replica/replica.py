@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from midstream.engine.base import Engine
-from midstream.replica.admission import REQUESTS_MAX, Door, Gate, ServedNames
+from midstream.names import ServedNames
+from midstream.replica.admission import REQUESTS_MAX, Door, Gate
 from midstream.replica.chat import TextModel
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.runner import SnapshotSource, SwapRunner

@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 
 from midstream.engine.base import Engine, EngineDied
 from midstream.errors import EngineFailed, InvalidRequest, ReplicaUnavailable
+from midstream.names import ServedNames
 from midstream.replica import admission
 from midstream.replica.chat import TextModel
 from midstream.replica.checked import (
@@ -54,7 +55,7 @@ class Service:
         engine: Engine,
         info: ModelInfo,
         text: TextModel,
-        names: admission.ServedNames,
+        names: ServedNames,
         gate: admission.Gate,
         namespaces: Namespaces,
         serving: Callable[[], str],

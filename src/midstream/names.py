@@ -1,0 +1,42 @@
+"""Resource names of what is served, and which of them a request may use. Pure.
+
+Always holds: a name is compared whole; a snapshot is named by the part after the first `@`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from midstream.errors import NotFound
+from midstream.types import served_model_name
+
+
+class ServedNames(msgspec.Struct, frozen=True):
+    """The one model and deployment behind a gateway or a replica."""
+
+    model: str  # accounts/A/models/M
+    deployment: str  # accounts/A/deployments/D
+
+    @property
+    def account(self) -> str:
+        return "/".join(self.model.split("/")[:2])
+
+    def accepted(self) -> frozenset[str]:
+        """What a client may call the deployment or its model, less an @snapshot: both names, in full and bare."""
+        resources = (self.model, self.deployment)
+        return frozenset(resources) | {resource.rpartition("/")[2] for resource in resources}
+
+    def split(self, name: str) -> str | None:
+        """The snapshot a request's `model` asks for by `@snapshot`, None if any will do. Raises NotFound."""
+        resource, at, snapshot = name.partition("@")
+        if resource not in self.accepted():
+            raise NotFound(f"model {name!r} is not served here; this server has {self.model}", param="model")
+        return snapshot if at else None
+
+    def check_snapshot(self, wanted: str | None, serving: str) -> None:
+        """Raises NotFound unless the named snapshot is the one that serves."""
+        if wanted is not None and wanted != serving:
+            raise NotFound(
+                f"snapshot {wanted!r} is not serving; {served_model_name(self.model, serving)} is",
+                param="model",
+            )

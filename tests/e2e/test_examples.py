@@ -1,0 +1,37 @@
+"""The examples, as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from serving import Server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_rollout_example_hits_the_cache_on_its_second_turn(server: Server) -> None:
+    out = run("rollout.py", server.url)
+    turns = [line for line in out.splitlines() if line.startswith("turn")]
+    assert turns[0].endswith(" 0 from the cache")
+    assert not turns[1].endswith(" 0 from the cache")
+    assert out.count("snapshots ['base']") == 2
+
+
+def test_the_hot_load_example_ends_with_every_replica_on_the_snapshot(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    checkpoint = tiny_model(seed=8, dtype="bfloat16")
+    out = run("hot_load.py", server.url, server.bucket.as_uri(), str(checkpoint), "step-1")
+    served = [line for line in out.splitlines() if "serves step-1" in line]
+    assert [line.split()[0] for line in sorted(served)] == ["replica-0", "replica-1"]
