@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -64,6 +66,33 @@ def test_the_same_seed_gives_the_same_first_rollouts_and_another_seed_others(thr
         digests.append(json.loads((tmp_path / seed / "summary.json").read_text())["first_rollouts_sha256"])
     assert digests[0] == three_steps[2]["first_rollouts_sha256"]
     assert digests[1] != digests[0]
+
+
+def commands_naming(path: Path) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        if str(path) in command:
+            found.append(command)
+    return found
+
+
+def test_a_demo_told_to_end_takes_its_server_with_it(tmp_path):
+    command = [sys.executable, "-m", "midstream.cli", "demo", "--out", str(tmp_path / "out"), *SMALL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if line.startswith("sampling the first rollouts"):
+                break
+        assert any(" serve " in command for command in commands_naming(tmp_path))
+        demo.terminate()
+        rest = demo.stdout.read()
+    assert demo.returncode == 130
+    assert "the server is stopped" in rest
+    assert commands_naming(tmp_path) == []
 
 
 def test_the_server_is_gone_after_the_block(tiny_model, tmp_path):

@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
-    parser.add_argument("--steps", type=_positive, default=24, help="training steps, each with a swap")
+    parser.add_argument("--steps", type=_positive, default=20, help="training steps, each with a swap")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="report.html and summary.json go here"
     )
@@ -95,14 +95,20 @@ def _run(options: argparse.Namespace, out: Path, server: ServerProcess, display:
     torch.set_num_threads(1)  # the replicas' engines share these cores
     try:
         return asyncio.run(_loop(options, out, server, display))
+    except asyncio.CancelledError:  # by SIGTERM, see _loop
+        raise KeyboardInterrupt from None
     except BaseExceptionGroup as group:
         cause = _first_cause(group)
         if isinstance(cause, PublishError | NoRollouts):
             raise BrokenOff(f"{cause}\nthe server's log is {out / 'serve.log'}") from group
         raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the event loop took it and let it go
 
 
 async def _loop(options: argparse.Namespace, out: Path, server: ServerProcess, display: Display) -> Run:
+    import asyncio
+
     import openai
 
     from midstream.client import SnapshotPublisher
@@ -112,6 +118,9 @@ async def _loop(options: argparse.Namespace, out: Path, server: ServerProcess, d
     from midstream.demo.trainer import Trainer, TrainerOptions
     from midstream.models.tiny_moe import build_tokenizer
 
+    run = asyncio.current_task()
+    assert run is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.cancel)
     trainer = Trainer(out / "model", TrainerOptions(learning_rate=options.learning_rate))
     tokenizer = build_tokenizer()
     sampling = SamplerOptions(
@@ -167,6 +176,8 @@ def _prepared(out: Path) -> Path:
         for name in OWN_DIRECTORIES:
             if (out / name).exists():
                 shutil.rmtree(out / name)
+        for name in ("report.html", "summary.json"):
+            (out / name).unlink(missing_ok=True)
         (out / "bucket").mkdir()
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}") from error
