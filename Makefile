@@ -1,6 +1,7 @@
 # make setup  prepare .venv (returns at once when nothing changed)
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make test   all tests        make check  lint and types        make ci  what CI runs
+# make bench  benchmarks, JSON in benchmarks/results
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= -r requirements/cpu.txt
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: setup demo test check ci clean
+.PHONY: setup demo test check bench ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -29,6 +30,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: setup
+	cd benchmarks && ../$(BIN)/python serving.py --write
+	cd benchmarks && ../$(BIN)/python gateway_cpu.py --write
 
 ci: check test
 

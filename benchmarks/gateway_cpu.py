@@ -4,7 +4,7 @@ Three processes on loopback: a load client, the gateway (real data path, uvloop,
 that answers from memory. Counted: the gateway process's own CPU time (user + system, /proc/PID/schedstat) over a run,
 less nothing. Excluded: the client's and the replica's CPU. Prints one JSON object.
 
-    python benchmarks/gateway_cpu.py [--requests N] [--streams N] [--profile FILE]
+    python benchmarks/gateway_cpu.py [--requests N] [--streams N] [--write] [--profile FILE]
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import platform
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from hardware import provenance, write_result
 
 from midstream.config import GatewaySettings
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import ServedNames
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
+from midstream.names import ServedNames
 from midstream.types import ReplicaReport
 
 BODY = (
@@ -168,6 +167,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=500)
     parser.add_argument("--interval-ms", type=float, default=10.0, help="between two chunks of a stream")
     parser.add_argument("--profile", help="write a cProfile of the gateway here (slows it down)")
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results/gateway_cpu.json")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -188,22 +188,20 @@ def main() -> None:
     reads = uvloop.run(load(port, args.streams, 1, b"/v1/chat/completions"))
     spent_us = (cpu_s(gateway.pid) - start) * 1e6
     chunks = args.streams * args.chunks
-    print(
-        json.dumps(
-            {
-                "cpu_us_per_request": round(request_us, 1),
-                "cpu_us_per_chunk": round((spent_us - args.streams * request_us) / chunks, 2),
-                "client_reads_per_chunk": round(reads / chunks, 3),
-                "requests": args.requests,
-                "streams": args.streams,
-                "chunks_per_stream": args.chunks,
-                "chunk_interval_ms": args.interval_ms,
-                "python": platform.python_version(),
-                "cpus": os.cpu_count(),
-                "machine": platform.machine(),
-            }
-        )
+    result = provenance(
+        requests=args.requests,
+        streams=args.streams,
+        chunks_per_stream=args.chunks,
+        chunk_interval_ms=args.interval_ms,
     )
+    result |= {
+        "cpu_us_per_request": round(request_us, 1),
+        "cpu_us_per_chunk": round((spent_us - args.streams * request_us) / chunks, 2),
+        "client_reads_per_chunk": round(reads / chunks, 3),
+    }
+    print(json.dumps(result))
+    if args.write:
+        write_result("gateway_cpu", result)
     ours.send("stop")
     gateway.join(10)
     replica.terminate()

@@ -120,7 +120,9 @@ class GatewayMetrics(Collector):
             for replica, report in reports:
                 counter.add_metric([replica], float(value(report)))
             yield counter
-        info = InfoMetricFamily("midstream_replica", "what serves now", labels=["replica"])
-        for replica, report in reports:
-            info.add_metric([replica], {"snapshot": report.snapshot, "stage": str(report.stage)})
+        info = InfoMetricFamily("midstream_replica", "what serves now, and where", labels=["replica"])
+        for view in self._views:
+            if (report := view.report) is not None:
+                about = {"snapshot": report.snapshot, "stage": str(report.stage), "url": view.url}
+                info.add_metric([view.name], about)
         yield info
