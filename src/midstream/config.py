@@ -29,6 +29,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_running: int = 128  # sequences stepped together
     max_waiting: int = 4096  # requests queued before 429
     threads: int = 1  # intra-op threads of one replica's engine
+    silence_s_max: float = 60.0  # an engine not heard of for so long (it reports between steps) is replaced
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +84,14 @@ def _checked(settings: Settings) -> Settings:
         (0 <= settings.port <= 65535, f"port must be 0 to 65535, got {settings.port}"),
         (settings.engine in get_args(EngineKind), f"engine must be embedded or vllm, got {settings.engine}"),
         (settings.embedded.block_size >= 2, "embedded.block_size must be at least 2"),
+        *(
+            (getattr(settings.embedded, name) >= 1, f"embedded.{name} must be at least 1")
+            for name in ("max_batch_tokens", "max_running", "max_waiting", "threads", "silence_s_max")
+        ),
+        (
+            settings.embedded.max_batch_tokens >= settings.embedded.max_running,
+            "embedded.max_batch_tokens must be at least embedded.max_running, or running sequences would starve",
+        ),
         (
             settings.embedded.kv_cache_tokens >= 2 * settings.embedded.block_size,
             "embedded.kv_cache_tokens must hold at least two blocks",

@@ -141,7 +141,10 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the last completed swap took, in milliseconds. pause_ms: no step ran for this long."""
+    """How long the last completed swap took, in milliseconds.
+
+    pause_ms: from the end of the last step before the switch until the switch, when sequences were running.
+    """
 
     snapshot: str
     fetch_ms: float = 0.0

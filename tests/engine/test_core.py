@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from engine_helpers import Collected, Reference, reference, request, run
+from safetensors.torch import load_file, save_file
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
-from midstream.types import BASE_SNAPSHOT
+from midstream.engine.embedded.runner import UnsupportedModel
+from midstream.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams
 
 torch.set_num_threads(1)
 
@@ -41,7 +45,7 @@ def test_records_equal_a_plain_forward_cold_and_warm(
     tiny_model: Callable[..., Path], batch_tokens: int, count: int
 ) -> None:
     model = tiny_model()
-    core = EngineCore(model, EngineSettings(max_batch_tokens=batch_tokens))
+    core = EngineCore(model, EngineSettings(max_batch_tokens=batch_tokens, max_running=batch_tokens))
     ref = reference(model)
     given = prompts(count, 1, 120)
     cold = run(core, [request(f"cold{i}", p, seed=i) for i, p in enumerate(given)])
@@ -136,8 +140,13 @@ def test_an_echo_after_a_swap_is_scored_by_the_snapshot_it_is_labelled_with(
     assert {r.snapshot for r in before.prompt[1:]} == {BASE_SNAPSHOT}
     assert {r.snapshot for r in after.prompt[1:]} == {"step-1"}
     assert_equals_reference(reference(new), prompt, after)
+    tail = run(core, [request("tail", prompt, echo=32)])["tail", 0]  # starts on a block boundary
+    assert [(r.logprob, r.route, r.snapshot) for r in tail.prompt] == [
+        (r.logprob, r.route, r.snapshot) for r in after.prompt[-32:]
+    ]
     again = run(core, [request("again", prompt)])["again", 0]
-    assert [r.logprob for r in again.prompt] == [r.logprob for r in after.prompt]
+    assert again.cached == 64
+    assert again.prompt == after.prompt
 
 
 def test_no_cache_hit_crosses_a_salt(tiny_model: Callable[..., Path]) -> None:
@@ -235,3 +244,113 @@ def test_a_request_that_can_never_run_is_refused_with_the_reason(
     assert request_id == "r"
     assert message in (event.error or "")
     assert core.idle
+
+
+def test_after_a_preemption_a_kept_logprob_still_comes_with_the_route_of_its_own_pass(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """Recomputed under other weights, a position takes another route; what was reported once must not change."""
+    core = EngineCore(tiny_model(dtype="bfloat16"), EngineSettings())
+    (prompt,) = prompts(1, 40, 41)
+    wanted = request("r", prompt, max_tokens=24)
+    core.add(wanted)
+    events = []
+    while sum(len(e.tokens) for _, e in events) < 9:
+        events += core.step()
+    core.set_staged(core.stage(tiny_model(seed=1, dtype="bfloat16")))
+    core.commit("step-1")
+    core.scheduler._preempt(core.scheduler.running[0])
+    core.pool.clear_cache()
+    while not core.idle:
+        events += core.step()
+    reported = [r for _, e in events for r in (*(e.prompt or ()), *e.tokens)]
+    ids = [r.token_id for r in reported]
+    echoed = run(core, [request("echo", ids, max_tokens=0)])["echo", 0].prompt
+    for position in range(1, len(ids)):
+        again = echoed[position]
+        if again.logprob == reported[position].logprob:  # kept, not computed again
+            assert (again.route, again.snapshot) == (reported[position].route, reported[position].snapshot)
+    assert {r.snapshot for r in echoed[1:]} == {"step-1"}
+
+
+@pytest.mark.parametrize("batch_tokens", [16, 1024])
+def test_alternatives_of_prompt_tokens_survive_chunked_prefill(
+    tiny_model: Callable[..., Path], batch_tokens: int
+) -> None:
+    core = EngineCore(tiny_model(), EngineSettings(max_batch_tokens=batch_tokens, max_running=16))
+    (prompt,) = prompts(1, 64, 65)
+    wanted = GenerateRequest(
+        request_id="r",
+        prompt=tuple(prompt),
+        sampling=SamplingParams(max_tokens=1),
+        top_logprobs=3,
+        prompt_records=64,
+    )
+    got = run(core, [wanted])["r", 0]
+    assert [len(r.top_logprobs) for r in got.prompt] == [0] + [3] * 63
+    best = [r.top_logprobs[0].logprob for r in got.prompt[1:]]
+    assert all(top >= r.logprob for top, r in zip(best, got.prompt[1:], strict=True))
+
+
+def test_a_snapshot_with_weights_that_are_not_finite_is_not_staged(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model(seed=1), broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match="not finite"):
+        core.stage(broken)
+
+
+def test_staging_leaves_the_default_dtype_alone_and_gives_the_serving_dtypes(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """torch's default dtype is process-wide: a load that changes it would change what a running step samples."""
+    core = EngineCore(tiny_model(dtype="bfloat16"), EngineSettings())
+    seen: set[torch.dtype] = set()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.add(torch.get_default_dtype())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    models = [core.stage(tiny_model(seed=1, dtype="bfloat16")) for _ in range(4)]
+    done.set()
+    watcher.join()
+    assert seen == {torch.float32}
+    serving = {n: p.dtype for n, p in core.runner.model.module.named_parameters()}
+    for model in models:
+        assert {n: p.dtype for n, p in model.module.named_parameters()} == serving
+
+
+def test_sampling_does_not_depend_on_the_default_dtype(tiny_model: Callable[..., Path]) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    wanted = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "top_k": 50, "max_tokens": 12, "seed": 4}
+    expected = run(core, [request("a", [1, 2, 3], **wanted)])["a", 0].tokens
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = run(core, [request("b", [1, 2, 3], **wanted)])["b", 0].tokens
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [r.token_id for r in got] == [r.token_id for r in expected]
+    assert [r.sampling_logprob for r in got] == pytest.approx(
+        [r.sampling_logprob for r in expected], abs=1e-5
+    )
+
+
+def test_one_choice_can_be_ended_while_the_others_go_on(tiny_model: Callable[..., Path]) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    core.add(request("r", [1, 2, 3], n=3, max_tokens=30, echo=0))
+    seen = [output for _ in range(6) for output in core.step()]
+    core.abort("r", 1)
+    before = len(seen)
+    while not core.idle:
+        seen += core.step()
+    core.check()
+    assert {event.index for _, event in seen[before:]} == {0, 2}
+    assert sum(event.finish == "length" for _, event in seen) == 2

@@ -137,3 +137,58 @@ def test_a_missing_model_is_reported_with_its_reason(tmp_path: Path) -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_a_newer_staging_supersedes_the_one_before_and_only_it_can_be_committed(
+    tiny_model: Callable[..., Path],
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        snapshots = [tiny_model(seed=i) for i in (1, 2, 3)]
+        results = await asyncio.gather(
+            *(engine.stage(f"step-{i}", path) for i, path in enumerate(snapshots, start=1)),
+            return_exceptions=True,
+        )
+        assert results[-1] is None
+        assert [type(r) for r in results[:-1]] == [StagingFailed, StagingFailed]
+        with pytest.raises(StagingFailed):
+            await engine.commit("step-2")
+        await engine.commit("step-3")
+        got = await records(engine, request("r", [1, 2], max_tokens=3, echo=0))
+        assert {r.snapshot for r in got} == {"step-3"}
+
+    with_engine(tiny_model(), body)
+
+
+def test_a_choice_that_is_ended_gives_no_further_event_and_the_iterator_ends_with_the_last(
+    tiny_model: Callable[..., Path],
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        counts = {0: 0, 1: 0}
+        async for event in engine.generate(request("r", [1, 2], n=2, max_tokens=60, echo=0)):
+            counts[event.index] += len(event.tokens)
+            if counts[1] == 3:
+                engine.end_choice("r", 1)
+        assert counts == {0: 60, 1: 3}
+        stream = engine.generate(request("s", [1, 2], max_tokens=4000, echo=0))
+        await anext(stream)
+        engine.end_choice("s", 0)
+        assert [event async for event in stream] == []
+        await blocks_in_use(engine, 0)
+
+    with_engine(tiny_model(), body)
+
+
+def test_an_engine_that_goes_silent_is_killed(tiny_model: Callable[..., Path]) -> None:
+    async def main() -> None:
+        engine = EmbeddedEngine(tiny_model(), EngineSettings(kv_cache_tokens=8192, silence_s_max=2.0))
+        await engine.start()
+        stream = engine.generate(request("r", [1, 2, 3], max_tokens=4000, echo=0))
+        await anext(stream)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDied):
+            async for _ in stream:
+                pass
+        await engine.close()
+
+    asyncio.run(main())

@@ -38,6 +38,12 @@ class Engine(abc.ABC):
         the engine stops within one step and its KV blocks are free again. Raises EngineDied.
         """
 
+    def end_choice(self, request_id: str, index: int) -> None:  # noqa: B027 - optional to override
+        """Stop one choice of a running request: no further event of it comes, and its KV is free within a step.
+
+        The iterator of `generate` goes on with the other choices and ends when none is left. Unknown ids are ignored.
+        """
+
     @abc.abstractmethod
     async def stage(self, snapshot: str, directory: Path) -> None:
         """Prepare the verified files of `directory` beside the serving weights; steps go on meanwhile.
@@ -51,7 +57,7 @@ class Engine(abc.ABC):
 
         Every token sampled before the switch is labelled with the old snapshot, every one after it with the new one.
         Only safe after stage(snapshot) returned; raises StagingFailed when that snapshot is not the one staged,
-        EngineDied. The timing's pause_ms is the time in which no step ran.
+        EngineDied. The timing's pause_ms runs from the end of the last step before the switch to the switch.
         """
 
     @abc.abstractmethod

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from midstream.engine.embedded.blocks import PAD_SLOT
+
 IMPLEMENTATION = "midstream_paged"
 
 # The CPU kernel works on tiles of keys and rounds differently in a last, smaller tile (bfloat16: about 0.2 % of rows).
@@ -34,6 +36,7 @@ class PrefillSpan:
     last: int
     end: int
     slots: torch.Tensor  # [end rounded up to KEY_TILE] int64, padded with the pad slot
+    mask: torch.Tensor  # [queries rounded up to QUERY_TILE, slots] bool, True where a query may look
 
 
 @dataclass(frozen=True)
@@ -123,19 +126,26 @@ def _prefill(
 ) -> torch.Tensor:
     """query: [chunk, heads, head_dim] at the last `chunk` of positions 0..end-1."""
     chunk, heads, head_dim = query.shape
-    rows, length = round_up(chunk, QUERY_TILE), span.slots.shape[0]
-    padded = query.new_zeros((rows, heads, head_dim))
+    padded = query.new_zeros((span.mask.shape[0], heads, head_dim))
     padded[:chunk] = query
-    mask = torch.ones((rows, length), dtype=torch.bool, device=query.device).tril(diagonal=span.end - chunk)
     output = F.scaled_dot_product_attention(
         padded.transpose(0, 1).unsqueeze(0),
         keys.index_select(0, span.slots).transpose(0, 1).unsqueeze(0),
         values.index_select(0, span.slots).transpose(0, 1).unsqueeze(0),
-        attn_mask=mask,
+        attn_mask=span.mask,
         scale=scaling,
         enable_gqa=heads != keys.shape[1],
     )
     return output[0, :, :chunk].transpose(0, 1)
+
+
+def prefill_span(first: int, last: int, slots: torch.Tensor) -> PrefillSpan:
+    """slots: [end] int64, those of positions 0..end-1; the span's queries are the last of them."""
+    end, queries = slots.shape[0], last - first
+    padded = slots.new_full((round_up(end, KEY_TILE),), PAD_SLOT)
+    padded[:end] = slots
+    mask = torch.ones((round_up(queries, QUERY_TILE), padded.shape[0]), dtype=torch.bool, device=slots.device)
+    return PrefillSpan(first, last, end, padded, mask.tril_(diagonal=end - queries))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -1,18 +1,18 @@
 """One engine: requests in, a step at a time, events out.
 
-Owns: what is remembered per KV slot (the snapshot that computed it, its route, the token's prompt score) and the
-translation of a step's numbers into token records.
+Owns: the translation of a step's numbers into token records, and what is remembered beside the KV for later requests.
 Always holds:
 - The snapshot written into a record is the one whose forward pass gave the logits, because both are read in the same
   step and weights change only between steps.
-- What is kept beside a cached block is what a cold run would report: a block is reused for an echo only if its scores were
-  computed under the snapshot that serves now.
-- A failed step ends the requests that were in it, and no other.
+- A record's logprob, snapshot and route are of one pass, also when they were kept (scores.py). A cached block is reused for
+  an echo only if the snapshot that serves now scored it.
+- A failed step ends the requests that were in it, and no other; after three in a row the engine gives up.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -23,9 +23,10 @@ import torch
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.blocks import BlockPool
-from midstream.engine.embedded.runner import LoadedModel, Runner, load_model
+from midstream.engine.embedded.runner import LoadedModel, Runner, load_beside, load_model
 from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, score
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
+from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
 from midstream.types import (
     BASE_SNAPSHOT,
     EngineStats,
@@ -40,7 +41,8 @@ from midstream.types import (
 
 logger = logging.getLogger(__name__)
 
-NO_SNAPSHOT = -1
+FAILED_STEPS_MAX = 3
+SCORED_ROWS_MAX = 256  # prompt rows turned into float32 log-probabilities at a time
 
 
 @dataclass(eq=False)
@@ -67,7 +69,6 @@ class EngineCore:
         self._settings = settings
         dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
         model = load_model(model_dir, dtype, settings.device)
-        self._dtype: torch.dtype = model.module.dtype
         num_blocks = settings.kv_cache_tokens // settings.block_size + 1
         self.runner = Runner(
             model, block_size=settings.block_size, num_blocks=num_blocks, device=settings.device
@@ -77,21 +78,25 @@ class EngineCore:
             self.pool,
             max_batch_tokens=settings.max_batch_tokens,
             max_running=settings.max_running,
-            scored=self._has_scores,
-            on_allocate=self._forget_block,
+            scored=lambda block, offset: self._scores.complete(block, offset, self._ordinal),
+            on_allocate=lambda block: self._scores.forget(block),
         )
-        slots = num_blocks * settings.block_size
         self.snapshots = [BASE_SNAPSHOT]  # by ordinal; the last one serves
-        self.kv_snapshot = np.full(slots, NO_SNAPSHOT, dtype=np.int32)
-        self._score = np.zeros(slots, dtype=np.float32)
-        self._score_snapshot = np.full(slots, NO_SNAPSHOT, dtype=np.int32)
-        self._route = np.zeros((slots, max(model.routers, 0), max(model.top_k, 1)), dtype=_route_dtype(model))
+        self._scores = ScoreStore(
+            num_blocks, settings.block_size, model.routers, model.top_k, _route_dtype(model)
+        )
         self._handles: dict[str, Handle] = {}
+        self._failed_steps = 0
+        self._step_ended = 0.0
         self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
 
     @property
     def snapshot(self) -> str:
         return self.snapshots[-1]
+
+    @property
+    def _ordinal(self) -> int:
+        return len(self.snapshots) - 1
 
     @property
     def idle(self) -> bool:
@@ -126,40 +131,50 @@ class EngineCore:
             self.scheduler.add(sequence)
         return []
 
-    def abort(self, request_id: str) -> None:
-        """Drop what is left of a request; unknown ids (already finished) are fine."""
-        handle = self._handles.pop(request_id, None)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop what is left of a request, or one choice of it; unknown ids (already finished) are fine."""
+        handle = self._handles.get(request_id)
         for sequence in handle.sequences if handle else ():
-            if not sequence.done:
-                self.scheduler.remove(sequence)
+            if not sequence.done and index in (None, sequence.index):
+                self._finish(sequence)
 
     def step(self) -> list[Output]:
-        """Compute one batch and report it; nothing to do gives no events."""
+        """Compute one batch and report it; nothing to do gives no events. Raises what keeps failing."""
         works = self.scheduler.plan()
         if not works:
             return []
         try:
-            return self._run(works)
+            outputs = self._run(works)
         except RuntimeError as error:  # torch reports every kernel failure as one
             logger.exception("step failed; its %d sequences end with an error", len(works))
-            ids = dict.fromkeys(w.seq.request.request_id for w in works)
-            for request_id in ids:
-                self.abort(request_id)
-            return [(i, GenerationEvent(error=f"the engine failed on this request: {error}")) for i in ids]
+            self._failed_steps += 1
+            if self._failed_steps >= FAILED_STEPS_MAX or isinstance(error, torch.AcceleratorError):
+                raise  # the device or the weights are in doubt: a fresh process is the cure
+            return self._end_with_error(works, f"the engine failed on this request: {error}")
+        self._failed_steps = 0
+        self._step_ended = time.perf_counter()
+        return outputs
+
+    def _end_with_error(self, works: list[Work], message: str) -> list[Output]:
+        ids = dict.fromkeys(w.seq.request.request_id for w in works)
+        for request_id in ids:
+            self.abort(request_id)
+        return [(request_id, GenerationEvent(error=message)) for request_id in ids]
 
     def stage(self, directory: Path) -> LoadedModel:
         """Load a snapshot's files; touches nothing that serves. May run on another thread."""
-        return load_model(directory, self._dtype, self._settings.device)
+        return load_beside(self.runner.model, directory, self._settings.device)
 
     def set_staged(self, model: LoadedModel | None) -> None:
         self.runner.staged = model
 
     def commit(self, snapshot: str) -> SwapTiming:
         """Switch weights between two steps; running sequences keep their KV."""
-        started = time.perf_counter()
         crossed = len(self.scheduler.running)
+        started = self._step_ended if crossed else time.perf_counter()
         self.runner.switch()
         self.snapshots.append(snapshot)
+        self.scheduler.epoch += 1
         pause_ms = (time.perf_counter() - started) * 1e3
         return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
 
@@ -184,83 +199,71 @@ class EngineCore:
         wanted = [row for _, _, row in rows.scores] + [row for _, row in rows.samples]
         logits, routes = self.runner.forward(works, wanted)
         self._steps += 1
-        self._remember_pass(works, routes)
         split = len(rows.scores)
-        if split:
-            self._keep_scores(rows, logits[:split])
-        prompt_tops = self._prompt_tops(rows, logits[:split]) if split else {}
+        for first in range(0, split, SCORED_ROWS_MAX):
+            last = min(first + SCORED_ROWS_MAX, split)
+            self._keep_scores(rows.scores[first:last], logits[first:last], routes)
         sampled = _sample(rows.samples, logits[split:]) if rows.samples else None
         for work in works:
+            self._keep_last_sampled(work)
             self._advance(work)
-        return self._report(rows, sampled, routes, prompt_tops)
+        return self._report(rows, sampled, routes)
 
-    def _remember_pass(self, works: list[Work], routes: np.ndarray | None) -> None:
-        row = 0
-        for work in works:
-            skip = max(work.write_from - work.first, 0)
-            slots = self._slots(work.seq, work.first + skip, work.last)
-            self.kv_snapshot[slots] = len(self.snapshots) - 1
-            if routes is not None:
-                self._route[slots] = routes[row + skip : row + work.size]
-            row += work.size
-            last = work.seq.last_sampled
-            if last is not None and work.last == len(work.seq.tokens):
-                slot = self._slot(work.seq, work.last - 1)
-                self._score[slot], self._score_snapshot[slot] = last
+    def _keep_scores(
+        self, scores: list[tuple[Work, int, int]], logits: torch.Tensor, routes: np.ndarray | None
+    ) -> None:
+        """scores: (work, position, packed row), the pass at `position` scores the token after it."""
+        targets = [work.seq.tokens[position + 1] for work, position, _ in scores]
+        scored = score(logits, targets, [work.seq.request.top_logprobs for work, _, _ in scores])
+        slots = np.array([self._slot(work.seq, position + 1) for work, position, _ in scores])
+        taken = None if routes is None else routes[[row for _, _, row in scores]]
+        self._scores.write(slots, np.array(scored.logprobs), taken, self._ordinal)
+        for (work, position, _), top in zip(scores, scored.top, strict=True):
+            if top:
+                work.seq.prompt_tops[position + 1] = _alternatives(top)
 
-    def _keep_scores(self, rows: _Rows, logits: torch.Tensor) -> None:
-        targets = [work.seq.tokens[position + 1] for work, position, _ in rows.scores]
-        scored = score(logits, targets, [0] * len(targets))
-        slots = [self._slot(work.seq, position + 1) for work, position, _ in rows.scores]
-        self._score[slots] = scored.logprobs
-        self._score_snapshot[slots] = len(self.snapshots) - 1
-
-    def _prompt_tops(
-        self, rows: _Rows, logits: torch.Tensor
-    ) -> dict[tuple[int, int], tuple[TopLogprob, ...]]:
-        counts = [work.seq.request.top_logprobs for work, _, _ in rows.scores]
-        if not any(counts):
-            return {}
-        top = score(logits, [0] * len(counts), counts).top
-        return {
-            (id(work.seq), position + 1): _alternatives(pairs)
-            for (work, position, _), pairs in zip(rows.scores, top, strict=True)
-        }
+    def _keep_last_sampled(self, work: Work) -> None:
+        """The newest generated token gets its slot in the step that consumes it; its score is known since it was drawn."""
+        last = work.seq.last_sampled
+        if last is not None and work.last == len(work.seq.tokens):
+            logprob, ordinal, route = last
+            self._scores.write(self._slot(work.seq, work.last - 1), logprob, route, ordinal)
 
     def _advance(self, work: Work) -> None:
-        size = self.pool.block_size
         for own, holder in self.scheduler.advance(work):
-            offsets = np.flatnonzero(
-                self._score_snapshot[own * size : (own + 1) * size] == len(self.snapshots) - 1
-            )
-            self._score[holder * size + offsets] = self._score[own * size + offsets]
-            self._score_snapshot[holder * size + offsets] = len(self.snapshots) - 1
+            self._scores.copy(own, holder, self._ordinal)
 
-    def _report(
-        self,
-        rows: _Rows,
-        sampled: Sampled | None,
-        routes: np.ndarray | None,
-        prompt_tops: dict[tuple[int, int], tuple[TopLogprob, ...]],
-    ) -> list[Output]:
+    def _report(self, rows: _Rows, sampled: Sampled | None, routes: np.ndarray | None) -> list[Output]:
         outputs: list[Output] = []
         for i, (work, row) in enumerate(rows.samples):
+            assert sampled is not None
             seq = work.seq
-            tokens: tuple[TokenRecord, ...] = ()
-            finish: FinishReason | None = "length" if seq.request.sampling.max_tokens == 0 else None
-            prompt, cached = self._announce(seq, prompt_tops)
-            if finish is None:
-                assert sampled is not None
-                route = routes[row] if routes is not None and seq.request.want_routes else None
-                tokens = (self._record(sampled, i, route),)
-                finish = self._append(seq, tokens[0])
-            event = GenerationEvent(
-                index=seq.index, tokens=tokens, prompt=prompt, cached_tokens=cached, finish=finish
-            )
-            outputs.append((seq.request.request_id, event))
-            if finish is not None:
-                self._finish(seq)
+            if seq.done:
+                continue  # another choice of its request failed in this step
+            if not math.isfinite(sampled.logprobs[i]):
+                outputs += self._end_with_error(
+                    [work], f"snapshot {self.snapshot} gave a logit that is not finite"
+                )
+                continue
+            outputs.append((seq.request.request_id, self._event(seq, sampled, i, routes, row)))
         return outputs
+
+    def _event(
+        self, seq: Sequence, sampled: Sampled, i: int, routes: np.ndarray | None, row: int
+    ) -> GenerationEvent:
+        """Sample i of this step, computed at packed row `row`, as the next event of `seq`."""
+        prompt, cached = self._announce(seq)
+        tokens: tuple[TokenRecord, ...] = ()
+        finish: FinishReason | None = "length"
+        if seq.request.sampling.max_tokens > 0:
+            route = None if routes is None else routes[row]
+            record = self._record(sampled, i, route if seq.request.want_routes else None)
+            tokens, finish = (record,), self._append(seq, record, route)
+        if finish is not None:
+            self._finish(seq)
+        return GenerationEvent(
+            index=seq.index, tokens=tokens, prompt=prompt, cached_tokens=cached, finish=finish
+        )
 
     def _record(self, sampled: Sampled, i: int, route: np.ndarray | None) -> TokenRecord:
         return TokenRecord(
@@ -272,50 +275,44 @@ class EngineCore:
             top_logprobs=_alternatives(sampled.top[i]),
         )
 
-    def _append(self, seq: Sequence, record: TokenRecord) -> FinishReason | None:
+    def _append(self, seq: Sequence, record: TokenRecord, route: np.ndarray | None) -> FinishReason | None:
         seq.tokens.append(record.token_id)
-        seq.last_sampled = (record.logprob, len(self.snapshots) - 1)
+        seq.last_sampled = (record.logprob, self._ordinal, route)
         self._generated_tokens += 1
         if record.token_id in seq.request.sampling.stop_token_ids:
             return "stop"
         return "length" if seq.generated >= seq.request.sampling.max_tokens else None
 
-    def _announce(
-        self, seq: Sequence, prompt_tops: dict[tuple[int, int], tuple[TopLogprob, ...]]
-    ) -> tuple[tuple[TokenRecord, ...] | None, int | None]:
+    def _announce(self, seq: Sequence) -> tuple[tuple[TokenRecord, ...] | None, int | None]:
         """What the first event of a choice carries, once: prompt records and the number of cached prompt tokens."""
         if seq.announced:
             return None, None
-        prompt = self._prompt_records(seq, prompt_tops) if seq.request.prompt_records else None
+        prompt = self._prompt_records(seq) if seq.request.prompt_records else None
         seq.announced = True
+        seq.prompt_tops.clear()
         cached = seq.cached_tokens or 0
         if seq.index == 0:
             self._prompt_tokens += seq.prompt_len
             self._cached_tokens += cached
         return prompt, cached
 
-    def _prompt_records(
-        self, seq: Sequence, prompt_tops: dict[tuple[int, int], tuple[TopLogprob, ...]]
-    ) -> tuple[TokenRecord, ...]:
+    def _prompt_records(self, seq: Sequence) -> tuple[TokenRecord, ...]:
         first = max(seq.prompt_len - seq.request.prompt_records, 0)
-        slots = self._slots(seq, 0, seq.prompt_len)
         records = []
         for position in range(first, seq.prompt_len):
-            slot = slots[position]
             if position == 0:
                 records.append(TokenRecord(seq.tokens[0], 0.0, None, self.snapshot))
                 continue
-            ordinal = int(self._score_snapshot[slot])
+            logprob, ordinal, route = self._scores.read(self._slot(seq, position))
             assert ordinal != NO_SNAPSHOT, f"prompt position {position} was not scored"
-            routed = seq.request.want_routes and self._route.shape[1] > 0
             records.append(
                 TokenRecord(
                     token_id=seq.tokens[position],
-                    logprob=float(self._score[slot]),
+                    logprob=logprob,
                     sampling_logprob=None,
                     snapshot=self.snapshots[ordinal],
-                    route=self._route[slots[position - 1]].tobytes() if routed else None,
-                    top_logprobs=prompt_tops.get((id(seq), position), ()),
+                    route=route if seq.request.want_routes else None,
+                    top_logprobs=seq.prompt_tops.get(position, ()),
                 )
             )
         return tuple(records)
@@ -326,23 +323,9 @@ class EngineCore:
         if handle is not None and all(s.done for s in handle.sequences):
             del self._handles[seq.request.request_id]
 
-    def _has_scores(self, block: int, first_offset: int) -> bool:
-        start = block * self.pool.block_size
-        kept = self._score_snapshot[start + first_offset : start + self.pool.block_size]
-        return bool((kept == len(self.snapshots) - 1).all())
-
-    def _forget_block(self, block: int) -> None:
-        start = block * self.pool.block_size
-        self._score_snapshot[start : start + self.pool.block_size] = NO_SNAPSHOT
-
     def _slot(self, seq: Sequence, position: int) -> int:
         size = self.pool.block_size
         return seq.blocks[position // size] * size + position % size
-
-    def _slots(self, seq: Sequence, first: int, last: int) -> np.ndarray:
-        size = self.pool.block_size
-        positions = np.arange(first, last)
-        return np.asarray(seq.blocks, dtype=np.int64)[positions // size] * size + positions % size
 
 
 def _rows_needed(works: list[Work]) -> _Rows:

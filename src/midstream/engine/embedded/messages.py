@@ -26,7 +26,10 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
+    """index: one choice; None: the whole request."""
+
     request_id: str
+    index: int | None = None
 
 
 class StageSnapshot(msgspec.Struct, tag=True, frozen=True):

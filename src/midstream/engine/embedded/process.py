@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0
 
 
+class _Stream:
+    """The events of one request on their way to its iterator; an int in the queue: that choice was ended here."""
+
+    def __init__(self, choices: int) -> None:
+        self.queue: asyncio.Queue[GenerationEvent | int | None] = asyncio.Queue()
+        self.open = set(range(choices))
+
+
 class EmbeddedEngine(Engine):
     def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
         self._model_dir = model_dir
@@ -33,9 +41,11 @@ class EmbeddedEngine(Engine):
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader_task: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[m.Done]] = {}
         self._numbers = itertools.count(1)
-        self._streams: dict[str, asyncio.Queue[GenerationEvent | None]] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._heard_at = 0.0
         self._stats = EngineStats()
         self._death: Callable[[str], Awaitable[None]] | None = None
         self._closing = False
@@ -56,6 +66,7 @@ class EmbeddedEngine(Engine):
                 [sys.executable, "-m", "midstream.engine.embedded.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,  # this process's own standard output may be somebody's protocol
             )
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -68,7 +79,9 @@ class EmbeddedEngine(Engine):
             await self._stop()
             raise EngineDied(reply.error)
         assert isinstance(reply, m.Ready)
+        self._heard_at = asyncio.get_running_loop().time()
         self._reader_task = asyncio.create_task(self._read(reader))
+        self._watchdog = asyncio.create_task(self._watch(self._process))
         return reply.info
 
     async def close(self) -> None:
@@ -77,24 +90,33 @@ class EmbeddedEngine(Engine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         if self._writer is None or self._writer.is_closing():
             raise EngineDied("the engine is not running")
-        events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
-        self._streams[request.request_id] = events
+        stream = self._streams[request.request_id] = _Stream(request.n)
         self._send(m.Generate(request))
-        open_choices = request.n
         try:
-            while open_choices:
-                event = await events.get()
+            while stream.open:
+                event = await stream.queue.get()
                 if event is None:
                     raise EngineDied("the engine process died")
+                if isinstance(event, int):
+                    stream.open.discard(event)
+                    continue
                 if event.error is not None:
-                    open_choices = 0
+                    stream.open.clear()
+                elif event.index not in stream.open:
+                    continue  # was on its way when the choice was ended
                 elif event.finish is not None:
-                    open_choices -= 1
+                    stream.open.discard(event.index)
                 yield event
         finally:
             self._streams.pop(request.request_id, None)
-            if open_choices:
+            if stream.open:
                 self._send(m.Abort(request.request_id))
+
+    def end_choice(self, request_id: str, index: int) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and index in stream.open:
+            stream.queue.put_nowait(index)
+            self._send(m.Abort(request_id, index))
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory)))
@@ -141,15 +163,31 @@ class EmbeddedEngine(Engine):
                 self._dispatch(await _receive(reader))
         except (EOFError, OSError):
             await self._died()
+        except Exception:  # what cannot be understood cannot be trusted: replace the process
+            logger.exception("the engine process said something unexpected; killing it")
+            if self._process is not None:
+                self._process.kill()
+            await self._died()
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill an engine that has not been heard of for too long; the reader then sees it end."""
+        loop = asyncio.get_running_loop()
+        while (left_s := self._heard_at + self._settings.silence_s_max - loop.time()) > 0:  # noqa: ASYNC110 - there is no event for silence
+            await asyncio.sleep(left_s)
+        logger.error(
+            "engine process %s was silent for %.0f s; killing it", process.pid, self._settings.silence_s_max
+        )
+        process.kill()
 
     def _dispatch(self, reply: m.Reply) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
         match reply:
             case m.Events(events, stats):
                 self._stats = stats
                 for request_id, event in events:
                     stream = self._streams.get(request_id)
                     if stream is not None:  # None: aborted while this event was on its way
-                        stream.put_nowait(event)
+                        stream.queue.put_nowait(event)
             case m.Done(call):
                 future = self._calls.get(call)
                 if future is not None and not future.done():
@@ -166,10 +204,12 @@ class EmbeddedEngine(Engine):
             await self._death(f"the engine process ended with code {code}")
 
     def _end_everything(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         if self._writer is not None:
             self._writer.close()
         for stream in self._streams.values():
-            stream.put_nowait(None)
+            stream.queue.put_nowait(None)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDied("the engine process died"))
@@ -179,9 +219,10 @@ class EmbeddedEngine(Engine):
         """End the child: closing the socket asks it to leave, a kill follows if it does not."""
         self._closing = True
         self._end_everything()
-        task, self._reader_task = self._reader_task, None
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
+        tasks, self._reader_task, self._watchdog = (self._reader_task, self._watchdog), None, None
+        for task in tasks:
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
         process, self._process = self._process, None
         if process is None:
             return

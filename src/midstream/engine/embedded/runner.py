@@ -21,10 +21,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from midstream.engine.embedded.attention import (
     IMPLEMENTATION,
-    KEY_TILE,
     KVCache,
     PackedBatch,
-    PrefillSpan,
+    prefill_span,
     round_up,
 )
 from midstream.engine.embedded.blocks import PAD_SLOT, SCRATCH_SLOT
@@ -77,6 +76,42 @@ def load_model(directory: Path, dtype: torch.dtype | None, device: str) -> Loade
     return loaded
 
 
+def load_beside(serving: LoadedModel, directory: Path, device: str) -> LoadedModel:
+    """Load a snapshot with the serving model's dtypes while that one serves. Raises UnsupportedModel.
+
+    transformers sets the process-wide default dtype to the one it loads in while it builds the module, which a step on
+    another thread would see. So load in float32, the default anyway, and cast each tensor: casting up and back is exact.
+    """
+    loaded = load_model(directory, torch.float32, device)
+    for kind in ("named_parameters", "named_buffers"):
+        wanted = dict(getattr(serving.module, kind)())
+        found = dict(getattr(loaded.module, kind)())
+        if {n: t.shape for n, t in wanted.items()} != {n: t.shape for n, t in found.items()}:
+            raise UnsupportedModel("its parameters are not those of the serving model")
+        for name, tensor in found.items():
+            tensor.data = tensor.data.to(wanted[name].dtype)
+    probe(loaded, KVCache(2))
+    return loaded
+
+
+@torch.inference_mode()
+def probe(model: LoadedModel, cache: KVCache) -> None:
+    """One token through the model on the scratch slot; allocates `cache`. Raises UnsupportedModel on logits not finite."""
+    device = next(model.module.parameters()).device
+    slot = torch.tensor([SCRATCH_SLOT], device=device)
+    logits = model.module(
+        input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+        position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+        attention_mask=None,
+        use_cache=False,
+        midstream_batch=PackedBatch(slot, 0, slot, slot, (prefill_span(0, 1, slot),)),
+        midstream_cache=cache,
+    ).logits
+    model.captured.clear()
+    if not torch.isfinite(logits).all():
+        raise UnsupportedModel("the model's logits are not finite")
+
+
 def _hook_routers(loaded: LoadedModel) -> None:
     recorder = getattr(loaded.module, "_can_record_outputs", None) or {}
     if "router_logits" not in recorder:
@@ -121,6 +156,7 @@ class Runner:
         self.device = torch.device(device)
         self.cache = KVCache(num_blocks * block_size)
         self.staged: LoadedModel | None = None
+        probe(model, self.cache)
 
     @torch.inference_mode()
     def forward(
@@ -182,11 +218,7 @@ class Runner:
         mask.masked_fill_(hidden, float("-inf"))
         prefills, first = [], decodes
         for work, table in zip(works[decodes:], tables[decodes:], strict=True):
-            slots = np.full(round_up(work.last, KEY_TILE), PAD_SLOT, dtype=np.int64)
-            slots[: work.last] = table
-            prefills.append(
-                PrefillSpan(first, first + work.size, work.last, torch.from_numpy(slots).to(self.device))
-            )
+            prefills.append(prefill_span(first, first + work.size, torch.from_numpy(table).to(self.device)))
             first += work.size
         return PackedBatch(
             write_slots=torch.from_numpy(np.concatenate(write)).to(self.device),

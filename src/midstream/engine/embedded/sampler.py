@@ -18,6 +18,7 @@ import torch
 
 from midstream.types import SamplingParams
 
+GREEDY_BELOW = 1e-5  # dividing logits by less overflows float32
 _MASK = (1 << 64) - 1
 
 
@@ -58,8 +59,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     """One token per row. logits: [rows, vocab], any float dtype, unmodified model output."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     scores = _penalised(logits.float(), rows)
-    temperature = torch.tensor([r.params.temperature for r in rows], device=logits.device).unsqueeze(1)
-    greedy = temperature <= 0
+    temperatures = [r.params.temperature for r in rows]
+    temperature = torch.tensor(temperatures, dtype=torch.float32, device=logits.device).unsqueeze(1)
+    greedy = temperature < GREEDY_BELOW
     probs = torch.softmax(scores / torch.where(greedy, torch.ones_like(temperature), temperature), dim=-1)
     probs = _filtered(probs, rows)
     draws = np.array([uniform(r.params.seed, r.index, r.position) for r in rows])
@@ -130,7 +132,7 @@ def _filtered(probs: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     limited = [
         i
         for i, r in enumerate(rows)
-        if r.params.temperature > 0
+        if r.params.temperature >= GREEDY_BELOW
         and (0 < r.params.top_k < vocab or r.params.top_p < 1 or r.params.min_p > 0)
     ]
     if not limited:

@@ -5,8 +5,8 @@ Always holds:
 - A sequence's tokens are prompt + generated; KV is valid for positions 0..computed-1, in its own blocks or shared ones.
 - Sequences with one token to compute (decode) go first, so a long prompt never keeps a stream out of a step; what is
   left of the token budget goes to prefills in arrival order.
-- When blocks run out the youngest running sequence is preempted: its blocks are released, its tokens stay, and it
-  recomputes later. Nothing already reported changes.
+- When blocks run out a running sequence is preempted, the youngest that has not crossed a swap if there is one: its
+  blocks are released, its tokens stay, and it recomputes later. Nothing already reported changes.
 - An admitted sequence can always finish: a request that could outgrow the pool is refused by `check_fits`.
 """
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from midstream.engine.embedded.blocks import BlockPool, OutOfBlocks, block_hash, root_hash
-from midstream.types import GenerateRequest
+from midstream.types import GenerateRequest, TopLogprob
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +37,13 @@ class Sequence:
     computed: int = 0
     cursor: int = 0  # next position to run; below `computed` only to get logits there again
     cached_tokens: int | None = None  # set at first admission
-    last_sampled: tuple[float, int] | None = None  # raw logprob of the last generated token, snapshot ordinal
+    last_sampled: tuple[float, int, Any] | None = (
+        None  # of the last generated token: raw logprob, snapshot, route
+    )
+    prompt_tops: dict[int, tuple[TopLogprob, ...]] = field(
+        default_factory=dict
+    )  # alternatives, until announced
+    epoch: int = 0  # of the weights its first KV was computed under
     announced: bool = False  # the event with cached_tokens and prompt records is out
     done: bool = False
 
@@ -88,6 +95,7 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.epoch = 0  # raised at every swap
         self._budget = max_batch_tokens
         self._max_running = max_running
         self._scored = scored
@@ -181,6 +189,7 @@ class Scheduler:
             return False
         self.waiting.popleft()
         self.running.append(seq)
+        seq.epoch = self.epoch
         seq.blocks = shared + [self._allocate() for _ in range(needed)]
         seq.indexed = len(shared)
         seq.computed = len(shared) * self.pool.block_size
@@ -222,11 +231,16 @@ class Scheduler:
             try:
                 seq.blocks.append(self._allocate())
             except OutOfBlocks:
-                victim = self.running[-1]
+                victim = self._victim()
                 self._preempt(victim)
                 if victim is seq:
                     return False
         return True
+
+    def _victim(self) -> Sequence:
+        """The youngest whose KV is all of the current weights, since recomputing changes nothing there; else the youngest."""
+        current = [seq for seq in self.running if seq.epoch == self.epoch]
+        return (current or self.running)[-1]
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

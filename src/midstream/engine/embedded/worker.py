@@ -1,6 +1,6 @@
 """The engine process: take commands, step, report; nothing else runs here.
 
-Owns: the loop of one EngineCore and the staging thread. Started by process.py with one end of a socket pair.
+Owns: the loop of one EngineCore. Started by process.py with one end of a socket pair.
 Always holds: weights change only between two steps, in this loop; the process ends when the socket closes, so it never
 outlives its replica.
 """
@@ -11,12 +11,10 @@ import contextlib
 import gc
 import logging
 import os
-import queue
 import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,7 @@ import transformers
 
 from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.runner import LoadedModel
+from midstream.engine.embedded.staging import Staged, Stager
 from midstream.types import SwapTiming
 
 STATS_INTERVAL_S = 0.25
@@ -72,15 +70,14 @@ class Worker:
         self._core = core
         self._paused = False
         self._staged: str | None = None
-        self._staging: int | None = None  # the call whose staging is the current one
-        self._loaded: queue.SimpleQueue[tuple[m.StageSnapshot, LoadedModel | str]] = queue.SimpleQueue()
+        self._stager = Stager(core.stage)
         self._reported_at = 0.0
 
     def run(self) -> None:
         while True:
             for command in self._channel.receive(self._wait_s()):
                 self._handle(command)
-            self._take_loaded()
+            self._answer(self._stager.take())
             outputs = [] if self._paused else self._core.step()
             now = time.monotonic()
             if outputs or now - self._reported_at >= STATS_INTERVAL_S:
@@ -90,7 +87,7 @@ class Worker:
     def _wait_s(self) -> float:
         if not self._paused and not self._core.idle:
             return 0.0
-        return 0.001 if self._staging is not None else STATS_INTERVAL_S
+        return 0.001 if self._stager.busy else STATS_INTERVAL_S
 
     def _handle(self, command: m.Command) -> None:
         match command:
@@ -98,11 +95,10 @@ class Worker:
                 refused = self._core.add(request)
                 if refused:
                     self._channel.send(m.Events(refused, self._core.stats()))
-            case m.Abort(request_id):
-                self._core.abort(request_id)
+            case m.Abort(request_id, index):
+                self._core.abort(request_id, index)
             case m.StageSnapshot():
-                self._staging = command.call
-                threading.Thread(target=self._load, args=(command,), daemon=True).start()
+                self._answer(self._stager.submit(command))
             case m.Commit(call, snapshot):
                 self._commit(call, snapshot)
             case m.Pause(call):
@@ -112,28 +108,14 @@ class Worker:
                 self._paused = False
                 self._channel.send(m.Done(call))
 
-    def _load(self, command: m.StageSnapshot) -> None:
-        """On the staging thread: files to a model object."""
-        try:
-            result: LoadedModel | str = self._core.stage(Path(command.directory))
-        except Exception as error:
-            logging.getLogger(__name__).warning("staging %s failed", command.snapshot, exc_info=True)
-            result = f"{type(error).__name__}: {error}"
-        self._loaded.put((command, result))
-
-    def _take_loaded(self) -> None:
-        while self._staging is not None and not self._loaded.empty():
-            command, result = self._loaded.get()
-            if command.call != self._staging:
-                self._channel.send(m.Done(command.call, error="superseded by a newer snapshot"))
-                continue
-            self._staging = None
+    def _answer(self, staged: list[Staged]) -> None:
+        for request, result in staged:
             if isinstance(result, str):
-                self._channel.send(m.Done(command.call, error=result))
+                self._channel.send(m.Done(request.call, error=result))
                 continue
             self._core.set_staged(result)
-            self._staged = command.snapshot
-            self._channel.send(m.Done(command.call))
+            self._staged = request.snapshot
+            self._channel.send(m.Done(request.call))
 
     def _commit(self, call: int, snapshot: str) -> None:
         if self._staged != snapshot:

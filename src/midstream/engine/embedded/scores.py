@@ -1,0 +1,62 @@
+"""What is remembered of the pass that scored each cached token, so that a warm echo equals a cold one.
+
+Owns: per KV slot, the raw logprob of the token at that position, the snapshot whose logits gave it, and the route of that same
+pass (input position p-1 for the token at p). No torch.
+Always holds: the three are written together, so a logprob is never paired with the route or the label of another pass; a slot
+given to a new owner has no score.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NO_SNAPSHOT = -1
+
+
+class ScoreStore:
+    """Snapshots are ordinals. moe_layers 0: a dense model, no routes."""
+
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        moe_layers: int,
+        top_k: int,
+        route_dtype: np.dtype[np.unsignedinteger],
+    ) -> None:
+        slots = blocks * block_size
+        self._size = block_size
+        self._logprob = np.zeros(slots, dtype=np.float32)
+        self._snapshot = np.full(slots, NO_SNAPSHOT, dtype=np.int32)
+        self._route = np.zeros((slots, moe_layers, top_k if moe_layers else 1), dtype=route_dtype)
+
+    def write(
+        self, slots: np.ndarray | int, logprobs: np.ndarray | float, routes: np.ndarray | None, snapshot: int
+    ) -> None:
+        """routes: [len(slots), moe_layers, top_k], or of one slot without the first axis; None on a dense model."""
+        self._logprob[slots] = logprobs
+        self._snapshot[slots] = snapshot
+        if routes is not None:
+            self._route[slots] = routes
+
+    def read(self, slot: int) -> tuple[float, int, bytes | None]:
+        """(logprob, snapshot, route); the snapshot is NO_SNAPSHOT where nothing was scored."""
+        route = self._route[slot].tobytes() if self._route.shape[1] else None
+        return float(self._logprob[slot]), int(self._snapshot[slot]), route
+
+    def complete(self, block: int, first_offset: int, snapshot: int) -> bool:
+        """Whether the block's tokens from that offset on were all scored under `snapshot`."""
+        start = block * self._size
+        return bool((self._snapshot[start + first_offset : start + self._size] == snapshot).all())
+
+    def forget(self, block: int) -> None:
+        start = block * self._size
+        self._snapshot[start : start + self._size] = NO_SNAPSHOT
+
+    def copy(self, source: int, target: int, snapshot: int) -> None:
+        """What `source` holds under `snapshot` also stands for `target`, a block of equal content."""
+        offsets = np.flatnonzero(self._snapshot[source * self._size : (source + 1) * self._size] == snapshot)
+        ours, theirs = source * self._size + offsets, target * self._size + offsets
+        self._logprob[theirs] = self._logprob[ours]
+        self._snapshot[theirs] = snapshot
+        self._route[theirs] = self._route[ours]

@@ -1,0 +1,69 @@
+"""Loads snapshots beside the serving model, one at a time.
+
+Owns: the staging thread. Always holds: one load at a time; a newer request replaces one that waits, and the result of one it
+overtook is thrown away; every request gets exactly one result.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from midstream.engine.embedded.messages import StageSnapshot
+from midstream.engine.embedded.runner import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+SUPERSEDED = "superseded by a newer snapshot"
+
+Staged = tuple[StageSnapshot, LoadedModel | str]  # a string is why it failed
+
+
+class Stager:
+    """Use from the engine's loop; only `_run` is on the thread."""
+
+    def __init__(self, load: Callable[[Path], LoadedModel]) -> None:
+        self._load = load
+        self._running: StageSnapshot | None = None
+        self._next: StageSnapshot | None = None
+        self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
+
+    def __repr__(self) -> str:
+        return f"Stager(running={self._running}, next={self._next})"
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    def submit(self, request: StageSnapshot) -> list[Staged]:
+        """Load it as soon as the thread is free. Returns the result of the request this one replaces, if any."""
+        replaced: list[Staged] = [] if self._next is None else [(self._next, SUPERSEDED)]
+        self._next = request
+        self._start()
+        return replaced
+
+    def take(self) -> list[Staged]:
+        """What has finished since the last call."""
+        done: list[Staged] = []
+        while not self._finished.empty():
+            request, result = self._finished.get()
+            self._running = None
+            done.append((request, SUPERSEDED if self._next is not None else result))
+            self._start()
+        return done
+
+    def _start(self) -> None:
+        if self._running is None and self._next is not None:
+            self._running, self._next = self._next, None
+            threading.Thread(target=self._run, args=(self._running,), daemon=True).start()
+
+    def _run(self, request: StageSnapshot) -> None:
+        try:
+            result: LoadedModel | str = self._load(Path(request.directory))
+        except BaseException as error:  # also a panic of a native library: the request must get its answer
+            logger.warning("staging %s failed", request.snapshot, exc_info=True)
+            result = f"{type(error).__name__}: {error}"
+        self._finished.put((request, result))
