@@ -36,7 +36,23 @@ class PrefillSpan:
     last: int
     end: int
     slots: torch.Tensor  # [end rounded up to KEY_TILE] int64, padded with the pad slot
-    mask: torch.Tensor  # [queries rounded up to QUERY_TILE, slots] bool, True where a query may look
+    masks: dict[int | None, torch.Tensor] = field(
+        default_factory=dict
+    )  # by sliding window, made when first needed
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """[queries rounded up to QUERY_TILE, slots] bool, True where a query may look."""
+        if window not in self.masks:
+            queries, keys = round_up(self.last - self.first, QUERY_TILE), self.slots.shape[0]
+            offset = self.end - (self.last - self.first)  # position of the first query
+            mask = torch.ones((queries, keys), dtype=torch.bool, device=self.slots.device).tril_(
+                diagonal=offset
+            )
+            if window is not None:
+                mask.triu_(diagonal=offset - window + 1)
+                mask[self.last - self.first :, 0] = True  # padding queries must look somewhere
+            self.masks[window] = mask
+        return self.masks[window]
 
 
 @dataclass(frozen=True)
@@ -46,8 +62,33 @@ class PackedBatch:
     write_slots: torch.Tensor  # [tokens] int64
     decodes: int  # the first `decodes` tokens are one-token sequences
     decode_slots: torch.Tensor  # [decodes, longest] int64, padded with the pad slot
-    decode_mask: torch.Tensor  # [decodes, 1, 1, longest] additive, 0 or -inf, in the model's dtype
+    decode_lengths: torch.Tensor  # [decodes] int64
     prefills: tuple[PrefillSpan, ...]
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[decodes, 1, 1, longest] additive, 0 or -inf, in the model's dtype."""
+        if window not in self.masks:
+            positions = torch.arange(self.decode_slots.shape[1], device=self.decode_slots.device)
+            lengths = self.decode_lengths.unsqueeze(1)
+            hidden = positions >= lengths
+            if window is not None:
+                hidden |= positions < lengths - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+        return self.masks[window]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a layer's attention differs from plain causal softmax."""
+
+    scale: float | None
+    window: int | None = None  # a query sees this many positions, its own included
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
+    sinks: torch.Tensor | None = (
+        None  # [heads]: a logit per head that takes part in the softmax and has no value
+    )
 
 
 @dataclass
@@ -79,6 +120,9 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim].
@@ -90,62 +134,85 @@ def paged_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache.write(layer, batch.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = cache.keys[layer], cache.values[layer]
-    heads, kv_heads, width = query.shape[1], key.shape[1], value.shape[-1]
+    variant = Variant(scaling, sliding_window, softcap, s_aux)
     tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
-    output = tokens.new_empty((tokens.shape[0], heads, width))
+    output = tokens.new_empty((*tokens.shape[:2], value.shape[-1]))
     if batch.decodes:
-        output[: batch.decodes] = _decode(tokens[: batch.decodes], keys, values, batch, kv_heads, scaling)
+        output[: batch.decodes] = _decode(tokens[: batch.decodes], keys, values, batch, variant)
     for span in batch.prefills:
-        output[span.first : span.last] = _prefill(tokens[span.first : span.last], keys, values, span, scaling)
+        output[span.first : span.last] = _prefill(tokens[span.first : span.last], keys, values, span, variant)
     return output.unsqueeze(0), None
 
 
 def _decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: PackedBatch,
-    kv_heads: int,
-    scaling: float | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PackedBatch, variant: Variant
 ) -> torch.Tensor:
     """One query token per sequence; the query heads of a KV group are folded into the query length."""
     count, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
     slots = batch.decode_slots.reshape(-1)
     shape = (count, batch.decode_slots.shape[1], kv_heads, -1)
     gathered_keys = keys.index_select(0, slots).view(shape).transpose(1, 2)
     gathered_values = values.index_select(0, slots).view(shape).transpose(1, 2)
     folded = query.reshape(count, kv_heads, heads // kv_heads, head_dim)
-    output = F.scaled_dot_product_attention(
-        folded, gathered_keys, gathered_values, attn_mask=batch.decode_mask, scale=scaling
-    )
+    mask = batch.decode_mask(variant.window, query.dtype)
+    output = _attend(folded, gathered_keys, gathered_values, mask, variant)
     return output.reshape(count, heads, -1)
 
 
 def _prefill(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: PrefillSpan, scaling: float | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: PrefillSpan, variant: Variant
 ) -> torch.Tensor:
     """query: [chunk, heads, head_dim] at the last `chunk` of positions 0..end-1."""
     chunk, heads, head_dim = query.shape
-    padded = query.new_zeros((span.mask.shape[0], heads, head_dim))
+    kv_heads = keys.shape[1]
+    mask = span.mask(variant.window)
+    padded = query.new_zeros((mask.shape[0], heads, head_dim))
     padded[:chunk] = query
-    output = F.scaled_dot_product_attention(
-        padded.transpose(0, 1).unsqueeze(0),
-        keys.index_select(0, span.slots).transpose(0, 1).unsqueeze(0),
-        values.index_select(0, span.slots).transpose(0, 1).unsqueeze(0),
-        attn_mask=span.mask,
-        scale=scaling,
-        enable_gqa=heads != keys.shape[1],
-    )
-    return output[0, :, :chunk].transpose(0, 1)
+    group_keys = keys.index_select(0, span.slots).transpose(0, 1).unsqueeze(0)
+    group_values = values.index_select(0, span.slots).transpose(0, 1).unsqueeze(0)
+    if variant.softcap is None and variant.sinks is None:
+        output = F.scaled_dot_product_attention(
+            padded.transpose(0, 1).unsqueeze(0),
+            group_keys,
+            group_values,
+            attn_mask=mask,
+            scale=variant.scale,
+            enable_gqa=heads != kv_heads,
+        )[0]
+    else:
+        group = heads // kv_heads
+        folded = padded.transpose(0, 1).reshape(1, kv_heads, group * mask.shape[0], head_dim)
+        output = _attend(folded, group_keys, group_values, mask.repeat(group, 1), variant)
+        output = output.reshape(heads, mask.shape[0], -1)
+    return output[:, :chunk].transpose(0, 1)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, variant: Variant
+) -> torch.Tensor:
+    """query: [batch, kv_heads, group x queries, head_dim], heads of a group outermost; mask: bool or additive."""
+    if variant.softcap is None and variant.sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=variant.scale)
+    scale = variant.scale if variant.scale is not None else query.shape[-1] ** -0.5
+    scores = (torch.matmul(query, key.transpose(-1, -2)) * scale).float()
+    if variant.softcap is not None:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if variant.sinks is not None:
+        rows = query.shape[2] * query.shape[1] // variant.sinks.shape[0]  # queries per head
+        sinks = variant.sinks.float().repeat_interleave(rows).reshape(1, query.shape[1], query.shape[2], 1)
+        scores = torch.cat((scores, sinks.expand(scores.shape[0], -1, -1, -1)), dim=-1)
+        return torch.matmul(scores.softmax(-1)[..., :-1].to(value.dtype), value)
+    return torch.matmul(scores.softmax(-1).to(value.dtype), value)
 
 
 def prefill_span(first: int, last: int, slots: torch.Tensor) -> PrefillSpan:
     """slots: [end] int64, those of positions 0..end-1; the span's queries are the last of them."""
-    end, queries = slots.shape[0], last - first
+    end = slots.shape[0]
     padded = slots.new_full((round_up(end, KEY_TILE),), PAD_SLOT)
     padded[:end] = slots
-    mask = torch.ones((round_up(queries, QUERY_TILE), padded.shape[0]), dtype=torch.bool, device=slots.device)
-    return PrefillSpan(first, last, end, padded, mask.tril_(diagonal=end - queries))
+    return PrefillSpan(first, last, end, padded)
 
 
 def round_up(value: int, multiple: int) -> int:

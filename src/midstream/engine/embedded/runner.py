@@ -31,9 +31,10 @@ from midstream.engine.embedded.scheduler import Work
 from midstream.types import ModelInfo
 
 DENSE_EXPERTS = "midstream_dense"
-DENSE_EXPERTS_MAX = (
-    16  # with few small experts, computing all of them is cheaper than sorting tokens by expert
-)
+# With few small experts, computing all of them is cheaper than sorting tokens by expert.
+DENSE_EXPERTS_MAX = 16
+CHECK_TOKENS = 48
+CHECK_KL_MAX = 0.1  # bfloat16 rounding gives under 0.01, a missing window or cap over 1
 
 
 class UnsupportedModel(Exception):
@@ -95,21 +96,50 @@ def load_beside(serving: LoadedModel, directory: Path, device: str) -> LoadedMod
 
 
 @torch.inference_mode()
+def paged_logits(model: LoadedModel, ids: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
+    """Logits [tokens, vocab] of one sequence through the paged attention. ids, slots: [tokens] int64."""
+    logits: torch.Tensor = model.module(
+        input_ids=ids.unsqueeze(0),
+        position_ids=torch.arange(len(ids), device=ids.device).unsqueeze(0),
+        attention_mask=None,
+        use_cache=False,
+        midstream_batch=PackedBatch(slots, 0, slots, slots, (prefill_span(0, len(ids), slots),)),
+        midstream_cache=cache,
+    ).logits[0]
+    model.captured.clear()
+    return logits
+
+
 def probe(model: LoadedModel, cache: KVCache) -> None:
     """One token through the model on the scratch slot; allocates `cache`. Raises UnsupportedModel on logits not finite."""
     device = next(model.module.parameters()).device
     slot = torch.tensor([SCRATCH_SLOT], device=device)
-    logits = model.module(
-        input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-        position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-        attention_mask=None,
-        use_cache=False,
-        midstream_batch=PackedBatch(slot, 0, slot, slot, (prefill_span(0, 1, slot),)),
-        midstream_cache=cache,
-    ).logits
-    model.captured.clear()
-    if not torch.isfinite(logits).all():
+    if not torch.isfinite(paged_logits(model, torch.zeros_like(slot), cache, slot)).all():
         raise UnsupportedModel("the model's logits are not finite")
+
+
+@torch.inference_mode()
+def check_against_plain_forward(model: LoadedModel) -> None:
+    """Refuse an architecture whose attention is more than we know of: its numbers would be wrong without an error.
+
+    Compares a short sequence with the model's own attention. Raises UnsupportedModel.
+    """
+    device = next(model.module.parameters()).device
+    ids = torch.arange(CHECK_TOKENS, device=device) * 7919 % model.module.config.vocab_size
+    slots = torch.arange(SCRATCH_SLOT, SCRATCH_SLOT + CHECK_TOKENS, device=device)
+    paged = paged_logits(model, ids, KVCache(CHECK_TOKENS + SCRATCH_SLOT), slots).float().log_softmax(-1)
+    model.module.set_attn_implementation("eager")
+    try:
+        plain = model.module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float().log_softmax(-1)
+    finally:
+        model.module.set_attn_implementation(IMPLEMENTATION)
+        model.captured.clear()
+    divergence = (plain.exp() * (plain - paged)).sum(-1).mean().item()
+    if not divergence < CHECK_KL_MAX:
+        name = type(model.module).__name__
+        raise UnsupportedModel(
+            f"{name}: logits over the paged cache differ from the model's own by {divergence:.3g} nats"
+        )
 
 
 def _hook_routers(loaded: LoadedModel) -> None:
@@ -141,12 +171,19 @@ def dense_experts(
     A token's result does not depend on what else is in the batch.
     """
     tokens = hidden_states.shape[0]
-    up = torch.matmul(
-        hidden_states.unsqueeze(0), self.gate_up_proj.transpose(1, 2)
-    )  # [experts, tokens, 2 x inner]
-    down = torch.matmul(self._apply_gate(up), self.down_proj.transpose(1, 2))  # [experts, tokens, hidden]
+    up = _every_expert(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states.unsqueeze(0))
+    inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # [experts, tokens, inner]
+    down = _every_expert(self, "down_proj", inner)  # [experts, tokens, hidden]
+    if self.has_post_expert_norm:
+        down = self.post_expert_norm(down)
     picked = down[top_k_index.T, torch.arange(tokens, device=down.device)]  # [top_k, tokens, hidden]
     return (picked * top_k_weights.T.unsqueeze(-1)).sum(dim=0).to(hidden_states.dtype)
+
+
+def _every_expert(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
+    weight = getattr(experts, name)
+    output = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(1, 2))
+    return output + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output
 
 
 class Runner:
@@ -157,6 +194,7 @@ class Runner:
         self.cache = KVCache(num_blocks * block_size)
         self.staged: LoadedModel | None = None
         probe(model, self.cache)
+        check_against_plain_forward(model)
 
     @torch.inference_mode()
     def forward(
@@ -213,9 +251,6 @@ class Runner:
         for row, table in zip(padded, tables, strict=False):
             row[: len(table)] = table
         lengths = np.array([len(t) for t in tables[:decodes]], dtype=np.int64)
-        mask = torch.zeros((decodes, longest), dtype=self.model.module.dtype, device=self.device)
-        hidden = torch.from_numpy(np.arange(longest) >= lengths[:, None]).to(self.device)
-        mask.masked_fill_(hidden, float("-inf"))
         prefills, first = [], decodes
         for work, table in zip(works[decodes:], tables[decodes:], strict=True):
             prefills.append(prefill_span(first, first + work.size, torch.from_numpy(table).to(self.device)))
@@ -224,7 +259,7 @@ class Runner:
             write_slots=torch.from_numpy(np.concatenate(write)).to(self.device),
             decodes=decodes,
             decode_slots=torch.from_numpy(padded).to(self.device),
-            decode_mask=mask[:, None, None, :],
+            decode_lengths=torch.from_numpy(lengths).to(self.device),
             prefills=tuple(prefills),
         )
 

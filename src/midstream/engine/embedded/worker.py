@@ -127,7 +127,8 @@ class Worker:
 
 
 def main(fd: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica decides when the engine ends
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the replica decides when the engine ends
     transformers.utils.logging.disable_progress_bar()
     # A thread that stages weights must not hold the interpreter for a whole default slice between two kernels.
     sys.setswitchinterval(0.0005)
@@ -140,8 +141,9 @@ def main(fd: int) -> int:
         try:
             core = EngineCore(Path(start.model_dir), start.settings)
         except Exception as error:
-            logging.getLogger(__name__).exception("the engine cannot start")
-            channel.send(m.Failed(f"{type(error).__name__}: {error}"))
+            logging.getLogger(__name__).debug("the engine cannot start", exc_info=True)
+            reason = " ".join(str(error).split())  # one line, whatever the library wrote
+            channel.send(m.Failed(f"{type(error).__name__}: {reason}"))
             return 1
         gc.freeze()
         channel.send(m.Ready(core.info()))

@@ -1,0 +1,147 @@
+"""Every kind of decoder the engine claims, as tiny random models, against their own attention in a plain forward."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine_helpers import request, run
+from transformers import AutoModelForCausalLM
+
+from midstream.config import EngineSettings
+from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.runner import LoadedModel, UnsupportedModel, check_against_plain_forward
+
+torch.set_num_threads(1)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MLA = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+WINDOW = {"sliding_window": 24}
+GPT_OSS_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+#: config class, what differs from SIZES, MoE layers
+FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "qwen2": ("Qwen2Config", {}, 0),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}, 0),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}, 0),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {"moe_intermediate_size": 32, "num_experts": 20, "num_experts_per_tok": 3},
+        3,
+    ),
+    "llama": ("LlamaConfig", {}, 0),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, **WINDOW}, 0),
+    "mixtral": ("MixtralConfig", MOE, 3),
+    "deepseek-v3": ("DeepseekV3Config", MLA, 2),
+    "gpt-oss": ("GptOssConfig", {"head_dim": 16, "rope_parameters": GPT_OSS_ROPE, **MOE, **WINDOW}, 3),
+}
+
+
+def write_model(family: str, directory: Path) -> Path:
+    kind, changes, _ = FAMILIES[family]
+    config = getattr(transformers, kind)(**{**SIZES, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.ndim > 1:
+            torch.nn.init.normal_(tensor, std=0.15)
+        elif "bias" in name or "sink" in name:
+            torch.nn.init.normal_(tensor, std=0.3)
+    model.save_pretrained(directory / family)
+    return directory / family
+
+
+@pytest.mark.parametrize("batch_tokens", [48, 1024], ids=["chunked", "whole"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_routes_equal_a_plain_forward_cold_and_warm(
+    family: str, batch_tokens: int, tmp_path: Path
+) -> None:
+    directory = write_model(family, tmp_path)
+    core = EngineCore(
+        directory, EngineSettings(max_batch_tokens=batch_tokens, max_running=32, kv_cache_tokens=8192)
+    )
+    assert core.info().moe_layers == FAMILIES[family][2]
+    plain = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    captured: list[torch.Tensor] = []
+    for module in plain.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda m, i, output: captured.append(_chosen(output)))
+    rng = random.Random(0)
+    given = [[rng.randrange(128) for _ in range(rng.randrange(1, 100))] for _ in range(6)]
+    for label in ("cold", "warm"):
+        results = run(core, [request(f"{label}{i}", p, seed=i, max_tokens=12) for i, p in enumerate(given)])
+        for i, prompt in enumerate(given):
+            got = results[f"{label}{i}", 0]
+            ids = prompt + [r.token_id for r in got.tokens]
+            captured.clear()
+            with torch.no_grad():
+                logprobs = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+            for position, record in enumerate([*got.prompt, *got.tokens][1:], start=1):
+                expected = logprobs[position - 1, ids[position]].item()
+                assert record.logprob == pytest.approx(expected, abs=1e-4)
+                if captured:
+                    route = torch.stack([c[position - 1] for c in captured]).numpy().astype(np.uint8)
+                    assert sorted_rows(record.route, route.shape) == np.sort(route).tolist()
+            assert label == "cold" or got.cached == len(prompt) // 16 * 16
+
+
+def _chosen(output: Any) -> torch.Tensor:
+    (chosen,) = [t for t in output if not t.is_floating_point()]
+    return chosen.reshape(-1, chosen.shape[-1])
+
+
+def sorted_rows(route: bytes | None, shape: tuple[int, ...]) -> list[list[int]]:
+    """A route as sets: not every router orders the experts it chose."""
+    assert route is not None
+    rows: list[list[int]] = np.sort(np.frombuffer(route, dtype=np.uint8).reshape(shape)).tolist()
+    return rows
+
+
+def test_an_architecture_with_attention_we_do_not_know_is_refused(tmp_path: Path) -> None:
+    """Here: a model whose attention ignores what it is given beyond a trick of its own."""
+    core = EngineCore(write_model("qwen2", tmp_path), EngineSettings(kv_cache_tokens=1024))
+    model: LoadedModel = core.runner.model
+    for layer in model.module.model.layers:
+        layer.self_attn.scaling = 3.0  # as the plain forward reads it ...
+        forward = layer.self_attn.forward
+
+        def odd(*args: Any, attention: Any = layer.self_attn, original: Any = forward, **kwargs: Any) -> Any:
+            attention.scaling = 0.1 if "midstream_batch" in kwargs else 3.0  # ... and as ours does
+            return original(*args, **kwargs)
+
+        layer.self_attn.forward = odd
+    with pytest.raises(UnsupportedModel, match="Qwen2ForCausalLM: logits over the paged cache differ"):
+        check_against_plain_forward(model)
