@@ -92,8 +92,8 @@ def _plots(rows: Sequence[StepRow]) -> list[str]:
             "Across swaps",
             "share",
             [
-                Line("tokens of older snapshots", [r.older_snapshot_share for r in rows]),
-                Line("streams crossing a swap", [r.streams_crossed_swap / r.streams for r in rows]),
+                Line("older tokens", [r.older_snapshot_share for r in rows]),
+                Line("streams crossing", [r.streams_crossed_swap / r.streams for r in rows]),
             ],
         ),
     ]
