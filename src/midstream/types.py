@@ -20,6 +20,7 @@ BASE_SNAPSHOT = "base"
 
 #: Internal request headers, set by the gateway (it drops any a client sends) and read by replicas.
 HEADER_SESSION = "x-midstream-session"  # percent-encoded session key; absent: the request has no session
+HEADER_TOKEN = "x-midstream-token"  # the secret between a gateway and its replicas, when they have one
 HEADER_TENANT = "x-midstream-tenant"  # who the API key belongs to; absent: single tenant
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -120,6 +121,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
     url: where the snapshot's files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
+    fingerprint: of the files as they were when the snapshot was signalled; other files under this name are another
+        snapshot and must not be loaded. None: unknown. A new generation of the identity that serves is a new load.
     """
 
     snapshot: str
@@ -127,6 +130,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None
     reset_prompt_cache: ResetPromptCache = "all"
     transition: TransitionType = "ASYNC"
+    fingerprint: str | None = None
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +186,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     last_swap: SwapTiming | None = None
     engine: EngineStats = EngineStats()
     transitions: tuple[Transition, ...] = ()  # the most recent ones, oldest first
+    started_at: float = 0.0  # when this boot began, seconds since the epoch; 0.0: unknown
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
