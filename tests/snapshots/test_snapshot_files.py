@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from midstream.snapshots import store
 from midstream.snapshots.cache import SnapshotCache, directory_name
 from midstream.snapshots.identity import check_bucket, file_url_path
 from midstream.snapshots.layout import read_safetensors_header
-from midstream.snapshots.store import check_identity, fetch_snapshot, snapshot_url
+from midstream.snapshots.store import check_identity, fetch_snapshot, snapshot_fingerprint, snapshot_url
 from midstream.snapshots.verify import CheckpointSpec, TensorSpec, check_compatible, read_spec
 
 CONFIG = {"model_type": "tiny", "hidden_size": 8, "rope": {"theta": 10000, "kinds": ["a", "b"]}}
@@ -183,6 +185,86 @@ def test_a_copy_is_used_again_until_the_snapshot_or_the_copy_changes(tmp_path: P
     assert [fetches(), fetches()] == [True, False]
     os.truncate(dest / "model.safetensors", 10)
     assert [fetches(), fetches()] == [True, False]
+
+
+def fingerprint(source: Path) -> str:
+    return asyncio.run(snapshot_fingerprint(source.as_uri()))
+
+
+def test_a_fingerprint_changes_with_the_files_of_the_snapshot_and_with_nothing_else(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "step", shards=2)
+    first = fingerprint(source)
+    (source / "optimizer.pt").write_bytes(b"x")
+    (source / "deeper").mkdir()
+    (source / "deeper" / "model.safetensors").write_bytes(b"x")
+    assert fingerprint(source) == first
+    (source / "config.json").write_bytes((source / "config.json").read_bytes())
+    rewritten = fingerprint(source)
+    (source / "tokenizer.json").write_text("{}")
+    assert len({first, rewritten, fingerprint(source)}) == 3
+    with pytest.raises(SnapshotMissing, match=r"file://.*/absent: there is no such snapshot"):
+        fingerprint(tmp_path / "absent")
+
+
+def test_files_that_are_not_those_that_were_signalled_are_not_fetched(tmp_path: Path) -> None:
+    source, dest = write_checkpoint(tmp_path / "step"), tmp_path / "cache" / "step"
+    signalled = fingerprint(source)
+    (source / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 9}))
+    with pytest.raises(
+        SnapshotCorrupt, match=r"step: its files changed since the snapshot was signalled; signal it again$"
+    ):
+        fetch(source, dest, fingerprint=signalled)
+    assert not dest.exists()
+    fetch(source, dest, fingerprint=fingerprint(source))
+    assert read_spec(dest).config["hidden_size"] == 9
+
+
+def test_a_copy_of_what_was_signalled_serves_whatever_became_of_the_bucket(tmp_path: Path) -> None:
+    source, dest = write_checkpoint(tmp_path / "step"), tmp_path / "cache" / "step"
+    signalled = fingerprint(source)
+    fetch(source, dest, fingerprint=signalled)
+    (source / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 9}))
+    fetch(source, dest, fingerprint=signalled)
+    source.rename(tmp_path / "away")
+    fetch(source, dest, fingerprint=signalled)
+    assert read_spec(dest).config == CONFIG
+    (dest / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(SnapshotMissing):
+        fetch(source, dest, fingerprint=signalled)
+    with pytest.raises(SnapshotMissing):
+        fetch(source, dest)
+
+
+def test_messages_about_a_place_are_short(tmp_path: Path) -> None:
+    long = snapshot_url(tmp_path.as_uri(), "/".join(["\N{SNOWMAN}" * 80] * 6))
+    for url in (long, "s3://" + "b" * 5000):
+        with pytest.raises(SnapshotMissing) as caught:
+            asyncio.run(fetch_snapshot(url, tmp_path / "d"))
+        assert len(str(caught.value)) <= 1000
+
+
+def test_a_file_being_opened_when_the_fetch_is_cancelled_is_closed(tmp_path: Path) -> None:
+    opened: list[Any] = []
+
+    class Slow(type(tmp_path)):  # type: ignore[misc]
+        def open(self, *args: Any, **kwargs: Any) -> Any:
+            begun.set()
+            assert go.wait(10)
+            opened.append(super().open(*args, **kwargs))
+            return opened[-1]
+
+    async def scenario() -> None:
+        task = asyncio.create_task(store._open_new(Slow(tmp_path / "f")))
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    begun, go = threading.Event(), threading.Event()
+    asyncio.run(scenario())
+    assert [file.closed for file in opened] == [True]
 
 
 def test_an_absent_or_empty_snapshot_is_missing_and_named(tmp_path: Path) -> None:
@@ -471,3 +553,95 @@ def test_opening_a_cache_removes_what_an_interrupted_fetch_left(tmp_path: Path) 
     cache = SnapshotCache(tmp_path, keep=2)
     assert list(tmp_path.iterdir()) == []
     assert not cache.path("step").exists()
+
+
+# --- messages ---
+
+
+HUGE = {"model_type": "tiny", **{f"field_{i}_{'x' * 50}": 0 for i in range(50_000)}}
+LONG = "n" * 10_000
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda: check_compatible(spec_of(), spec_of(HUGE)),
+        lambda: check_compatible(spec_of(HUGE), spec_of({"model_type": "tiny"})),
+        lambda: check_compatible(spec_of({LONG: 1}), spec_of({LONG: 2})),
+        lambda: check_compatible(spec_of({LONG: 1}), spec_of({LONG: "1"})),
+        lambda: check_compatible(spec_of({"a": {LONG: {LONG: 1}}}), spec_of({"a": {LONG: {LONG: 2}}})),
+        lambda: check_compatible(spec_of({"a": LONG}), spec_of({"a": "m" * 10**6})),
+        lambda: check_compatible(spec_of({"a": [1]}), spec_of({"a": list(range(10**5))})),
+        lambda: check_compatible(spec_of({"a": 1}), spec_of({"a": 10**4299})),
+        lambda: check_compatible(spec_of(**{LONG: W}), spec_of()),
+        lambda: check_compatible(spec_of(), spec_of(**{LONG: W})),
+        lambda: check_compatible(spec_of(**{LONG: W}), spec_of(**{LONG: TensorSpec("F32", (4, 2), "f")})),
+        lambda: check_compatible(spec_of(w=W), spec_of(w=TensorSpec("BF16", (1,) * 10**5, "f"))),
+    ],
+)
+def test_no_message_about_a_snapshot_is_longer_than_a_person_reads(check: Callable[[], None]) -> None:
+    with pytest.raises(SnapshotIncompatible) as caught:
+        check()
+    assert len(str(caught.value)) <= 1000
+
+
+def test_fields_beyond_the_first_five_are_counted() -> None:
+    extra = {f"x{i}": 0 for i in range(8)}
+    with pytest.raises(SnapshotIncompatible, match=r"options: x0, x1, x2, x3, x4 \(and 3 more\)$"):
+        check_compatible(spec_of({}), spec_of(extra))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b'{"a": 1, "\\ud800": 2}',
+        b'{"a": "\\udfff"}',
+        b'{"a": [{"b": ["\\ud800\\u0041"]}]}',
+        b'{"a": 1, "a": "\\ud800"}',
+        b'{"n\\u0000ame": "control characters are text"}',
+    ],
+)
+def test_text_that_cannot_be_encoded_is_refused_when_it_is_read(tmp_path: Path, config: bytes) -> None:
+    directory = write_checkpoint(tmp_path / "c")
+    (directory / "config.json").write_bytes(config)
+    if b"ud" not in config:
+        assert read_spec(directory).config == json.loads(config)
+        return
+    with pytest.raises(SnapshotCorrupt, match=r"^config\.json: ") as caught:
+        read_spec(directory)
+    str(caught.value).encode()
+
+
+def test_messages_about_weight_files_are_short_and_can_be_encoded(tmp_path: Path) -> None:
+    ok: dict[str, Any] = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    index = tmp_path / "model.safetensors.index.json"
+    (tmp_path / "config.json").write_text("{}")
+    seen = []
+    for header in (
+        {"\ud800": ok},
+        {LONG: {}},
+        {LONG: {**ok, "shape": [-1]}},
+        {LONG: {**ok, "dtype": "\ud800" + LONG}},
+        {LONG: {**ok, "dtype": LONG}},
+        {LONG: {**ok, "shape": [1] * 10**5, "data_offsets": [0, 5]}},
+        {LONG: {**ok, "data_offsets": [4, 8]}},
+        {LONG: {**ok, "shape": [], "data_offsets": [10**4000, 10**4000 + 4]}},
+        {LONG: {**ok, "shape": [10**4000] * 2}},
+    ):
+        with pytest.raises(SnapshotCorrupt) as caught:
+            read_safetensors_header(write_header(tmp_path / "model.safetensors", header, b"1234"))
+        seen.append(str(caught.value))
+    write_header(tmp_path / "model.safetensors", {"w": ok}, b"1234")
+    file = "model.safetensors"
+    for weight_map in ({LONG: 7}, {LONG: LONG}, {"w": file, LONG: file}, {LONG: file}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(SnapshotCorrupt) as caught:
+            read_spec(tmp_path)
+        seen.append(str(caught.value))
+    for weight_map in ({"w": "n" * 300 + ".safetensors"}, {"w": "a\0b.safetensors"}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(SnapshotError) as missing:
+            read_spec(tmp_path)
+        seen.append(str(missing.value))
+    assert [message for message in seen if len(message) > 1000] == []
+    "".join(seen).encode()

@@ -1,25 +1,30 @@
 """What a snapshot directory holds, read from file headers alone: no tensor data, no torch.
 
 Always holds: a CheckpointSpec describes a directory whose safetensors files are whole (exact size, every byte
-of data owned by one tensor) and agree with the index. A truncated or padded file never gets one.
+of data owned by one tensor) and agree with the index. A truncated or padded file never gets one. All text in
+it is valid Unicode.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midstream.errors import SnapshotCorrupt, SnapshotMissing
+from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from midstream.snapshots.messages import listed, shown, shown_value
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
 MAX_JSON_BYTES = 100 * 10**6
+MAX_NAME_CHARS = 255
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F4",), 4),
@@ -60,9 +65,9 @@ def read_spec(directory: Path) -> CheckpointSpec:
     if (directory / INDEX_FILE).exists():
         return CheckpointSpec(_read_shards(directory, present), config)
     if WEIGHTS_FILE not in present:
-        raise SnapshotMissing(f"{directory.name}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there")
+        raise SnapshotMissing(f"{shown(directory.name)}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there")
     if len(present) > 1:
-        extra = ", ".join(sorted(present - {WEIGHTS_FILE}))
+        extra = listed(sorted(present - {WEIGHTS_FILE}))
         raise SnapshotCorrupt(f"{extra}: beside {WEIGHTS_FILE}, with no {INDEX_FILE} to say which counts")
     return CheckpointSpec(read_safetensors_header(directory / WEIGHTS_FILE), config)
 
@@ -72,25 +77,36 @@ def _read_shards(directory: Path, present: set[str]) -> dict[str, TensorSpec]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SnapshotCorrupt(f"{INDEX_FILE}: has no weight_map")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors") or Path(shard).name != shard:
-            raise SnapshotCorrupt(f"{INDEX_FILE}: {name} is mapped to {shard!r}, which is not a shard's name")
+        if not _is_shard_name(shard):
+            raise SnapshotCorrupt(
+                f"{INDEX_FILE}: {shown(name)} is mapped to {shown_value(shard)}, which is not a shard's name"
+            )
     shards = set(weight_map.values())
     if unnamed := sorted(present - shards):
-        raise SnapshotCorrupt(f"{unnamed[0]}: is not named by {INDEX_FILE}")
+        raise SnapshotCorrupt(f"{shown(unnamed[0])}: is not named by {INDEX_FILE}")
     tensors: dict[str, TensorSpec] = {}
     for shard in sorted(shards):
         for name, spec in read_safetensors_header(directory / shard).items():
             if weight_map.get(name) != shard:
-                raise SnapshotCorrupt(f"{shard}: holds {name}, which {INDEX_FILE} does not place there")
+                raise SnapshotCorrupt(
+                    f"{shown(shard)}: holds {shown(name)}, which {INDEX_FILE} does not place there"
+                )
             tensors[name] = spec
     if absent := sorted(weight_map.keys() - tensors.keys()):
-        raise SnapshotCorrupt(f"{weight_map[absent[0]]}: lacks {absent[0]}, which {INDEX_FILE} places there")
+        shard, name = shown(weight_map[absent[0]]), shown(absent[0])
+        raise SnapshotCorrupt(f"{shard}: lacks {name}, which {INDEX_FILE} places there")
     return tensors
+
+
+def _is_shard_name(name: Any) -> bool:
+    if not isinstance(name, str) or not name.endswith(".safetensors") or len(name) > MAX_NAME_CHARS:
+        return False
+    return Path(name).name == name and name.isprintable()
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
     """The tensors of one safetensors file, whose layout and size are checked to the byte."""
-    name = path.name
+    name = shown(path.name)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -103,31 +119,36 @@ def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
             header = _parse_object(name, file.read(length))
     except FileNotFoundError as error:
         raise SnapshotMissing(f"{name}: is not there") from error
+    except OSError as error:
+        raise SnapshotError(f"{name}: cannot be read: {error.strerror}") from error
     header.pop("__metadata__", None)
     ranges: list[tuple[int, int, str]] = []
     tensors: dict[str, TensorSpec] = {}
     for tensor, entry in header.items():
-        spec, begin, end = _tensor_entry(name, tensor, entry)
+        spec, begin, end = _tensor_entry(path.name, shown(tensor), entry)
         tensors[tensor] = spec
-        ranges.append((begin, end, tensor))
+        ranges.append((begin, end, shown(tensor)))
     _check_ranges(name, sorted(ranges), size - 8 - length)
     return tensors
 
 
-def _tensor_entry(file: str, tensor: str, entry: Any) -> tuple[TensorSpec, int, int]:
+def _tensor_entry(path_name: str, tensor: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    file = shown(path_name)
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
             pass
         case _:
             raise SnapshotCorrupt(f"{file}: {tensor} has no dtype, shape and data_offsets")
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise SnapshotCorrupt(f"{file}: {tensor} has a size or offset that is not a whole number")
+    if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)):
+        raise SnapshotCorrupt(f"{file}: {tensor} has a size or offset that is not a whole number of 63 bits")
     if dtype not in DTYPE_BITS:
-        raise SnapshotCorrupt(f"{file}: {tensor} has the unknown dtype {dtype!r}")
+        raise SnapshotCorrupt(f"{file}: {tensor} has the unknown dtype {shown_value(dtype)}")
     bits = DTYPE_BITS[dtype] * math.prod(shape)
     if bits != 8 * (end - begin):
-        raise SnapshotCorrupt(f"{file}: {tensor} {dtype}{shape} does not fill its {end - begin} bytes")
-    return TensorSpec(dtype, tuple(shape), file), begin, end
+        raise SnapshotCorrupt(
+            f"{file}: {tensor} {dtype}{shown_value(shape)} does not fill its {end - begin} bytes"
+        )
+    return TensorSpec(dtype, tuple(shape), path_name), begin, end
 
 
 def _check_ranges(file: str, ranges: list[tuple[int, int, str]], data_bytes: int) -> None:
@@ -161,8 +182,12 @@ def _parse_object(name: str, data: bytes) -> dict[str, Any]:
 
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique)
+        if _SURROGATE_ESCAPE.search(data):  # escapes are the only way to half a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise SnapshotCorrupt(f"{name}: has text that is not valid Unicode") from error
     except (ValueError, RecursionError) as error:
-        raise SnapshotCorrupt(f"{name}: is not valid JSON: {error}") from error
+        raise SnapshotCorrupt(f"{name}: is not valid JSON: {shown(str(error))}") from error
     if not isinstance(value, dict):
         raise SnapshotCorrupt(f"{name}: is not a JSON object")
     return value

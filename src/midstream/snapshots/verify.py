@@ -9,6 +9,7 @@ from typing import Any
 
 from midstream.errors import SnapshotIncompatible
 from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
+from midstream.snapshots.messages import and_more, listed, shown, shown_value
 
 __all__ = ["IGNORED_FIELDS", "CheckpointSpec", "TensorSpec", "check_compatible", "read_spec"]
 
@@ -44,9 +45,13 @@ def check_compatible(base: CheckpointSpec, new: CheckpointSpec, ignore: frozense
 
 def _check_config(base: dict[str, Any], new: dict[str, Any], at: str) -> None:
     if extra := sorted(base.keys() - new.keys()):
-        raise SnapshotIncompatible(f"Extra base model config options: {_fields(extra, at)}")
+        raise SnapshotIncompatible(
+            f"Extra base model config options: {listed([at + name for name in extra])}"
+        )
     if extra := sorted(new.keys() - base.keys()):
-        raise SnapshotIncompatible(f"Extra snapshot model config options: {_fields(extra, at)}")
+        raise SnapshotIncompatible(
+            f"Extra snapshot model config options: {listed([at + name for name in extra])}"
+        )
     for name in sorted(base):
         _check_value(base[name], new[name], at + name)
 
@@ -54,7 +59,7 @@ def _check_config(base: dict[str, Any], new: dict[str, Any], at: str) -> None:
 def _check_value(base: Any, new: Any, field: str) -> None:
     if _kind(base) != _kind(new):
         raise SnapshotIncompatible(
-            f"Types mismatch for {field}: {_kind(base)} in the base model, {_kind(new)} in the snapshot"
+            f"Types mismatch for {shown(field)}: {_kind(base)} in the base model, {_kind(new)} in the snapshot"
         )
     if isinstance(base, dict):
         _check_config(base, new, at=f"{field}.")
@@ -63,7 +68,8 @@ def _check_value(base: Any, new: Any, field: str) -> None:
             _check_value(b, n, f"{field}[{i}]")
     elif base != new:
         raise SnapshotIncompatible(
-            f"Config value mismatch for {field}: {base!r} in the base model, {new!r} in the snapshot"
+            f"Config value mismatch for {shown(field)}: {shown_value(base)} in the base model, "
+            f"{shown_value(new)} in the snapshot"
         )
 
 
@@ -74,24 +80,17 @@ def _kind(value: Any) -> str:
     return "number" if isinstance(value, int | float) else type(value).__name__
 
 
-def _fields(names: list[str], at: str) -> str:
-    return ", ".join(at + name for name in names)
-
-
 def _check_tensors(base: dict[str, TensorSpec], new: dict[str, TensorSpec]) -> None:
     if absent := sorted(base.keys() - new.keys()):
-        raise SnapshotIncompatible(f"tensor {absent[0]} is missing from the snapshot{_and_more(absent)}")
+        more = and_more(len(absent) - 1)
+        raise SnapshotIncompatible(f"tensor {shown(absent[0])} is missing from the snapshot{more}")
     if extra := sorted(new.keys() - base.keys()):
-        raise SnapshotIncompatible(f"tensor {extra[0]} is not in the base model{_and_more(extra)}")
+        more = and_more(len(extra) - 1)
+        raise SnapshotIncompatible(f"tensor {shown(extra[0])} is not in the base model{more}")
     for name in sorted(base):
         b, n = base[name], new[name]
         if b.shape != n.shape:
-            raise SnapshotIncompatible(
-                f"tensor {name} has shape {list(n.shape)}, the base model {list(b.shape)}"
-            )
+            has, expected = shown_value(list(n.shape)), shown_value(list(b.shape))
+            raise SnapshotIncompatible(f"tensor {shown(name)} has shape {has}, the base model {expected}")
         if b.dtype != n.dtype:
-            raise SnapshotIncompatible(f"tensor {name} has dtype {n.dtype}, the base model {b.dtype}")
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise SnapshotIncompatible(f"tensor {shown(name)} has dtype {n.dtype}, the base model {b.dtype}")

@@ -1,0 +1,38 @@
+"""How names and values that a snapshot brings along are shown in error messages. Pure.
+
+Always holds: what is shown is short and can be encoded as UTF-8, whatever the snapshot's files hold.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+
+NAME_CHARS = 100
+NAMES_LISTED = 5
+TEXT_CHARS = 300  # of a value, or of another program's message
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = NAME_CHARS
+_REPR.maxlevel = 3
+
+
+def shown(text: str, limit: int = NAME_CHARS) -> str:
+    """`text`, cut to about `limit` characters, with what cannot be encoded escaped."""
+    cut = text if len(text) <= limit else text[:limit] + "..."
+    return cut.encode("utf-8", "backslashreplace").decode()
+
+
+def shown_value(value: object) -> str:
+    """A JSON value as Python writes it, cut in depth and length."""
+    return shown(_REPR.repr(value), TEXT_CHARS)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names; the others are counted."""
+    first = ", ".join(shown(name) for name in names[:NAMES_LISTED])
+    return first + and_more(len(names) - NAMES_LISTED)
+
+
+def and_more(count: int) -> str:
+    return f" (and {count} more)" if count > 0 else ""
