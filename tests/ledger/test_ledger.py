@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 
 from midstream.errors import ConfigError, NotFound
-from midstream.ledger import Ledger, LedgerUnavailable, core, sqlite_url
+from midstream.ledger import Death, Ledger, LedgerUnavailable, core, schema, sqlite_url, stronger_reset
 from midstream.types import Desired, Stage, Transition
 
 DEPLOYMENT = "accounts/local/deployments/default"
@@ -130,6 +130,186 @@ def test_a_replica_that_failed_and_then_loaded_after_a_reboot_has_not_failed(tmp
     on_ledger(tmp_path, work)
 
 
+def test_other_files_under_the_desired_identity_are_another_snapshot(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        assert (await signal(ledger, "a", fingerprint="f1")).desired.fingerprint == "f1"
+        await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.IDLE)])
+        assert not (await signal(ledger, "a", fingerprint="f1")).changed
+        again = await signal(ledger, "a", fingerprint="f2")
+        assert (again.changed, again.desired.generation, again.desired.fingerprint) == (True, 2, "f2")
+        state = await ledger.state(DEPLOYMENT)
+        assert (state.desired, state.since) == (again.desired, {"a": 2})
+        await signal(ledger, "b", fingerprint="g")
+        assert (await ledger.state(DEPLOYMENT)).fallbacks == (), "what was ready had other files"
+        await signal(ledger, "a", fingerprint="f2")
+        assert (await ledger.state(DEPLOYMENT)).since == {"a": 2}, "the files are those of generation 2"
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_snapshot_asked_for_again_keeps_its_files_and_the_stronger_policy(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a", reset_prompt_cache="new_session")
+        retried = await signal(ledger, "a", reset_prompt_cache="none", failed_generation=1)
+        assert (retried.desired.generation, retried.desired.reset_prompt_cache) == (2, "new_session")
+        state = await ledger.state(DEPLOYMENT)
+        assert (state.since, state.reset_all, state.reset_new_session) == ({"a": 1}, 0, 2)
+        await signal(ledger, "b", reset_prompt_cache="all")
+        await signal(ledger, "c", reset_prompt_cache="none")
+        state = await ledger.state(DEPLOYMENT)
+        assert (state.reset_all, state.reset_new_session) == (3, 2)
+
+    on_ledger(tmp_path, work)
+
+
+def test_the_stronger_policy_does_what_both_ask_for() -> None:
+    order = ["none", "new_session", "all"]
+    assert [[stronger_reset(a, b) for a in order] for b in order] == [  # type: ignore[arg-type]
+        ["none", "new_session", "all"],
+        ["new_session", "new_session", "all"],
+        ["all", "all", "all"],
+    ]
+
+
+def test_a_retry_gets_a_generation_that_no_signal_gets(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        assert [await ledger.new_generation(DEPLOYMENT) for _ in range(2)] == [2, 3]
+        assert await ledger.new_generation(DEPLOYMENT, floor=7) == 8
+        state = await ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert (state.desired.generation, state.since) == (1, {"a": 1}), "a retry is no signal"
+        await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 8, Stage.ERROR, "gone")])
+        assert (await signal(ledger, "a")).desired.generation == 9, "the retry failed too"
+
+    on_ledger(tmp_path, work)
+
+
+def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a", fingerprint="f1")
+        rows = [
+            moved(0, "base", 0, Stage.IDLE),
+            moved(1, "unknown", 1, Stage.IDLE),
+            moved(2, "a", 1, Stage.STAGED),
+        ]
+        await ledger.record(DEPLOYMENT, "replica-0", "b", rows)
+        assert not (await ledger.state(DEPLOYMENT)).ever_ready
+        await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(3, "a", 1, Stage.IDLE)])
+        await ledger.record(DEPLOYMENT, "replica-1", "b", [moved(9, "a", 1, Stage.IDLE)])
+        await signal(ledger, "a", fingerprint="f2")
+        state = await ledger.state(DEPLOYMENT)
+        assert (state.ever_ready, state.fallbacks) == (True, ())
+        (row,) = await ledger.snapshots(DEPLOYMENT)
+        assert (row.ready_at, row.fingerprint) == (8.0, "f2")
+
+    on_ledger(tmp_path, work)
+
+
+def test_when_the_first_snapshot_was_signalled_is_remembered(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        assert (await ledger.state(DEPLOYMENT)).first_signalled_at is None
+        for identity in ("a", "b"):
+            await signal(ledger, identity)
+        rows = await ledger.snapshots(DEPLOYMENT)
+        assert (await ledger.state(DEPLOYMENT)).first_signalled_at == rows[0].first_signalled_at
+
+    on_ledger(tmp_path, work)
+
+
+def test_the_history_of_a_replica_ends_with_the_boot_before(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        empty = await ledger.boot_history(DEPLOYMENT, "replica-0", "b1")
+        assert (empty.last_seq, empty.previous_boot, empty.tail) == (-1, None, ())
+        stages = [Stage.FETCHING, Stage.VERIFYING, Stage.STAGING]
+        for replica, boot in (("replica-0", "b1"), ("replica-1", "other")):
+            rows = [moved(seq, "a", 1, stage) for seq, stage in enumerate(stages)]
+            await ledger.record(DEPLOYMENT, replica, boot, rows)
+        known = await ledger.boot_history(DEPLOYMENT, "replica-0", "b1")
+        assert (known.last_seq, known.previous_boot, known.tail) == (2, None, ())
+        new = await ledger.boot_history(DEPLOYMENT, "replica-0", "b2")
+        assert (new.last_seq, new.previous_boot) == (-1, "b1")
+        assert [(t.seq, t.stage) for t in new.tail] == [(1, Stage.VERIFYING), (2, Stage.STAGING)]
+        silent = await ledger.boot_history(DEPLOYMENT, "replica-0", "b3", ended="b2")
+        assert (silent.previous_boot, silent.tail) == ("b2", ())
+
+    on_ledger(tmp_path, work)
+
+
+def test_a_death_is_stored_once_with_its_stage_change_and_forgiven_by_the_next_signal(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        death = Death("replica-0", "a", 1, "the engine died while loading it")
+        assert await ledger.record_death(DEPLOYMENT, "b1", death, 3)
+        assert not await ledger.record_death(DEPLOYMENT, "b1", death, 3)
+        assert await ledger.record_death(DEPLOYMENT, "b2", death, None)
+        assert (await ledger.state(DEPLOYMENT)).deaths == (death, death)
+        (row,) = await ledger.transitions(DEPLOYMENT)
+        assert (row.boot, row.seq, row.stage, row.detail) == ("b1", 3, Stage.ERROR, death.detail)
+        retried = await signal(ledger, "a")
+        assert retried.changed, "it failed"
+        assert (await ledger.state(DEPLOYMENT)).deaths == ()
+
+    on_ledger(tmp_path, work)
+
+
+def test_the_newest_stage_changes_can_be_asked_for(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        rows = [moved(seq, "a", 1, Stage.FETCHING) for seq in range(5)]
+        await ledger.record(DEPLOYMENT, "replica-0", "b", rows)
+        assert [t.seq for t in await ledger.transitions(DEPLOYMENT, newest=2)] == [3, 4]
+        assert [t.seq for t in await ledger.transitions(DEPLOYMENT)] == [0, 1, 2, 3, 4]
+
+    on_ledger(tmp_path, work)
+
+
+def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        statements: list[tuple[str, Any]] = []
+
+        def note(_c: Any, _k: Any, text: str, parameters: Any, *_: Any) -> None:
+            if not text.startswith("BEGIN"):
+                statements.append((text, parameters))
+
+        for identity in ("a", "b"):
+            await signal(ledger, identity)
+        sa.event.listen(ledger._core.engine, "before_cursor_execute", note)
+        await ledger.state(DEPLOYMENT)
+        await ledger.boot_history(DEPLOYMENT, "replica-0", "new")
+        await ledger.record(DEPLOYMENT, "replica-0", "new", [moved(0, "b", 2, Stage.IDLE)])
+        await signal(ledger, "b")
+        await ledger.transitions(DEPLOYMENT, newest=5)
+        assert len(statements) > 12
+        db = sqlite3.connect(tmp_path / "ledger.sqlite")
+        plans = [
+            row[3] for text, given in statements for row in db.execute(f"EXPLAIN QUERY PLAN {text}", given)
+        ]
+        db.close()
+        assert len(plans) > 12
+        assert [plan for plan in plans if "SCAN" in plan and "SUBQUERY" not in plan] == []
+        assert not [plan for plan in plans if "TEMP B-TREE FOR ORDER" in plan]
+
+    on_ledger(tmp_path, work)
+
+
+def test_reading_waits_for_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "BUSY_TIMEOUT_S", 0.05)
+
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        holder.execute("UPDATE deployments SET generation = 9")
+        state = await ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert state.desired.generation == 1
+        assert [row.identity for row in await ledger.snapshots(DEPLOYMENT)] == ["a"]
+        holder.execute("ROLLBACK")
+        holder.close()
+
+    on_ledger(tmp_path, work)
+
+
 def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(tmp_path: Path) -> None:
     async def work(ledger: Ledger) -> None:
         for identity in ("a", "b", "a"):
@@ -177,7 +357,7 @@ def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(tmp_path: 
         for identity in ("a", "b", "broken", "c"):
             await signal(ledger, identity)
         seen = [("base", Stage.IDLE), ("b", Stage.IDLE), ("a", Stage.IDLE), ("broken", Stage.ERROR)]
-        rows = [moved(seq, identity, seq, stage) for seq, (identity, stage) in enumerate(seen)]
+        rows = [moved(seq, identity, 4, stage) for seq, (identity, stage) in enumerate(seen)]
         await ledger.record(DEPLOYMENT, "replica-0", "b1", rows)
         state = await ledger.state(DEPLOYMENT)
         assert [f.snapshot for f in state.fallbacks] == ["a", "b"]
@@ -226,7 +406,7 @@ def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(t
     on_ledger(tmp_path, work)
 
 
-@pytest.mark.parametrize("statement", range(1, 4))
+@pytest.mark.parametrize("statement", range(1, 3))
 def test_a_crash_between_the_steps_of_a_signal_leaves_the_old_state_whole(
     tmp_path: Path, statement: int
 ) -> None:
@@ -313,7 +493,7 @@ def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:
         db.execute("UPDATE midstream_schema SET version = 99")
     db.close()
     with pytest.raises(
-        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 1"
+        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 2"
     ):
         Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
 
@@ -334,7 +514,7 @@ def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
         assert db.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"
         assert db.execute(sa.text("PRAGMA foreign_keys")).scalar_one() == 1
         with pytest.raises(sa.exc.IntegrityError):
-            db.execute(core.transitions.insert().values(
+            db.execute(schema.transitions.insert().values(
                 deployment_id=77, replica="r", boot="b", seq=0, identity="a",
                 generation=1, stage="idle", at=0.0, detail="",
             ))  # fmt: skip

@@ -3,9 +3,9 @@
 Always holds:
 - A signal is committed before anyone can act on it; after a crash at any point, reopening the ledger shows either the
   state before the signal or the whole of it.
-- Identities are idempotency keys. Signalling the identity that is already desired changes nothing, unless a replica
-  failed on it: then it is asked for again under a new generation. Signalling any other identity supersedes the
-  desired one, also when it is an older one (a rollback).
+- Identities are idempotency keys. Signalling the identity that is already desired changes nothing, unless its files
+  are others now (another fingerprint) or a replica failed on it: then it is asked for again under a new generation.
+  Signalling any other identity supersedes the desired one, also when it is an older one (a rollback).
 - A stage change is stored once, however often it is reported.
 """
 
@@ -20,15 +20,20 @@ from typing import TypeVar
 
 from midstream.ledger.core import LedgerCore, LedgerUnavailable
 from midstream.ledger.records import (
+    BootHistory,
+    Death,
     DeploymentRow,
     DeploymentState,
     SignalResult,
     SnapshotRow,
     TransitionRow,
+    stronger_reset,
 )
 from midstream.types import ResetPromptCache, Transition, TransitionType
 
 __all__ = [
+    "BootHistory",
+    "Death",
     "DeploymentRow",
     "DeploymentState",
     "Ledger",
@@ -37,6 +42,7 @@ __all__ = [
     "SnapshotRow",
     "TransitionRow",
     "sqlite_url",
+    "stronger_reset",
 ]
 
 T = TypeVar("T")
@@ -98,19 +104,28 @@ class Ledger:
         *,
         failed_generation: int | None = None,
         generation_floor: int = 0,
+        fingerprint: str | None = None,
     ) -> SignalResult:
         """Make `identity` the desired snapshot; committed when this returns.
 
         failed_generation: the caller knows that a replica failed on this generation (its row may not be written yet).
         generation_floor: the highest generation a replica has reported; the new one is above it, also when this
-            ledger is younger than the replicas. Raises NotFound for an unknown deployment.
+            ledger is younger than the replicas.
+        fingerprint: of the snapshot's files. Another one than before makes it another snapshot.
+
+        When only asked for again, the policy that holds is the stronger of the two. Raises NotFound for an unknown
+        deployment.
         """
         now = self._now()
         return await self._run(
             lambda: self._core.signal(
-                name, identity, url, reset_prompt_cache, now, failed_generation, generation_floor
+                name, identity, url, reset_prompt_cache, now, failed_generation, generation_floor, fingerprint
             )
         )
+
+    async def new_generation(self, name: str, floor: int = 0) -> int:
+        """A generation nobody has seen, above `floor`, to ask a replica for the same once more. Raises NotFound."""
+        return await self._run(lambda: self._core.new_generation(name, floor))
 
     async def state(self, name: str) -> DeploymentState:
         """What the replicas of a deployment should serve now. Raises NotFound."""
@@ -121,6 +136,18 @@ class Ledger:
         rows = tuple(rows)
         return await self._run(lambda: self._core.record(name, replica, boot, rows))
 
+    async def boot_history(self, name: str, replica: str, boot: str, ended: str | None = None) -> BootHistory:
+        """What is stored of a boot of a replica and of the one before it: `ended`, or else the last one stored."""
+        return await self._run(lambda: self._core.boot_history(name, replica, boot, ended))
+
+    async def record_death(self, name: str, boot: str, death: Death, seq: int | None) -> bool:
+        """Store that `boot` ended while it was loading a snapshot; False when that is stored already.
+
+        seq: of the stage change to ERROR to store with it; None when the replica reported one itself.
+        """
+        now = self._now()
+        return await self._run(lambda: self._core.record_death(name, boot, death, seq, now))
+
     async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
         """What is stored of one boot of a replica, in order."""
         return await self._run(lambda: self._core.boot_transitions(name, replica, boot))
@@ -129,6 +156,6 @@ class Ledger:
         """Every snapshot ever signalled, in the order of first signals."""
         return await self._run(lambda: self._core.snapshots(name))
 
-    async def transitions(self, name: str) -> list[TransitionRow]:
-        """Every stage change, in the order they were stored."""
-        return await self._run(lambda: self._core.transitions(name))
+    async def transitions(self, name: str, newest: int | None = None) -> list[TransitionRow]:
+        """The `newest` stage changes (None: all), in the order they were stored."""
+        return await self._run(lambda: self._core.transitions(name, newest))
