@@ -22,7 +22,7 @@ def session_from_headers(headers: Mapping[str, str]) -> str | None:
     """The key in `headers` (lower-case names), or None. Raises InvalidRequest on a value that cannot be a key."""
     for name in SESSION_HEADERS:
         value = headers.get(name)
-        if value is not None:
+        if value:  # an empty one counts as absent, as in the body
             return check_key(value, name)
     return None
 

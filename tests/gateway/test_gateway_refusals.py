@@ -34,10 +34,13 @@ DOUBTFUL = [
     b"POST /v1/completions HTTP/1.1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\nHost: t\n\n",
     b"POST /v1/completions HTTP/2.0\r\nHost: t\r\n\r\n",
-    b"POST http://other/v1/completions HTTP/1.1\r\nHost: t\r\n\r\n",
+    b"POST http://other/v1/completions HTTP/1.1\r\n\r\n",
+    b"POST http://me@other/v1/completions HTTP/1.1\r\nHost: t\r\n\r\n",
+    b"POST ftp://other/v1/completions HTTP/1.1\r\nHost: t\r\n\r\n",
+    b"POST http:///v1/completions HTTP/1.1\r\nHost: t\r\n\r\n",
+    HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nHost: t\r\n\r\n",
     b"CONNECT other:80 HTTP/1.1\r\nHost: t\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: t\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01",
     b"GET\r\n\r\n",
@@ -68,6 +71,8 @@ def test_a_request_of_doubtful_framing_is_refused_and_the_connection_closed() ->
         (HEAD + CHUNKED + b"\r\n" + b"3e8\r\n%b\r\n" % (b"x" * 1000) * 3, 413),
         (HEAD + b"X: " + b"x" * 2000 + b"\r\n\r\n", 431),
         (HEAD + b"X: 1\r\n" * 400 + b"\r\n", 431),
+        (HEAD + b"Connection: upgrade\r\nUpgrade: h2c\r\n" + b"X: 1\r\n" * 400 + b"\r\n", 431),
+        (HEAD + b"Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 2001\r\n\r\n", 413),
         (HEAD + b"X: " + b"x" * 4000, 431),
         (b"GET /" + b"x" * 4000 + b" HTTP/1.1\r\nHost: t\r\n\r\n", 431),
         (HEAD + CHUNKED + b"\r\n1\r\nx\r\n0\r\n" + b"T: 1\r\n" * 400 + b"\r\n", 431),
@@ -201,7 +206,7 @@ def test_a_request_for_another_model_or_deployment_is_not_found() -> None:
 def test_a_session_header_that_cannot_be_a_key_is_named() -> None:
     async def main() -> None:
         async with staged(respond_ok) as stage:
-            for value in ("", "x" * 513, "a\tb"):
+            for value in ("x" * 513, "a\tb"):
                 answer = await stage.ask(post(headers=f"x-session-affinity: {value}\r\n"))
                 assert answer.status == 400, value
                 assert answer.error["param"] == "x-session-affinity"

@@ -3,6 +3,7 @@
 import pytest
 
 from midstream.errors import InvalidRequest
+from midstream.gateway import sessions
 from midstream.gateway.auth import tenant_of
 from midstream.gateway.sessions import SessionTable, session_key
 
@@ -14,6 +15,8 @@ from midstream.gateway.sessions import SessionTable, session_key
         ({b"x-session-id": b"c"}, b'{"user":"u"}', "c"),
         ({b"x-session-affinity": b"b", b"x-session-id": b"c"}, b"", "b"),
         ({b"x-multi-turn-session-id": b"a", b"x-session-affinity": b"b", b"x-session-id": b"c"}, b"", "a"),
+        ({b"x-multi-turn-session-id": b"", b"x-session-affinity": b" ", b"x-session-id": b"c"}, b"", "c"),
+        ({b"x-session-id": b""}, b'{"user":"u"}', "u"),
         ({b"x-session-id": " é ".encode()}, b"", "é"),
         ({b"x-session-id": b"\xe9"}, b"", "é"),
         ({b"x-other": b"a"}, b'{"prompt_cache_key":"k","user":"u"}', "k"),
@@ -23,6 +26,8 @@ from midstream.gateway.sessions import SessionTable, session_key
         ({}, b'{"messages":[{"role":"user","content":"user"}]}', None),
         ({}, b'{"metadata":{"user":"not this one"}}', None),
         ({}, b'{"user":"\\u00e9"}', "é"),
+        ({}, b'{"messages":[{"role":"user","content":""}],"user" \t\r\n: "u"}', "u"),
+        ({}, b'{"us\\u0065r":"u"}', None),
         ({}, b'{"user":5}', None),
         ({}, b'{"user":"u"', None),
         ({}, b'["user"]', None),
@@ -38,7 +43,7 @@ def test_the_key_comes_from_the_first_place_that_has_one(
 @pytest.mark.parametrize(
     ("headers", "body", "param"),
     [
-        ({b"x-multi-turn-session-id": b"", b"x-session-id": b"c"}, b"", "x-multi-turn-session-id"),
+        ({b"x-session-id": b"a\tb"}, b"", "x-session-id"),
         ({}, b'{"user":"' + b"x" * 513 + b'"}', "user"),
         ({}, b'{"prompt_cache_key":"a\\nb"}', "prompt_cache_key"),
     ],
@@ -49,6 +54,17 @@ def test_a_value_that_cannot_be_a_key_names_its_place(
     with pytest.raises(InvalidRequest) as raised:
         session_key(headers, body)
     assert raised.value.param == param
+
+
+def test_a_body_without_a_session_field_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Decoder:
+        def decode(self, body: bytes) -> None:
+            raise AssertionError("parsed")
+
+    monkeypatch.setattr(sessions, "_decoder", Decoder())
+    assert session_key({}, b'{"messages":[{"role":"user","content":"a \\"user\\": b"}]}') is None
+    with pytest.raises(AssertionError, match="parsed"):
+        session_key({}, b'{"metadata":{"user":"u"}}')
 
 
 def test_the_table_forgets_the_least_recently_used_session() -> None:

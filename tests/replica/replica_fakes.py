@@ -27,6 +27,7 @@ from midstream.types import (
     BASE_SNAPSHOT,
     Desired,
     EngineStats,
+    FinishReason,
     GenerateRequest,
     GenerationEvent,
     ModelInfo,
@@ -109,6 +110,13 @@ class FakeEngine(Engine):
         self.die_after: int | None = None
         self.stop_short = False
         self.starts = 0
+        self.replies: dict[int, tuple[int, ...]] = {}  # of a choice that says something of its own
+        self.ended: set[tuple[str, int]] = set()  # choices that are over, by themselves or by end_choice
+        self.end_choice_calls: list[tuple[str, int]] = []
+        self.made_of: dict[tuple[str, int], int] = {}  # tokens generated of one choice
+        self.stage_ticks = self.commit_ticks = 0  # loop ticks that each takes
+        self.switches: list[str] = []  # what the engine has switched to
+        self.closed = False
         self.commit_gate = asyncio.Event()
         self.commit_gate.set()
         self.committing = asyncio.Event()
@@ -137,11 +145,19 @@ class FakeEngine(Engine):
     async def start(self) -> ModelInfo:
         self.starts += 1
         await self.start_gate.wait()
+        self.closed = False
         self.serving = BASE_SNAPSHOT
         return self.info
 
     async def close(self) -> None:
+        """Ends a commit under way too."""
         self.calls.append("close")
+        self.closed = True
+        self.commit_gate.set()
+
+    def end_choice(self, request_id: str, index: int) -> None:
+        self.end_choice_calls.append((request_id, index))
+        self.ended.add((request_id, index))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         self.requests.append(request)
@@ -180,25 +196,28 @@ class FakeEngine(Engine):
                 raise EngineDied("killed by the test")
             if self.stop_short and done == 1:
                 return
-            token = self.reply[done % len(self.reply)]
-            finish = (
-                "stop"
-                if token in request.sampling.stop_token_ids
-                else "length"
-                if done == limit - 1
-                else None
-            )
             for index in range(request.n):
+                if (request.request_id, index) in self.ended:
+                    continue
+                reply = self.replies.get(index, self.reply)
+                token = reply[done % len(reply)]
+                stops = token in request.sampling.stop_token_ids
+                finish: FinishReason | None = "stop" if stops else "length" if done == limit - 1 else None
+                self.made_of[request.request_id, index] = done + 1
+                if finish is not None:
+                    self.ended.add((request.request_id, index))
                 made = record(token, size + done, request, self.serving, prompt=False)
                 yield GenerationEvent(index=index, tokens=(made,), finish=finish)
             self.made[request.request_id] = done + 1
             self._announce()
-            if finish == "stop":
+            if all((request.request_id, index) in self.ended for index in range(request.n)):
                 return
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         self.calls.append(f"stage {snapshot} {directory.name}")
         await self.stage_gate.wait()
+        for _ in range(self.stage_ticks):
+            await asyncio.sleep(0)
         if self.refuse_stage:
             raise StagingFailed(f"{snapshot}: tensor a.weight has shape [2], expected [3]")
         self.staged = snapshot
@@ -206,10 +225,15 @@ class FakeEngine(Engine):
     async def commit(self, snapshot: str) -> SwapTiming:
         self.calls.append(f"commit {snapshot}")
         self.committing.set()
+        for _ in range(self.commit_ticks):
+            await asyncio.sleep(0)
         await self.commit_gate.wait()
+        if self.closed:
+            raise EngineDied("closed")
         if self.staged != snapshot:
             raise StagingFailed(f"{snapshot} is not staged")
         self.serving = snapshot
+        self.switches.append(snapshot)
         return SwapTiming(snapshot=snapshot, pause_ms=1.5, streams_crossed=2)
 
     async def pause(self) -> None:
@@ -230,12 +254,14 @@ class FakeEngine(Engine):
 
 
 class FakeSource(SnapshotSource):
-    """Fetch waits while `blocked` names the snapshot; verify fails for a snapshot in `corrupt`."""
+    """Fetch waits while `blocked` names the snapshot; verify fails for a snapshot in `corrupt`. `ticks` of the loop pass
+    in every method."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.corrupt: set[str] = set()
         self.blocked: set[str] = set()
+        self.ticks = 0
         self.fetching = asyncio.Event()
 
     async def fetch(self, desired: Desired) -> Path:
@@ -247,15 +273,22 @@ class FakeSource(SnapshotSource):
             except asyncio.CancelledError:
                 self.calls.append(f"cancelled {desired.snapshot}")
                 raise
+        await self._pass()
         return Path("/cache") / desired.snapshot
 
     async def verify(self, path: Path) -> None:
         self.calls.append(f"verify {path.name}")
+        await self._pass()
         if path.name in self.corrupt:
             raise SnapshotCorrupt(f"{path.name}: checksum of a.weight differs")
 
     async def release(self, keep: set[str]) -> None:
         self.calls.append(f"release all but {sorted(keep)}")
+        await self._pass()
+
+    async def _pass(self) -> None:
+        for _ in range(self.ticks):
+            await asyncio.sleep(0)
 
 
 @dataclass

@@ -563,7 +563,7 @@ def test_missing_records_of_an_echoed_prompt_fail_closed(tmp_path: Path) -> None
                 yield event
 
     async def scenario(here: Running) -> None:
-        answer = await ask(here, prompt="a", echo=True)
+        answer = await ask(here, prompt="a", echo=True, logprobs=True)
         assert answer.json()["error"]["message"] == "the engine returned no records of the prompt"
 
     play(tmp_path, Echoless, scenario)

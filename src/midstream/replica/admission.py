@@ -1,7 +1,8 @@
 """Who may enter: the gate that a swap closes.
 
 Always holds: no request passes the gate while a swap commits; a waiting one either passes or is told 425 when its
-patience runs out; the requests inside are counted, and drained means none. No more than `requests_max` are inside or waiting.
+patience runs out; the requests inside are counted, and drained means none. The bound counts what the engine will see: no
+more than `requests_max` choices are inside or waiting, but for one request that is larger than that and alone.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ class Gate:
         self._empty.set()
         self._on_change = on_change
         self._requests_max = requests_max
-        self.inside = 0
-        self.waiting = 0
+        self.inside = 0  # requests
+        self.waiting = 0  # requests
+        self.choices = 0  # of the requests inside or waiting
 
     def __repr__(self) -> str:
-        return f"Gate({self._door.value}, inside={self.inside}, waiting={self.waiting})"
+        return (
+            f"Gate({self._door.value}, inside={self.inside}, waiting={self.waiting}, choices={self.choices})"
+        )
 
     @property
     def door(self) -> Door:
@@ -49,13 +53,25 @@ class Gate:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
-    async def enter(self, patience_s: float = DRAIN_TIMEOUT_S) -> None:
+    def check(self, choices: int) -> None:
+        """Raises what `enter` would raise at once, so that a request is refused before work is put into it."""
+        if self.choices and self.choices + choices > self._requests_max:
+            raise Overloaded(
+                f"{self.choices} choices are being served or waiting and this request asks for {choices} more;"
+                f" at most {self._requests_max} fit; retry it later"
+            )
+        if self._door is Door.CLOSED:
+            raise SnapshotTransition(_IN_TRANSITION)
+        if self._door is Door.DOWN:
+            raise ReplicaUnavailable("the engine is not ready; retry this request")
+
+    async def enter(self, patience_s: float = DRAIN_TIMEOUT_S, choices: int = 1) -> None:
         """Returns, in the same step of the loop as it looked, when the door is open."""
-        if self.inside + self.waiting >= self._requests_max:
-            raise Overloaded(f"{self._requests_max} requests are here already; retry this one later")
+        self.check(choices)
         if self._door is Door.OPEN:
             return
         self.waiting += 1
+        self.choices += choices
         self._on_change()
         try:
             async with asyncio.timeout(patience_s):
@@ -65,21 +81,21 @@ class Gate:
             raise SnapshotTransition(_IN_TRANSITION) from None
         finally:
             self.waiting -= 1
-        if self._door is Door.CLOSED:
-            raise SnapshotTransition(_IN_TRANSITION)
-        if self._door is Door.DOWN:
-            raise ReplicaUnavailable("the engine is not ready; retry this request")
+            self.choices -= choices
+        self.check(choices)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, choices: int = 1) -> Iterator[None]:
         """Counts a request that has entered."""
         self.inside += 1
+        self.choices += choices
         self._empty.clear()
         self._on_change()
         try:
             yield
         finally:
             self.inside -= 1
+            self.choices -= choices
             if self.inside == 0:
                 self._empty.set()
             self._on_change()

@@ -77,7 +77,14 @@ class InferenceEndpoint:
             body = await request.body()
         except ClientDisconnect:
             return
-        exchange = _Exchange(send, request.headers.get("x-request-id") or uuid.uuid4().hex)
+        exchange = _Exchange(
+            send,
+            {
+                "x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex,
+                "fireworks-backend-host": self._replica.name,
+                "fireworks-deployment": self._replica.names.deployment,
+            },
+        )
         answer = asyncio.create_task(self._answer(exchange, request, body))
         gone = asyncio.create_task(_disconnected(receive))
         try:
@@ -111,12 +118,16 @@ class InferenceEndpoint:
 
 
 class _Exchange:
-    """The response of one inference request, whichever way it goes."""
+    """The response of one inference request, whichever way it goes. `fixed`: headers it has in any case."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, fixed: dict[str, str]) -> None:
         self._send = send
         self._started = False
-        self.request_id = request_id
+        self._fixed = fixed
+
+    @property
+    def request_id(self) -> str:
+        return self._fixed["x-request-id"]
 
     async def whole(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         headers = {"content-type": _JSON, "content-length": str(len(data)), **headers}
@@ -141,7 +152,7 @@ class _Exchange:
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self._started = True
-        headers["x-request-id"] = self.request_id
+        headers = headers | self._fixed
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -219,8 +230,10 @@ def _json(status: int, value: Any, headers: dict[str, str] | None = None) -> Res
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})  # allow, with a 405
         kind = MethodNotAllowed if error.status_code == 405 else NotFound
         error = kind(f"{request.method} {request.url.path}: {error.detail}")
     assert isinstance(error, MidstreamError)
-    return _json(error.status, error.body(), error.headers())
+    return _json(error.status, error.body(), headers | error.headers())

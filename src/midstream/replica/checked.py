@@ -18,6 +18,7 @@ from midstream.types import ModelInfo, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat goes up to the context
 MAX_PROMPTS = 256
+MAX_CHOICES_IN_ALL = 1024  # prompts times n
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Kind = Literal["completion", "chat"]
@@ -64,7 +65,7 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
     max_tokens = _max_tokens(body, kind)
     if max_tokens == 0 and echo == 0:
         raise InvalidRequest("max_tokens: must be at least 1 unless the prompt is echoed", param="max_tokens")
-    logprobs, top = _logprobs(body)
+    logprobs, top = _logprobs(body, kind)
     return Checked(
         kind=kind,
         model=body.model,
@@ -91,6 +92,8 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
 
 
 def _echo(body: InferenceBody) -> int | None:
+    if body.echo is False:  # said outright: wins over echo_last
+        return 0
     if body.echo_last is not None:
         return body.echo_last
     return None if body.echo else 0
@@ -106,8 +109,13 @@ def _max_tokens(body: InferenceBody, kind: Kind) -> int | None:
     return None if kind == "chat" else COMPLETION_MAX_TOKENS
 
 
-def _logprobs(body: InferenceBody) -> tuple[LogprobsFormat | None, int]:
+def _logprobs(body: InferenceBody, kind: Kind) -> tuple[LogprobsFormat | None, int]:
     asked = body.logprobs
+    if kind == "chat" and asked is not None and type(asked) is not bool:
+        message = (
+            "logprobs: must be true or false on chat completions; alternatives are asked for by top_logprobs"
+        )
+        raise InvalidRequest(message, param="logprobs")
     if asked is True:
         return "content", body.top_logprobs or 0
     if body.top_logprobs:
@@ -187,6 +195,14 @@ def sampling_for(checked: Checked, prompt: Prompt, index: int, seed: int, info: 
     return msgspec.structs.replace(
         checked.sampling, max_tokens=min(wanted, room), seed=seed_of_prompt(seed, index)
     )
+
+
+def check_choices(prompts: int, n: int) -> int:
+    """How many choices the request makes in all."""
+    if prompts * n > MAX_CHOICES_IN_ALL:
+        message = f"prompt, n: {prompts} prompts with n {n} make {prompts * n} choices, at most {MAX_CHOICES_IN_ALL}"
+        raise InvalidRequest(message, param="n")
+    return prompts * n
 
 
 def seed_of_prompt(seed: int, index: int) -> int:

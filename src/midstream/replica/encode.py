@@ -218,8 +218,8 @@ class Encoder:
         last.prompt_token_ids = prompt_ids
         return self._event(snapshot, [last], prompt_ids if self._chat else UNSET, extras)
 
-    def usage_chunk(self, snapshot: str, usage: Usage) -> bytes:
-        return self._event(snapshot, [], extras=Extras(usage=usage))
+    def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
+        return self._event(snapshot, [], extras=extras)
 
     def _event(
         self,
@@ -315,8 +315,8 @@ class Encoder:
         return TopEntry(token, _finite(logprob), token_id, token_bytes)
 
     def _legacy(self, tokens: Sequence[Scored]) -> LegacyLogprobs:
-        label = self._vocabulary.label
-        own = [(label(record.token_id)[0], _finite(record.logprob)) for record, _ in tokens]
+        label = self._vocabulary.legacy_label
+        own = [(label(record.token_id), _finite(record.logprob)) for record, _ in tokens]
         top = self._checked.top_logprobs
         return LegacyLogprobs(
             tokens=[token for token, _ in own],
@@ -324,7 +324,7 @@ class Encoder:
             token_ids=[record.token_id for record, _ in tokens],
             text_offset=[offset for _, offset in tokens],
             top_logprobs=[
-                {label(t.token_id)[0]: _finite(t.logprob) for t in record.top_logprobs[:top]}
+                {label(t.token_id): _finite(t.logprob) for t in record.top_logprobs[:top]}
                 | {token: logprob}  # the token itself is always among them
                 for (record, _), (token, logprob) in zip(tokens, own, strict=True)
             ],

@@ -1,6 +1,6 @@
 """One replica: an engine, the swap runner beside it, and the report of both.
 
-Owns: the life of the engine (start, death, start again) and the boot id.
+Owns: the life of the engine (start, death, start again) and the boot id. A swap runner that fails counts as a dead engine.
 Always holds: a boot starts on the base weights with an empty cache and no accepted target; `ready` is true only between a
 successful engine start and its death; every change of the report wakes its watchers.
 """
@@ -33,7 +33,7 @@ RESTART_DELAY_MAX_S = 10.0
 class Replica:
     """`base_directory` is the served model's directory: the base snapshot, should it be asked for again.
 
-    requests_max: requests inside or waiting at the gate; one more gets 429.
+    requests_max: choices inside or waiting at the gate; a request that would bring more gets 429.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Replica:
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )
         self._runner_task = asyncio.create_task(self.runner.run(), name="swap runner")
-        self._runner_task.add_done_callback(_log_failure)
+        self._runner_task.add_done_callback(lambda task: self._runner_ended(boot, task))
         self.ready = True
         self.gate.set(Door.OPEN)
         self._changed()
@@ -107,8 +107,7 @@ class Replica:
         self.ready = False
         self.gate.set(Door.DOWN)
         await _cancel(self._recovery)
-        await _cancel(self._runner_task)
-        await self._engine.close()
+        await self._end_boot()
         self._changed()
 
     def desire(self, desired: Desired) -> None:
@@ -156,8 +155,29 @@ class Replica:
         if self.ready:  # a boot that never served is start's business
             self.engine_died(self.boot, reason)
 
+    def _runner_ended(self, boot: str, task: asyncio.Task[None]) -> None:
+        """It ends only when told to. If it ended by itself, nobody knows what the engine serves: start over."""
+        error = None if task.cancelled() else task.exception()
+        if self.closed or self._recovery is not None or boot != self.boot:
+            return
+        log.error("%s: the swap runner failed", self.name, exc_info=error)
+        self.engine_died(boot, f"the swap runner failed: {error!r}")
+
+    async def _end_boot(self) -> None:
+        """The engine is closed before the runner is waited for: a commit under way ends with the engine at the latest."""
+        if self._runner_task is not None:
+            self._runner_task.cancel()
+        try:
+            await self._engine.close()
+        finally:
+            if self._runner_task is not None:
+                await asyncio.wait((self._runner_task,))
+
     async def _recover(self) -> None:
-        await _cancel(self._runner_task)
+        try:
+            await self._end_boot()
+        except Exception:  # a new engine is started whatever the old one says
+            log.exception("%s: the dead engine could not be closed", self.name)
         self.boot = self._new_boot()
         self.namespaces.commit("all")  # the cache died with the engine
         self.runner = self._fresh_runner()

@@ -1,8 +1,10 @@
 """Carries out what the swap machine decides: fetch, verify, stage, commit.
 
 Owns: the one attempt in work, and the gate and namespaces at the moment of the switch.
-Always holds: one attempt at a time; a newer target cancels an attempt that has not reached COMMIT and waits for one that
-has; the gate is open again however an attempt ends; between the engine's switch and the new namespace nobody is admitted.
+Always holds: one attempt at a time, never an orphaned one; whether an attempt is superseded is decided in the step in which
+the newer target comes, and an attempt that has reached COMMIT always runs to its end, whoever is cancelled; the gate is open
+again however an attempt ends; between the engine's switch and the new namespace nobody is admitted. A failure that leaves
+open what the engine serves ends the runner: its owner starts a new boot.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.errors import SnapshotError
 from midstream.replica.admission import Door, Gate
 from midstream.replica.namespaces import Namespaces
-from midstream.replica.swap import Event, SwapMachine
+from midstream.replica.swap import BEFORE_COMMIT, Event, SwapMachine
 from midstream.types import BASE_SNAPSHOT, Desired, Stage, SwapTiming
 
 log = logging.getLogger(__name__)
+
+DRAIN_LOG_EVERY_S = 10.0
 
 
 class SnapshotSource(abc.ABC):
@@ -39,6 +43,10 @@ class SnapshotSource(abc.ABC):
     @abc.abstractmethod
     async def release(self, keep: set[str]) -> None:
         """Local files of every snapshot but `keep` may go."""
+
+
+class _GivenUp(Exception):
+    """The attempt was given up while its last await returned or swallowed the cancellation."""
 
 
 class SwapRunner:
@@ -64,6 +72,8 @@ class SwapRunner:
         self._on_change = on_change
         self._on_engine_death = on_engine_death
         self._wake = asyncio.Event()
+        self._attempt: asyncio.Task[None] | None = None
+        self._given_up = False  # the attempt in work is to end; the accepted target has to be taken up anew
         self.machine = machine
         self.last_swap: SwapTiming | None = None
 
@@ -71,68 +81,87 @@ class SwapRunner:
         """Take note of a target; returns at once. False when it is already accepted."""
         if not self.machine.accept(desired):
             return False
+        self._give_up()
         self._wake.set()
         self._on_change()
         return True
 
     async def run(self) -> None:
-        """Converge on the accepted target until cancelled."""
+        """Converge on the accepted target until cancelled; a commit under way is finished first."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self.machine.behind:
+            while self.machine.behind or self._given_up:
                 await self._one_target()
 
     async def _one_target(self) -> None:
+        self._given_up = False
         desired = self.machine.begin()
         self._on_change()
         if desired is None:
             return
-        attempt = asyncio.create_task(self._attempt(desired), name=f"swap to {desired.snapshot}")
-        wake = asyncio.create_task(self._superseded())
+        attempt = asyncio.create_task(self._load(desired), name=f"swap to {desired.snapshot}")
+        self._attempt = attempt
         try:
-            await asyncio.wait((attempt, wake), return_when=asyncio.FIRST_COMPLETED)
-            if not attempt.done() and self.machine.stage is Stage.COMMITTING:
-                await asyncio.wait((attempt,))
+            await self._to_its_end(attempt)
         finally:
-            await _end(wake)
-            await _end(attempt)
+            self._attempt = None
         if not attempt.cancelled():
             attempt.result()
+        elif not self._given_up:
+            raise RuntimeError(f"the swap to {desired.snapshot} was cancelled by nobody known")
+        await self._to_its_end(asyncio.create_task(self._release(), name="release of old snapshots"))
 
-    async def _superseded(self) -> None:
-        while not self.machine.behind:
-            await self._wake.wait()
-            self._wake.clear()
+    def _give_up(self) -> None:
+        """End the attempt in work unless it has reached COMMIT. No await may stand between looking and cancelling."""
+        if self._attempt is not None and self.machine.stage in BEFORE_COMMIT:
+            self._given_up = True
+            self._attempt.cancel()
 
-    async def _attempt(self, desired: Desired) -> None:
+    async def _to_its_end(self, task: asyncio.Task[None]) -> None:
+        """Returns when `task` is done. A cancellation of the runner meanwhile is passed on only then."""
+        cancelled = False
+        while not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError:
+                cancelled = True
+                self._give_up()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def _load(self, desired: Desired) -> None:
+        """One attempt. Raises only what leaves open what the engine serves."""
         try:
-            await self._load(desired)
+            await self._steps(desired)
+        except _GivenUp:
+            log.debug("the swap to %s was given up", desired.snapshot)
         except EngineDied as error:
             self._fail(f"the engine died: {error}")
             self._on_engine_death(str(error))
-        except (SnapshotError, StagingFailed, OSError) as error:
-            self._fail(str(error) or type(error).__name__)
         except Exception as error:
-            log.exception("loading snapshot %s failed unexpectedly", desired.snapshot)
-            self._fail(f"unexpected {type(error).__name__}: {error}")
-        else:
-            await self._release(desired.snapshot)
+            in_doubt = self.machine.stage is Stage.COMMITTING and not isinstance(error, StagingFailed)
+            if in_doubt or not isinstance(error, SnapshotError | StagingFailed | OSError):
+                log.exception("loading snapshot %s failed unexpectedly", desired.snapshot)
+            self._fail(str(error) or type(error).__name__)
+            if in_doubt:  # the engine may have switched or not
+                raise
 
     def _fail(self, message: str) -> None:
-        self.machine.fail(message)
-        self._on_change()
+        if not self._given_up:
+            self.machine.fail(message)
+            self._on_change()
 
     def _advance(self, event: Event) -> float:
+        if self._given_up:
+            raise _GivenUp
         self.machine.advance(event)
         self._on_change()
         return self._monotonic()
 
-    async def _load(self, desired: Desired) -> None:
+    async def _steps(self, desired: Desired) -> None:
         started = self._monotonic()
-        base = (
-            desired.snapshot == BASE_SNAPSHOT
-        )  # the weights the server started with lie in the model directory
+        base = desired.snapshot == BASE_SNAPSHOT  # its files are those of the model directory
         path = self._base_directory if base else await self._source.fetch(desired)
         fetched = self._advance(Event.FETCHED)
         if not base:
@@ -155,7 +184,7 @@ class SwapRunner:
         try:
             if desired.transition == "SYNC":
                 self._gate.set(Door.CLOSED)
-                await self._gate.drained()
+                await self._drained(desired)
             else:
                 self._gate.set(Door.HELD)
             self._advance(Event.COMMIT)
@@ -166,14 +195,22 @@ class SwapRunner:
             if self._gate.door in (Door.HELD, Door.CLOSED):
                 self._gate.set(Door.OPEN)
 
-    async def _release(self, serving: str) -> None:
+    async def _drained(self, desired: Desired) -> None:
+        """No limit: a sync swap waits for the last request, and says so while it does."""
+        while True:
+            try:
+                async with asyncio.timeout(DRAIN_LOG_EVERY_S):
+                    await self._gate.drained()
+                return
+            except TimeoutError:
+                log.info("the switch to %s waits for %d requests to end", desired.snapshot, self._gate.inside)
+
+    async def _release(self) -> None:
+        """After every attempt, also a failed one: what serves stays on disk, and what is about to be loaded."""
+        keep = {self.machine.serving}
+        if self.machine.accepted is not None and (self.machine.behind or self._given_up):
+            keep.add(self.machine.accepted.snapshot)
         try:
-            await self._source.release({serving})
+            await self._source.release(keep)
         except (SnapshotError, OSError) as error:
             log.warning("old snapshot files could not be released: %s", error)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait until it has cleaned up. Its exception, if any, stays in it."""
-    task.cancel()
-    await asyncio.wait((task,))

@@ -135,7 +135,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "safe_tokenization": (None, False),
 }
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
+#: Only the body itself refuses unknown fields, so the name is all that follows: it may hold anything, backticks too.
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.DOTALL)
 
@@ -165,7 +166,7 @@ def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
 
 def _refuse(message: str) -> NoReturn:
     """A validation message of the decoder, as an error that names the field first."""
-    if found := _UNKNOWN.match(message):
+    if found := _UNKNOWN.fullmatch(message):
         raise UnknownField(found["name"])
     if found := _MISSING.match(message):
         raise InvalidRequest(f"{found['name']}: this field is required", param=found["name"])

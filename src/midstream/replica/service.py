@@ -1,8 +1,9 @@
 """Serves one inference request: checks it, admits it, runs it on the engine, encodes what comes.
 
-Always holds: a request that is not valid is refused before it waits at the gate; the salt is taken and the engine asked in
-the step in which the gate was passed; every choice ends with a finish reason or the request ends with an error; leaving
-the context closes the engine's iterator, so nothing is generated for a client that is gone.
+Always holds: a request that is not valid is refused before it waits at the gate, and one that the gate would refuse is
+refused before it is tokenized; the salt is taken in the step in which the gate was passed; every choice ends with a finish
+reason or the request ends with an error; leaving the context closes the engine's iterator, so nothing is generated for a
+client that is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -28,6 +30,7 @@ from midstream.replica.checked import (
     Kind,
     Prompt,
     check,
+    check_choices,
     check_messages,
     sampling_for,
     split_prompts,
@@ -37,10 +40,18 @@ from midstream.replica.encode import DONE, CachedDetails, Encoder, Extras, Kept,
 from midstream.replica.namespaces import Namespaces, Session, cache_salt
 from midstream.replica.schema import ChatBody, CompletionBody, parse_chat, parse_completion
 from midstream.sessionkey import session_from_body, session_from_headers
-from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, GenerationEvent, ModelInfo
+from midstream.types import (
+    HEADER_SESSION,
+    HEADER_TENANT,
+    GenerateRequest,
+    GenerationEvent,
+    ModelInfo,
+    TokenRecord,
+)
 
+HEADER_MODEL = "fireworks-model"
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
-_LONG_TEXT = 16_384  # characters from which tokenizing leaves the event loop
+_LONG_TEXT = 16_384  # characters of all prompts together from which tokenizing leaves the event loop
 
 
 class Timings(msgspec.Struct):
@@ -84,34 +95,54 @@ class Service:
         timings = Timings(self.monotonic())
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         checked = check(parsed, self.info)
-        wanted = self.names.split(checked.model)
+        wanted = self._wanted(checked.model, headers)
         patience = admission.patience(headers.get(admission.HEADER_DRAIN_TIMEOUT))
-        prompts = await self._prompts(parsed)
+        session = session_of(checked, headers)
+        given, size, read = self._unread(parsed, len(body))
+        choices = check_choices(given, checked.n)
+        self.gate.check(choices)
+        prompts = read() if size < _LONG_TEXT else await asyncio.to_thread(read)
         seed = self.random_seed() if checked.seed is None else checked.seed
         requests = self._requests(checked, prompts, seed)
-        session = session_of(checked, headers)
-        await self.gate.enter(patience)
-        # No await from here to the engine's first step: salt, snapshot and gate belong to the same moment.
+        await self.gate.enter(patience, choices)
+        # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         self.names.check_snapshot(wanted, self.serving())
         salt = self._salt(checked, session, headers)
         requests = [msgspec.structs.replace(request, salt=salt) for request in requests]
-        with self.gate.admitted():
+        with self.gate.admitted(choices):
             yield Generation(self, checked, prompts, requests, timings)
 
-    async def _prompts(self, body: CompletionBody | ChatBody) -> list[Prompt]:
+    def _wanted(self, model: str, headers: Mapping[str, str]) -> str | None:
+        """The snapshot asked for by name: in the body's model, or else in the header's."""
+        wanted, param = self.names.split(model), "model"
+        header = headers.get(HEADER_MODEL, "")
+        if wanted is None and "@" in header:
+            wanted, param = self.names.split(header), HEADER_MODEL
+        if wanted == "":
+            raise InvalidRequest(f"{param}: the snapshot named after @ must not be empty", param=param)
+        return wanted
+
+    def _unread(
+        self, body: CompletionBody | ChatBody, body_size: int
+    ) -> tuple[int, int, Callable[[], list[Prompt]]]:
+        """How many prompts there are, about how many characters to tokenize, and what does it; any thread may call it."""
         if isinstance(body, ChatBody):
-            text = self.text.render(check_messages(body.messages))
-            prompts = [Prompt(await _tokenize(self.text.encode_rendered, text), text)]
-        else:
-            prompts = [
-                Prompt(await _tokenize(self.text.encode, prompt), prompt)
-                if isinstance(prompt, str)
-                else Prompt(prompt)
-                for prompt in split_prompts(body.prompt, self.info.vocab_size)
+            return 1, body_size, partial(self._read_chat, check_messages(body.messages))
+        prompts = split_prompts(body.prompt, self.info.vocab_size)
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return len(prompts), size, partial(self._read_prompts, prompts)
+
+    def _read_chat(self, messages: list[dict[str, Any]]) -> list[Prompt]:
+        text = self.text.render(messages)
+        return _not_empty([Prompt(self.text.encode_rendered(text), text)])
+
+    def _read_prompts(self, prompts: list[str | tuple[int, ...]]) -> list[Prompt]:
+        return _not_empty(
+            [
+                Prompt(self.text.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
+                for prompt in prompts
             ]
-        if any(not prompt.token_ids for prompt in prompts):
-            raise InvalidRequest("prompt: must hold at least one token", param="prompt")
-        return prompts
+        )
 
     def _requests(self, checked: Checked, prompts: list[Prompt], seed: int) -> list[GenerateRequest]:
         engine_id = uuid.uuid4().hex  # x-request-id may repeat: a retry carries it again
@@ -123,7 +154,8 @@ class Service:
                 n=checked.n,
                 want_routes=checked.routes,
                 top_logprobs=checked.top_logprobs,
-                prompt_records=echoed_tokens(checked, prompt),
+                # Without log-probabilities an echo shows nothing that the prompt itself does not say.
+                prompt_records=echoed_tokens(checked, prompt) if checked.logprobs else 0,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -149,8 +181,10 @@ def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
 
 
-async def _tokenize(encode: Callable[[str], tuple[int, ...]], text: str) -> tuple[int, ...]:
-    return encode(text) if len(text) < _LONG_TEXT else await asyncio.to_thread(encode, text)
+def _not_empty(prompts: list[Prompt]) -> list[Prompt]:
+    if any(not prompt.token_ids for prompt in prompts):
+        raise InvalidRequest("prompt: must hold at least one token", param="prompt")
+    return prompts
 
 
 class Generation:
@@ -176,7 +210,11 @@ class Generation:
         self._choices = [
             Choice(index, vocabulary, stops, silent) for index in range(len(prompts) * checked.n)
         ]
-        self._snapshot = service.serving()  # of the newest token of any choice
+        self._echoed = [echoed_tokens(checked, prompt) for prompt in prompts]
+        self._open = [checked.n] * len(prompts)  # choices without a finish reason, by prompt
+        self._open_in_all = len(self._choices)
+        self._snapshot = service.serving()  # the newest one that any token was labelled with
+        self._seen: set[str] = set()
         prefix = "chatcmpl" if checked.kind == "chat" else "cmpl"
         self._encoder = Encoder(
             checked,
@@ -192,7 +230,6 @@ class Generation:
         checked, encoder = self.checked, self._encoder
         greeted = [False] * len(self._choices)
         kept = [Kept([], [], []) for _ in self._choices] if checked.raw_output else None
-        open_choices = len(self._choices)
         async with aclosing(self._updates()) as updates:
             async for choice, pieces in updates:
                 index, data = choice.index, b""
@@ -203,19 +240,19 @@ class Generation:
                     if kept is not None:
                         kept[index].keep(piece)
                 if choice.finish is not None:
-                    open_choices -= 1
                     raw = encoder.raw_output(kept[index], prompt) if kept is not None else UNSET
-                    data += self._finish(choice, None if greeted[index] else prompt, raw, open_choices == 0)
+                    data += self._finish(choice, None if greeted[index] else prompt, raw)
                 if data:
                     yield data
-        tail = encoder.usage_chunk(self._snapshot, self._usage()) if checked.include_usage else b""
+        tail = encoder.usage_chunk(self._snapshot, self._extras()) if checked.include_usage else b""
         yield tail + DONE
 
-    def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType, last: bool) -> bytes:
+    def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType) -> bytes:
         extras = Extras()
-        if last:
-            extras.perf_metrics = self._metrics(done=True) if self.checked.perf_metrics else UNSET
-            extras.usage = UNSET if self.checked.include_usage else self._usage()
+        if self._open_in_all == 0:
+            extras = self._extras()
+            if self.checked.include_usage:  # has a chunk of its own
+                extras.usage = UNSET
         return self._encoder.finish_chunk(choice, choice.snapshot or self._snapshot, first, raw, extras)
 
     async def plain(self) -> bytes:
@@ -224,9 +261,10 @@ class Generation:
             async for choice, pieces in updates:
                 for piece in pieces:
                     kept[choice.index].keep(piece)
-        metrics = self._metrics(done=True) if self.checked.perf_metrics else UNSET
-        extras = Extras(self._usage(), metrics)
-        return self._encoder.plain(self._choices, kept, self._prompts, self._snapshot, extras)
+        return self._encoder.plain(self._choices, kept, self._prompts, self._snapshot, self._extras())
+
+    def _extras(self) -> Extras:
+        return Extras(self._usage(), self._metrics(done=True) if self.checked.perf_metrics else UNSET)
 
     def headers(self, *, done: bool) -> dict[str, str]:
         """The metrics known by now as response headers."""
@@ -242,30 +280,29 @@ class Generation:
                     choice = self._choices[prompt * n + event.index]
                     if choice.finish is None:
                         yield choice, self._apply(prompt, choice, event)
-                    if self._all_ended(range(len(self._choices))):
+                    if self._open_in_all == 0:
                         return
         except EngineDied as error:
             self._service.on_engine_death(str(error))
             raise ReplicaUnavailable("the engine stopped while it served this request") from error
         raise EngineFailed("the engine ended the request before every choice was complete")
 
-    def _all_ended(self, indexes: range) -> bool:
-        return all(self._choices[index].finish is not None for index in indexes)
+    def _ended(self, prompt: int, event: GenerationEvent) -> None:
+        self._open[prompt] -= 1
+        self._open_in_all -= 1
+        if event.finish is None:  # a stop string, of which the engine knows nothing
+            self._service.engine.end_choice(self._requests[prompt].request_id, event.index)
 
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
-        pieces: list[Piece] = []
         if event.cached_tokens is not None:
             self._cached.setdefault(prompt, event.cached_tokens)
-        if event.prompt is not None and self._requests[prompt].prompt_records:
-            self._check_echo(prompt, event)
-            pieces += choice.echo(event.prompt)
-        if self._requests[prompt].prompt_records and not choice.echoed and (event.tokens or event.finish):
-            raise EngineFailed("the engine returned no records of the prompt")
+        pieces = self._echo(prompt, choice, event)
         if event.tokens and self._timings.first_token is None:
             self._timings.first_token = self._service.monotonic()
         for record in event.tokens:
             if self.checked.routes and record.route is None:
                 raise EngineFailed("the engine returned a token without its route")
+            self._note(choice.snapshot, record.snapshot)
             pieces += choice.feed(record)
             if choice.finish is not None:
                 break
@@ -273,16 +310,49 @@ class Generation:
             if event.finish == "abort":
                 raise EngineFailed("the engine aborted the request")
             pieces += choice.end(event.finish)
-        self._snapshot = choice.snapshot or self._snapshot
+        if choice.finish is not None:
+            self._ended(prompt, event)
         return [piece if piece.snapshot else piece._replace(snapshot=self._snapshot) for piece in pieces]
 
-    def _check_echo(self, prompt: int, event: GenerationEvent) -> None:
-        request, records = self._requests[prompt], event.prompt or ()
+    def _note(self, before: str | None, snapshot: str) -> None:
+        """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so
+        the token that came last is not always of the newest snapshot: one is newer when no token had it so far, or when
+        a choice went on to it from the newest."""
+        if snapshot not in self._seen or before == self._snapshot:
+            self._seen.add(snapshot)
+            self._snapshot = snapshot
+
+    def _echo(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
+        request, size = self._requests[prompt], self._echoed[prompt]
+        if size == 0 or choice.echoed:
+            return []
+        if request.prompt_records == 0:
+            snapshot = event.tokens[0].snapshot if event.tokens else self._service.serving()
+            return choice.echo(tuple(TokenRecord(t, 0.0, None, snapshot) for t in request.prompt[-size:]))
+        if event.prompt is None:
+            if event.tokens or event.finish:
+                raise EngineFailed("the engine returned no records of the prompt")
+            return []
+        before = choice.snapshot
+        pieces = choice.echo(self._check_echo(request, event.prompt))
+        for piece in pieces:
+            self._note(before, piece.snapshot)
+            before = piece.snapshot
+        return pieces
+
+    def _check_echo(
+        self, request: GenerateRequest, records: tuple[TokenRecord, ...]
+    ) -> tuple[TokenRecord, ...]:
         if tuple(r.token_id for r in records) != request.prompt[-request.prompt_records :]:
             raise EngineFailed("the engine returned records of other tokens than the prompt's")
         first = 1 if len(records) == len(request.prompt) else 0  # nothing scores the first prompt token
         if self.checked.routes and any(r.route is None for r in records[first:]):
             raise EngineFailed("the engine returned a prompt token without its route")
+        if (
+            first and len(records) > 1
+        ):  # no pass scored it, so it has no snapshot of its own: the next token's
+            return (msgspec.structs.replace(records[0], snapshot=records[1].snapshot), *records[1:])
+        return records
 
     async def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
         generate = self._service.engine.generate
@@ -308,14 +378,16 @@ class Generation:
             for pump in pumps:
                 pump.cancel()
             await asyncio.wait(pumps)
+            for pump in pumps:  # one failure is told; the others are the same one
+                if not pump.cancelled():
+                    pump.exception()
 
     async def _pump(
         self, prompt: int, queue: asyncio.Queue[tuple[int, GenerationEvent] | asyncio.Task[None]]
     ) -> None:
-        n = self.checked.n
         async with aclosing(_closable(self._service.engine.generate(self._requests[prompt]))) as events:
             async for event in events:
-                if self._all_ended(range(prompt * n, prompt * n + n)):
+                if self._open[prompt] == 0:
                     break
                 queue.put_nowait((prompt, event))
 

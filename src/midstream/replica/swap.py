@@ -1,7 +1,8 @@
 """The swap machine: where a replica stands with the snapshot it should serve. Pure; replica/runner.py does the I/O.
 
-Always holds: every move is one entry of `MOVES`, any other raises; `serving` changes only by COMMITTED (and a new boot),
-so a snapshot that failed anywhere before it never serves; every move is recorded with a sequence number and a time.
+Always holds: every move is one entry of `MOVES`, any other raises; a machine lives for one boot and begins with `serving`
+at the base snapshot; only COMMITTED changes it, so a target that failed before COMMITTED never serves; every move gets a
+sequence number and a time, and the last `TRANSITIONS_KEPT` of them are kept.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ class Event(enum.StrEnum):
     FAILED = "failed"
 
 
-_BEFORE_COMMIT = (Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
+BEFORE_COMMIT = (Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
 
 #: The legal moves, all of them.
 MOVES: dict[tuple[Stage, Event], Stage] = {
-    **{(stage, Event.DESIRED): Stage.FETCHING for stage in (Stage.IDLE, Stage.ERROR, *_BEFORE_COMMIT)},
-    **{(stage, Event.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *_BEFORE_COMMIT)},
+    **{(stage, Event.DESIRED): Stage.FETCHING for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
+    **{(stage, Event.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
     (Stage.FETCHING, Event.FETCHED): Stage.VERIFYING,
     (Stage.VERIFYING, Event.VERIFIED): Stage.STAGING,
     (Stage.STAGING, Event.STAGED): Stage.STAGED,
     (Stage.STAGED, Event.COMMIT): Stage.COMMITTING,
     (Stage.COMMITTING, Event.COMMITTED): Stage.IDLE,
-    **{(stage, Event.FAILED): Stage.ERROR for stage in (*_BEFORE_COMMIT, Stage.COMMITTING)},
+    **{(stage, Event.FAILED): Stage.ERROR for stage in (*BEFORE_COMMIT, Stage.COMMITTING)},
 }
 
 
@@ -46,7 +47,8 @@ class IllegalMove(RuntimeError):
 
 
 class SwapMachine:
-    """The state of one boot. `accepted` is the Desired last taken on; `target` the one in work or failed."""
+    """The state of one boot. `accepted` is the Desired that came last; `target` the one last taken into work, whether it
+    is still being loaded, failed, or serves."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -43,6 +43,7 @@ class Vocabulary:
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self._labels: dict[int, tuple[str, msgspec.Raw]] = {}
+        self._legacy_labels: dict[int, str] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, special ones by their name; an id the tokenizer does not know has none."""
@@ -62,6 +63,19 @@ class Vocabulary:
             data = self.bytes_of(token_id)
             known = data.decode("utf-8", "replace"), msgspec.Raw(msgspec.json.encode(list(data)))
             self._labels[token_id] = known
+        return known
+
+    def legacy_label(self, token_id: int) -> str:
+        """The token's name in the legacy format, which has no `bytes`: half a character is spelled `bytes:\\xNN`, so
+        that tokens of different bytes never share a name."""
+        known = self._legacy_labels.get(token_id)
+        if known is None:
+            data = self.bytes_of(token_id)
+            try:
+                known = data.decode()
+            except UnicodeDecodeError:
+                known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            self._legacy_labels[token_id] = known
         return known
 
     def _find_bytes(self, token_id: int) -> bytes:

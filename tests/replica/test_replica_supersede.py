@@ -1,0 +1,309 @@
+"""A newer target, a cancelled runner, or a failure at every point of a swap: what is reported is what the engine serves."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from replica_fakes import FakeEngine, FakeSource, make_replica
+
+from midstream.replica import runner as runner_module
+from midstream.replica.admission import Door
+from midstream.replica.replica import Replica
+from midstream.replica.swap import Event
+from midstream.types import BASE_SNAPSHOT, Desired, Stage, SwapTiming
+
+TICKS = range(6)
+Scenario = Callable[[Replica], Awaitable[None]]
+
+
+def wanted(snapshot: str, generation: int, **more: object) -> Desired:
+    return Desired(snapshot=snapshot, generation=generation, url=f"file:///b/{snapshot}", **more)  # type: ignore[arg-type]
+
+
+def play(directory: Path, engine: FakeEngine, source: FakeSource, scenario: Scenario) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            replica = make_replica(directory, engine, source)
+            await replica.start()
+            try:
+                await scenario(replica)
+            finally:
+                await replica.close()
+
+    asyncio.run(main())
+
+
+def paced(stage: int = 0, commit: int = 0, source: int = 0) -> tuple[FakeEngine, FakeSource]:
+    engine, files = FakeEngine(), FakeSource()
+    engine.stage_ticks, engine.commit_ticks, files.ticks = stage, commit, source
+    return engine, files
+
+
+async def tick(times: int) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+async def until(replica: Replica, holds: Callable[[], bool]) -> None:
+    while not holds():
+        await replica.changed(5.0)
+
+
+async def serves(replica: Replica, snapshot: str) -> None:
+    machine = replica.runner.machine
+    await until(replica, lambda: machine.serving == snapshot and machine.stage is Stage.IDLE)
+
+
+def attempts_left() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("swap to")]
+
+
+def check_agreement(replica: Replica, engine: FakeEngine, boot: str) -> None:
+    """What the replica says of its swaps is what the engine did, in the same order."""
+    machine = replica.runner.machine
+    done = [
+        after.snapshot
+        for before, after in zip(machine.transitions, list(machine.transitions)[1:], strict=False)
+        if (before.stage, after.stage) == (Stage.COMMITTING, Stage.IDLE)
+    ]
+    assert done == engine.switches
+    assert machine.serving == engine.serving
+    assert replica.namespaces.admit(None) == len(engine.switches)
+    assert (replica.boot, replica.ready, replica.gate.door, engine.starts) == (boot, True, Door.OPEN, 1)
+
+
+@pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
+@pytest.mark.parametrize("stage", TICKS)
+@pytest.mark.parametrize("commit", TICKS)
+def test_a_newer_target_at_any_tick_of_a_swap_is_what_serves_in_the_end(
+    tmp_path: Path, stage: int, commit: int, transition: str
+) -> None:
+    for after in range(2 * 2 + stage + commit + 12):
+        engine, source = paced(stage, commit, 2)
+
+        async def scenario(replica: Replica, after: int = after, engine: FakeEngine = engine) -> None:
+            boot = replica.boot
+            replica.desire(wanted("v1", 1, transition=transition))
+            await tick(after)
+            begun = "commit v1" in engine.calls
+            replica.desire(wanted("v2", 2, transition=transition))
+            await serves(replica, "v2")
+            assert engine.switches == (["v1", "v2"] if begun else ["v2"])
+            assert ("commit v1" in engine.calls) == begun
+            check_agreement(replica, engine, boot)
+            replica.desire(wanted("v3", 3))
+            await serves(replica, "v3")
+
+        play(tmp_path, engine, source, scenario)
+
+
+@pytest.mark.parametrize("between", TICKS)
+def test_a_target_that_is_withdrawn_and_comes_back_is_loaded_after_all(tmp_path: Path, between: int) -> None:
+    for after in range(14):
+        engine, source = paced(2, 2, 1)
+
+        async def scenario(replica: Replica, after: int = after, engine: FakeEngine = engine) -> None:
+            boot = replica.boot
+            replica.desire(wanted("v1", 1))
+            await tick(after)
+            replica.desire(wanted("v2", 2))
+            await tick(between)
+            replica.desire(wanted("v1", 1))
+            machine = replica.runner.machine
+            await until(replica, lambda: not machine.behind and machine.stage is Stage.IDLE)
+            assert machine.serving == "v1"
+            check_agreement(replica, engine, boot)
+
+        play(tmp_path, engine, source, scenario)
+
+
+@pytest.mark.parametrize("commit", TICKS)
+def test_a_runner_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_half_done(
+    tmp_path: Path, commit: int
+) -> None:
+    for after in range(commit + 16):
+        engine, source = paced(2, commit, 2)
+
+        async def scenario(replica: Replica, after: int = after, engine: FakeEngine = engine) -> None:
+            runner = replica._fresh_runner()
+            task = asyncio.create_task(runner.run())
+            runner.desire(wanted("v1", 1))
+            await tick(after)
+            task.cancel()
+            await tick(1)
+            task.cancel()
+            await asyncio.wait((task,))
+            begun = "commit v1" in engine.calls
+            assert task.cancelled()
+            assert attempts_left() == []
+            serving = "v1" if begun else BASE_SNAPSHOT
+            assert (engine.serving, runner.machine.serving) == (serving, serving)
+            assert replica.namespaces.admit(None) == len(engine.switches) == begun
+            assert replica.gate.door is Door.OPEN
+            await tick(20)
+            assert engine.serving == serving
+
+        play(tmp_path, engine, source, scenario)
+
+
+def test_a_stage_that_ends_in_spite_of_its_cancellation_is_not_committed(tmp_path: Path) -> None:
+    class Stubborn(FakeEngine):
+        async def stage(self, snapshot: str, directory: Path) -> None:
+            try:
+                await super().stage(snapshot, directory)
+            except asyncio.CancelledError:
+                self.staged = snapshot
+
+    engine, source = Stubborn(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        engine.stage_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: "stage v1 v1" in engine.calls)
+        replica.desire(wanted("v2", 2))
+        engine.stage_gate.set()
+        await serves(replica, "v2")
+        assert engine.switches == ["v2"]
+        assert replica.gate.door is Door.OPEN
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Path) -> None:
+    class Confused(FakeEngine):
+        async def commit(self, snapshot: str) -> SwapTiming:
+            timing = await super().commit(snapshot)
+            if len(self.switches) == 1:
+                raise OSError("the reply was cut short")  # it has switched all the same
+            return timing
+
+    engine, source = Confused(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        boot = replica.boot
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.ready and replica.boot != boot)
+        assert (engine.starts, engine.serving, replica.report().snapshot) == (2, BASE_SNAPSHOT, BASE_SNAPSHOT)
+        assert engine.calls[-1] == "close"
+        replica.desire(wanted("v1", 1))
+        await serves(replica, "v1")
+        assert engine.serving == "v1"
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
+    class Interrupted(FakeSource):
+        async def fetch(self, desired: Desired) -> Path:
+            if not self.calls:
+                self.calls.append("interrupted")
+                raise asyncio.CancelledError
+            return await super().fetch(desired)
+
+    engine = FakeEngine()
+
+    async def scenario(replica: Replica) -> None:
+        boot = replica.boot
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.ready and replica.boot != boot)
+        replica.desire(wanted("v1", 1))
+        await serves(replica, "v1")
+
+    play(tmp_path, engine, Interrupted(), scenario)
+
+
+def test_a_bug_in_the_runner_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+
+    async def scenario(replica: Replica) -> None:
+        boot, machine = replica.boot, replica.runner.machine
+
+        def broken(event: Event) -> None:
+            raise ZeroDivisionError(event)
+
+        monkeypatch.setattr(machine, "begin", broken)
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.ready and replica.boot != boot)
+        assert engine.starts == 2
+
+    play(tmp_path, engine, FakeSource(), scenario)
+
+
+def test_an_unexpected_failure_before_the_commit_keeps_the_boot_and_shows_the_error(tmp_path: Path) -> None:
+    class Buggy(FakeSource):
+        async def verify(self, path: Path) -> None:
+            raise KeyError("model.embed_tokens")
+
+    engine = FakeEngine()
+
+    async def scenario(replica: Replica) -> None:
+        boot = replica.boot
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        assert replica.report().error == "'model.embed_tokens'"
+        assert (replica.boot, replica.ready, engine.starts) == (boot, True, 1)
+
+    play(tmp_path, engine, Buggy(), scenario)
+
+
+def test_an_engine_that_dies_while_it_commits_does_not_hold_up_the_next_boot(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    async def scenario(replica: Replica) -> None:
+        boot = replica.boot
+        engine.commit_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await engine.committing.wait()
+        await engine.die()
+        await until(replica, lambda: replica.ready)
+        assert (replica.boot != boot, replica.report().snapshot, engine.switches) == (True, BASE_SNAPSHOT, [])
+
+    play(tmp_path, engine, FakeSource(), scenario)
+
+
+def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path) -> None:
+    engine, source = FakeEngine(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        source.corrupt, source.blocked = {"v1"}, {"v2"}
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        await tick(5)
+        source.fetching.clear()
+        replica.desire(wanted("v2", 2))
+        await source.fetching.wait()
+        replica.desire(wanted("v3", 3))
+        await serves(replica, "v3")
+        await tick(5)
+        assert source.calls == [
+            "fetch v1", "verify v1", "release all but ['base']",
+            "fetch v2", "cancelled v2", "release all but ['base', 'v3']",
+            "fetch v3", "verify v3", "release all but ['v3']",
+        ]  # fmt: skip
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_a_sync_swap_says_how_many_requests_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_module, "DRAIN_LOG_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO, runner_module.__name__)
+    logged, emit = asyncio.Event(), caplog.handler.emit
+
+    def watch(entry: logging.LogRecord) -> None:
+        emit(entry)
+        logged.set()
+
+    monkeypatch.setattr(caplog.handler, "emit", watch)
+
+    async def scenario(replica: Replica) -> None:
+        with replica.gate.admitted(), replica.gate.admitted():
+            replica.desire(wanted("v1", 1, transition="SYNC"))
+            await logged.wait()
+            assert caplog.messages[0] == "the switch to v1 waits for 2 requests to end"
+        await serves(replica, "v1")
+
+    play(tmp_path, FakeEngine(), FakeSource(), scenario)
