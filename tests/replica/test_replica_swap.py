@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -357,3 +358,13 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Pa
         assert (engine.starts, delays) == (4, [0.5, 1.0])
 
     asyncio.run(main())
+
+
+def test_an_error_that_no_encoder_takes_or_that_is_huge_still_makes_a_report() -> None:
+    machine = SwapMachine(lambda: 0.0)
+    machine.accept(Desired(snapshot="s", generation=1, url="file:///b/s"))
+    machine.begin()
+    machine.fail("bad key \ud800 " + "x" * 10_000_000)
+    assert machine.error is not None
+    assert machine.error.startswith("bad key \\ud800 xxx")
+    assert len(msgspec.json.encode(list(machine.transitions))) < 10_000

@@ -28,7 +28,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """End the engine and free what it holds; running requests end with an error event. Idempotent."""
+        """End the engine and free what it holds. Idempotent; `start` may follow.
+
+        Running requests, and stage or commit under way, raise EngineDied.
+        """
 
     @abc.abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:

@@ -72,6 +72,7 @@ class Replica:
         self._recovery: asyncio.Task[None] | None = None
         self.closed = False
         self.boot = new_boot()
+        self._started_at = clock()
         self.runner = self._fresh_runner()
         engine.on_death(self._on_death)
 
@@ -119,6 +120,7 @@ class Replica:
         return ReplicaReport(
             replica=self.name,
             boot=self.boot,
+            started_at=self._started_at,
             ready=self.ready,
             snapshot=machine.serving,
             generation=machine.accepted.generation if machine.accepted else 0,
@@ -179,6 +181,7 @@ class Replica:
         except Exception:  # a new engine is started whatever the old one says
             log.exception("%s: the dead engine could not be closed", self.name)
         self.boot = self._new_boot()
+        self._started_at = self.clock()
         self.namespaces.commit("all")  # the cache died with the engine
         self.runner = self._fresh_runner()
         self._changed()

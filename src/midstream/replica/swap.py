@@ -14,6 +14,7 @@ from collections.abc import Callable
 from midstream.types import BASE_SNAPSHOT, Desired, Stage, Transition
 
 TRANSITIONS_KEPT = 64
+DETAIL_MAX = 2000
 
 
 class Event(enum.StrEnum):
@@ -99,7 +100,7 @@ class SwapMachine:
 
     def fail(self, message: str) -> None:
         assert self.target is not None
-        self._move(Event.FAILED, self.target, message)
+        self._move(Event.FAILED, self.target, printable(message))
 
     def _move(self, event: Event, desired: Desired, detail: str = "") -> None:
         stage = MOVES.get((self.stage, event))
@@ -130,3 +131,8 @@ def mermaid() -> str:
     lines = ["stateDiagram-v2", f"    [*] --> {Stage.IDLE.value}"]
     lines += [f"    {at.value} --> {to.value}: {event.value}" for (at, event), to in MOVES.items()]
     return "\n".join(lines) + "\n"
+
+
+def printable(message: str) -> str:
+    """At most DETAIL_MAX characters that any encoder takes: a report that cannot be sent would hide the replica."""
+    return message[:DETAIL_MAX].encode("utf-8", "backslashreplace").decode()
