@@ -19,6 +19,7 @@ from midstream.types import ReplicaReport
 
 NAMES = ServedNames("accounts/local/models/tiny-moe", "accounts/local/deployments/default")
 DEADLINE_S = 20
+GATEWAY_OPTIONS = ("head_timeout_s", "body_idle_s", "replica_token", "unreachable_s")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -191,8 +192,8 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncIterator[Stage]:
-    """A gateway with one usable mock replica per handler. Further gateway timeouts: head_timeout_s, body_idle_s."""
-    timeouts = {name: settings.pop(name) for name in ("head_timeout_s", "body_idle_s") if name in settings}
+    """A gateway with one usable mock replica per handler. `settings`: the gateway's, and GATEWAY_OPTIONS."""
+    options = {name: settings.pop(name) for name in GATEWAY_OPTIONS if name in settings}
     mocks = [MockReplica(handler) for handler in handlers]
     for mock in mocks:
         await mock.start()
@@ -202,7 +203,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
         view.admitted = True
     metrics = GatewayMetrics(replicas)
     app = app or control_app(NAMES, replicas, metrics)
-    gateway = Gateway(GatewaySettings(**settings), NAMES, replicas, metrics, app, **timeouts)
+    gateway = Gateway(GatewaySettings(**settings), NAMES, replicas, metrics, app, **options)
     stage = Stage(gateway, await gateway.start("127.0.0.1", 0), replicas, mocks)
     try:
         yield stage

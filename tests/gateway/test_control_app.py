@@ -1,17 +1,20 @@
 """The control endpoints through the public port, and the gateway's own routing as a user sees it."""
 
+import asyncio
 import json
 import logging
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
-from gateway_harness import NAMES, Message, get, post, respond_ok, run, staged
+from gateway_harness import NAMES, Message, Peer, get, post, read_chunk, read_head, respond_ok, run, staged
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from midstream.gateway.app import control_app
-from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.metrics import BUCKETS_S, GatewayMetrics, Histogram
 from midstream.gateway.replicas import ReplicaSet
 from midstream.types import EngineStats, ReplicaReport, SwapTiming
 
@@ -76,11 +79,14 @@ def test_errors_have_the_apis_shape() -> None:
                 (get("/pause"), 404, "not_found_error"),
                 (post(b"", "/health"), 405, "method_not_allowed"),
                 (get("/v1/completions"), 405, "method_not_allowed"),
+                (post(b"", "/v1/completions/"), 404, "not_found_error"),
+                (get("/v1/models/", "x-forwarded-host: evil\r\n"), 404, "not_found_error"),
                 (get("/explode"), 500, "internal_error"),
             ]
             for request, status, code in cases:
                 answer = await stage.ask(request)
                 assert (answer.status, answer.error["code"]) == (status, code)
+                assert "location" not in answer.headers
                 assert set(answer.error) == {"message", "type", "code", "param"}
                 assert b"secret" not in answer.body
 
@@ -103,6 +109,9 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
             text = (await stage.ask(get("/metrics"))).body.decode()
             for line in (
                 'midstream_gateway_requests_total{path="completions",status="200"} 3.0',
+                'midstream_gateway_time_to_first_byte_seconds_count{path="completions"} 3.0',
+                'midstream_gateway_time_to_first_byte_seconds_bucket{le="1800.0",path="completions"} 3.0',
+                'midstream_gateway_request_seconds_bucket{le="+Inf",path="completions"} 3.0',
                 'midstream_gateway_routes_total{reason="new"} 1.0',
                 'midstream_gateway_routes_total{reason="sticky"} 1.0',
                 'midstream_gateway_routes_total{reason="balanced"} 1.0',
@@ -117,6 +126,50 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
             ):
                 assert line in text.splitlines()
             assert "very-private" not in text
+
+    run(main)
+
+
+def test_durations_fall_into_the_first_bucket_whose_bound_they_do_not_exceed() -> None:
+    histogram = Histogram()
+    for seconds in (0.0, 0.001, 0.0011, 10.0, 5000.0):
+        histogram.observe(seconds)
+    counts = dict(histogram.cumulative())
+    assert [counts[bound] for bound in ("0.001", "0.0025", "5.0", "10.0", "1800.0", "+Inf")] == [
+        2,
+        3,
+        3,
+        4,
+        4,
+        5,
+    ]
+    assert list(counts) == [*map(str, BUCKETS_S), "+Inf"]
+    assert histogram.sum_s == 5010.0021
+
+
+def test_the_first_byte_is_timed_apart_from_the_whole_response() -> None:
+    async def main() -> None:
+        now_s = 0.0
+
+        async def handler(request: Message, peer: Peer) -> None:
+            nonlocal now_s
+            now_s += 2.0
+            peer.start_stream()
+            await headed.wait()
+            now_s += 20.0
+            peer.end_stream()
+
+        async with staged(handler) as stage:
+            headed = asyncio.Event()
+            stage.gateway.proxy.clock = lambda: now_s
+            client = await stage.connect()
+            client.send(post())
+            await read_head(client.reader)
+            assert not stage.metrics.total_s
+            headed.set()
+            assert await read_chunk(client.reader) == b""
+            assert {path: h.sum_s for path, h in stage.metrics.first_byte_s.items()} == {"completions": 2.0}
+            assert {path: h.sum_s for path, h in stage.metrics.total_s.items()} == {"completions": 22.0}
 
     run(main)
 
@@ -140,6 +193,25 @@ def test_a_session_sticks_wherever_its_key_stands(
             assert len(stage.mocks[index].requests) == 4
             expected = f"Hash key 'k' mapped to worker: {stage.views[index].url} (index={index})"
             assert [r.getMessage() for r in caplog.records].count(expected) == 4
+
+    run(main)
+
+
+def test_a_long_temporary_directory_does_not_keep_the_control_app_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("d" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            assert (await stage.ask(get("/health"))).status == 200
+            directory = Path(stage.gateway._control.path).parent
+            assert directory.parent == Path("/tmp")
+            assert directory.stat().st_mode & 0o777 == 0o700
+        assert not directory.exists()
+        assert list(long.iterdir()) == []
 
     run(main)
 

@@ -49,6 +49,65 @@ def test_a_request_and_its_response_pass_with_the_headers_set(path: str) -> None
     run(main)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_an_offer_to_upgrade_is_passed_over(split: bool) -> None:
+    async def main() -> None:
+        offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{offer}Transfer-Encoding: chunked\r\n\r\n"
+        requests = [
+            (post(b"first", headers=offer), b"first"),
+            (head.encode() + b"2\r\nse\r\n4\r\ncond\r\n0\r\n\r\n", b"second"),
+            (post(b"", headers=offer), b""),
+            (post(b"last"), b"last"),
+        ]
+        async with staged(echo) as stage:
+            client = await stage.connect()
+            data = b"".join(request for request, _ in requests)
+            for part in (data[i : i + 1] for i in range(len(data))) if split else (data,):
+                client.send(part)
+                if split:
+                    await asyncio.sleep(0)
+            for _, body in requests:
+                assert (await client.message()).body == body
+            for request in stage.mocks[0].requests:
+                assert not {"upgrade", "connection", "http2-settings"} & set(request.headers)
+            client.send(get("/v1/models", "Connection: Upgrade\r\nUpgrade: websocket\r\n"))
+            assert (await client.message()).status == 200
+
+    run(main)
+
+
+def test_thousands_of_pipelined_offers_to_upgrade_are_served_in_order() -> None:
+    async def main() -> None:
+        async with staged(echo) as stage:
+            client = await stage.connect()
+            offer = "Connection: upgrade\r\nUpgrade: h2c\r\n"
+            client.send(b"".join(post(b"%d" % n, headers=offer) for n in range(3000)))
+            assert [int((await client.message()).body) for _ in range(3000)] == list(range(3000))
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("http://other:80/v1/completions?a=/b?c", "/v1/completions?a=/b?c"),
+        ("HTTPS://other:80/inference/v1/completions", "/inference/v1/completions"),
+    ],
+)
+def test_an_absolute_target_gives_its_path_and_its_host(target: str, path: str) -> None:
+    async def main() -> None:
+        async with staged(echo) as stage:
+            assert (await stage.ask(post(b"hi", target))).body == b"hi"
+            [request] = stage.mocks[0].requests
+            assert request.start == f"POST {path} HTTP/1.1"
+            assert request.headers["host"] == "other:80"
+            for bare in ("http://other:80", "http://other:80?a=b"):
+                assert (await stage.ask(get(bare))).error["message"] == "Not Found: GET /"
+
+    run(main)
+
+
 def test_bodies_are_exact_both_ways_at_a_megabyte() -> None:
     async def main() -> None:
         body = os.urandom(2**20)

@@ -65,12 +65,14 @@ def test_refused_everywhere_is_503_after_each_replica_was_tried_once() -> None:
             for mock in stage.mocks:
                 mock.stop()
             client = await stage.connect()
-            for _ in range(2):  # the connection survives
+            for _ in range(
+                2
+            ):  # the connection survives; the second request finds no replica that may be alive
                 client.send(post(headers="x-request-id: r1\r\n"))
                 answer = await client.message()
                 assert answer.status == 503
                 assert answer.headers["x-request-id"] == "r1"
-            assert stage.metrics.upstream_errors == {f"replica-{i}": 2 for i in range(3)}
+            assert stage.metrics.upstream_errors == {f"replica-{i}": 1 for i in range(3)}
 
     run(main)
 

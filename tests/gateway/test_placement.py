@@ -84,7 +84,7 @@ def test_decisions_explain_themselves() -> None:
     moved = place_session(("", "s"), candidates([9, 0]), BOUND, home=2)
     assert moved is not None
     assert (moved.index, moved.reason) == (1, "moved")
-    assert moved.explanation.startswith("replica 2 is not usable: rendezvous candidate ")
+    assert moved.explanation.startswith("replica 2 cannot serve it: rendezvous candidate ")
     assert moved.explanation.endswith(" of 2, 0 in flight, limit 7")
 
 

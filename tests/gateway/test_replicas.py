@@ -1,7 +1,9 @@
 """ReplicaSet against real sockets: a small server that speaks the replica's event stream."""
 
 import asyncio
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,12 +21,16 @@ class EventServer:
         self.writers: list[asyncio.StreamWriter] = []
         self.desired: list[Desired] = []
         self.desired_status = 202
+        self.heads: list[bytes] = []
         self.connected = asyncio.Event()
 
     async def __aenter__(self) -> "EventServer":
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self.server.sockets[0].getsockname()[1]
+        await self.listen(0)
         return self
+
+    async def listen(self, port: int) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.port = self.server.sockets[0].getsockname()[1]
 
     async def __aexit__(self, *_: object) -> None:
         self.server.close()
@@ -32,6 +38,7 @@ class EventServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        self.heads.append(head)
         if head.startswith(b"GET /replica/events "):
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             self.writers.append(writer)
@@ -62,7 +69,7 @@ def report(**changes: object) -> ReplicaReport:
 class Watched:
     """A running ReplicaSet over one EventServer, and a way to wait for what it says."""
 
-    def __init__(self, server: EventServer, **options: float) -> None:
+    def __init__(self, server: EventServer, **options: Any) -> None:
         self.set = ReplicaSet([("replica-0", f"http://127.0.0.1:{server.port}")], **options)
         self.view = self.set.views[0]
         self.calls = 0
@@ -115,21 +122,98 @@ def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
     run(main)
 
 
-def test_a_lost_stream_makes_the_replica_unreachable_and_it_comes_back_admitted() -> None:
+def test_one_broken_connection_does_not_make_the_replica_unreachable() -> None:
     async def main() -> None:
-        async with EventServer() as server, Watched(server) as watched:
+        async with EventServer() as server, Watched(server, grace_s=1000.0) as watched:
             await server.connected.wait()
             server.send(report())
             await watched.until(lambda: watched.view.report is not None)
             watched.view.admitted = True
             server.drop()
+            await server.connected.wait()
+            assert watched.view.usable
+            server.send(report(snapshot="s1"))
+            await watched.until(lambda: watched.view.report == report(snapshot="s1"))
+            assert watched.view.usable
+            assert watched.calls == 2, "nobody was told of a loss"
+
+    run(main)
+
+
+def test_a_replica_that_refuses_the_reconnect_is_unreachable_and_comes_back_admitted() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server, grace_s=1000.0) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            watched.view.admitted = True
+            server.server.close()
+            server.drop()
             await watched.until(lambda: watched.view.report is None)
             assert not watched.view.usable
+            await server.listen(server.port)
             await server.connected.wait()
             server.send(report())
             await watched.until(lambda: watched.view.usable)
 
     run(main)
+
+
+def test_a_report_outlives_its_broken_stream_only_for_the_grace_period() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server, grace_s=0.1) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            server.drop()
+            await watched.until(lambda: watched.view.report is None)
+            await server.connected.wait()  # connected again, but nothing was said
+
+    run(main)
+
+
+def test_a_refused_data_connection_counts_only_when_the_event_stream_is_gone_too() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server, grace_s=1000.0, backoff_s_min=1000.0) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            watched.set.refused(watched.view)
+            assert watched.view.report == report()
+            server.drop()
+            [ear] = watched.set._ears
+            assert ear.stream is not None
+            await asyncio.wait({ear.stream.ended})
+            assert watched.view.report == report()
+            watched.set.refused(watched.view)
+            assert watched.view.report is None
+
+    run(main)
+
+
+def test_the_token_goes_with_every_call_and_shows_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def main() -> None:
+        async with EventServer() as server, Watched(server, token="very-secret") as watched:
+            await server.connected.wait()
+            server.desired_status = 500
+            with pytest.raises(ReplicaUnavailable) as raised:
+                await watched.set.send_desired(watched.view, Desired(snapshot="s1", generation=1))
+            assert [head.count(b"\r\nx-midstream-token: very-secret\r\n") for head in server.heads] == [1, 1]
+            assert (
+                "very-secret" not in f"{raised.value} {watched.set!r} {watched.view!r} {watched.set._ears!r}"
+            )
+
+    run(main)
+    assert "very-secret" not in caplog.text
+
+
+@pytest.mark.parametrize("token", ["two words", "a\r\nx-midstream-tenant: b", "\N{SNOWMAN}"])
+def test_a_token_that_cannot_be_a_header_is_refused_without_showing_it(token: str) -> None:
+    with pytest.raises(ValueError, match="printable ASCII") as raised:
+        ReplicaSet([], token=token)
+    assert token not in str(raised.value)
 
 
 def test_a_new_boot_is_not_admitted() -> None:

@@ -45,7 +45,7 @@ def control_app(
         routes.append(Route(f"{prefix}/v1/models", endpoints.models, methods=["GET"]))
         routes.append(Route(f"{prefix}/v1/models/{{model:path}}", endpoints.model, methods=["GET"]))
     routes += [Route(path.decode(), _post_only, methods=["POST"]) for path in INFERENCE_PATHS]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         exception_handlers={
             MidstreamError: _midstream_error,
@@ -53,6 +53,8 @@ def control_app(
             Exception: _unexpected,
         },
     )
+    app.router.redirect_slashes = False  # a redirect would name the host the client claims
+    return app
 
 
 class _Endpoints:
@@ -140,7 +142,7 @@ async def _midstream_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: NotFound.code, 405: "method_not_allowed"}.get(error.status_code, InvalidRequest.code)
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {request.scope['path']}"
     body = {"message": f"{error.detail}: {where}", "type": code, "code": code, "param": None}
     return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
 

@@ -5,6 +5,8 @@ means is the service's business (gateway/proxy.py).
 Always holds:
 - Requests of a connection are served one at a time, in the order they came.
 - A request that two parsers could frame differently is refused and its connection closed.
+- An exchange sees a request as if it had come in origin form and without an Upgrade header: an absolute-form target gives
+  its authority to Host, and an offer to switch protocols is passed over.
 - Memory per connection is bounded: by the body limit, the header limit, and the transport's write buffer.
 - When the client goes away, the exchange that serves it is told at once.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import struct
 from collections import deque
@@ -30,6 +33,7 @@ QUEUED_REQUESTS_MAX = 16  # pipelined requests read ahead before reading pauses
 QUEUED_BYTES_MAX = 2**20
 LINGER_S = 2.0  # how long a refused client may go on sending before its connection is cut
 _NEVER = math.inf
+_ABSOLUTE_FORM = re.compile(rb"https?://([^/?#@]+)((?:/[^?]*)?(?:\?.*)?)", re.IGNORECASE | re.DOTALL)
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
@@ -113,6 +117,7 @@ class ClientConnection(asyncio.Protocol):
         self._reading = True
         self._deaf = False  # nothing that arrives counts any more
         self._owes_continue = False
+        self._offers_upgrade = False  # the head just parsed will be parsed again without its Upgrade header
         self._transport: asyncio.Transport
         self._headers: list[tuple[bytes, bytes]]
         self._first: dict[bytes, bytes]
@@ -163,11 +168,10 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        self._read_bytes = len(data)
         if self._in_message and not self._head_done:
             self._head_fed += len(data)
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
             if self._head_fed > self._limits.max_header_bytes and not self._head_done:
                 raise self._head_too_large()
         except MidstreamError as error:
@@ -206,7 +210,14 @@ class ClientConnection(asyncio.Protocol):
         self._http10 = version == "1.0"
         if not self._http10 and version != "1.1":
             raise InvalidRequest(f"HTTP/{version} is not supported")
+        if self._parser.should_upgrade():
+            if self._parser.get_method() == b"CONNECT":
+                raise InvalidRequest("tunnels are not supported")
+            self._offers_upgrade = True
+            return
         self._check_framing()
+        if not self._target.startswith(b"/"):
+            self._take_absolute_form()
         length = int(self._first.get(b"content-length", 0))
         if length > self._limits.max_body_bytes:
             raise self._body_too_large()
@@ -223,6 +234,8 @@ class ClientConnection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
         self._in_message = self._owes_continue = False
         keep_alive = not self._http10 and self._parser.should_keep_alive()
         request = Request(
@@ -300,6 +313,33 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     # -- inside
+
+    def _feed(self, data: bytes) -> None:
+        rest: bytes | memoryview = data
+        while True:
+            self._read_bytes = len(rest)
+            try:
+                self._parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                parsed = upgrade.args[0]
+            rest = memoryview(rest)[parsed:]
+            self._parse_without_offer()
+
+    def _parse_without_offer(self) -> None:
+        """The parser takes what follows the head of an upgrade request for another protocol: give a new one that head
+        again, as what it is here, so that it goes on with the body."""
+        self._offers_upgrade = False
+        line = b"%b %b HTTP/%b" % (
+            self._parser.get_method(),
+            self._target,
+            b"1.0" if self._http10 else b"1.1",
+        )
+        kept = [name + b": " + value for name, value in self._headers if name != b"upgrade"]
+        self._parser = httptools.HttpRequestParser(self)
+        head = b"\r\n".join([line, *kept, b"\r\n"])
+        self._read_bytes = len(head)
+        self._parser.feed_data(head)
 
     def _start_message(self) -> None:
         self._head_done = False
@@ -383,8 +423,6 @@ class ClientConnection(asyncio.Protocol):
             raise self._head_too_large()
 
     def _check_framing(self) -> None:
-        if self._parser.should_upgrade():
-            raise InvalidRequest("protocol upgrades and tunnels are not supported")
         if b"host" not in self._first and not self._http10:
             raise InvalidRequest("a request needs a Host header")
         coding = self._first.get(b"transfer-encoding")
@@ -396,6 +434,16 @@ class ClientConnection(asyncio.Protocol):
                     raise InvalidRequest(f"more than one {once.decode()} header")
         if b"content-length" in self._first and coding is not None:
             raise InvalidRequest("both Content-Length and Transfer-Encoding are present")
+
+    def _take_absolute_form(self) -> None:
+        """Keep path and query of `http://authority/path?query`; its authority is the Host that counts."""
+        form = _ABSOLUTE_FORM.fullmatch(self._target)
+        if form is None:
+            raise InvalidRequest("the request target must be a path or an http URL")
+        authority, target = form.groups()
+        self._target = target if target.startswith(b"/") else b"/" + target
+        self._headers = [(b"host", authority), *(h for h in self._headers if h[0] != b"host")]
+        self._first = dict(reversed(self._headers))
 
     def _head_too_large(self) -> MidstreamError:
         return HeadersTooLarge(f"the request head is over {self._limits.max_header_bytes} bytes")

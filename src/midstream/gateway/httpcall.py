@@ -66,12 +66,21 @@ class ResponseStream(asyncio.Protocol):
 
 
 async def open_stream(
-    url: str, method: str, path: str, body: bytes | None, on_body: Callable[[bytes], None], timeout_s: float
+    url: str,
+    method: str,
+    path: str,
+    body: bytes | None,
+    on_body: Callable[[bytes], None],
+    timeout_s: float,
+    headers: str = "",
 ) -> ResponseStream:
-    """Connect and send; the response arrives through `on_body`. Raises CallFailed when connecting fails."""
+    """Connect and send; the response arrives through `on_body`. Raises CallFailed when connecting fails.
+
+    `headers`: further header lines, each with its line end.
+    """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
-    head = f"{method} {path} HTTP/1.1\r\nhost: {parts.netloc}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: {parts.netloc}\r\n{headers}"
     if body is not None:
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
     request = head.encode() + b"\r\n" + (body or b"")
@@ -86,10 +95,12 @@ async def open_stream(
     return stream
 
 
-async def call(url: str, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+async def call(
+    url: str, method: str, path: str, body: bytes | None, timeout_s: float, headers: str = ""
+) -> tuple[int, bytes]:
     """Status and body of one exchange. Raises CallFailed on anything but a response complete in time."""
     parts: list[bytes] = []
-    stream = await open_stream(url, method, path, body, parts.append, timeout_s)
+    stream = await open_stream(url, method, path, body, parts.append, timeout_s, headers)
     try:
         async with asyncio.timeout(timeout_s):
             reason = await stream.ended

@@ -2,24 +2,53 @@
 
 The hot path only adds to plain integers; metric families are built when somebody asks.
 Always holds: label values come from small fixed sets (replicas, path classes, statuses, reasons), never from sessions,
-keys or request content.
+keys or request content. Durations are kept in the buckets of BUCKETS_S, one histogram per path class (completions,
+chat_completions, control).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sized
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sized
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.types import ReplicaReport
 
-Metric = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
+Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+#: Upper bounds in seconds: 1-2.5-5 steps for the first byte of short requests, coarser ones up to long rollouts.
+BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+    1800.0,
+)
 
 #: name, help, value: one sample per reachable replica
 _REPORT_GAUGES: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = (
@@ -48,6 +77,25 @@ _REPORT_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] 
 )
 
 
+class Histogram:
+    """How many durations fell into each bucket, and their sum."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, count at or below it), as Prometheus wants them."""
+        bounds = [*map(str, BUCKETS_S), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+
+
 class GatewayMetrics(Collector):
     """Counters of the data path and gauges of its replicas, in a registry of their own."""
 
@@ -60,6 +108,8 @@ class GatewayMetrics(Collector):
         self.upstream_errors: Counter[str] = Counter()  # connections lost or refused, by replica
         self.retries: Counter[str] = Counter()  # by kind: stale_connection, other_replica
         self.cut_responses: Counter[str] = Counter()  # ended short, visibly, by replica
+        self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # by path class
+        self.total_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.sessions: Sized = ()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -69,6 +119,10 @@ class GatewayMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._data_path()
+        yield _durations(
+            "time_to_first_byte", "from a whole request to the first byte of its response", self.first_byte_s
+        )
+        yield _durations("request", "from a whole request to the end of a whole response", self.total_s)
         yield from self._replicas()
 
     def _data_path(self) -> Iterator[Metric]:
@@ -122,7 +176,18 @@ class GatewayMetrics(Collector):
             yield counter
         info = InfoMetricFamily("midstream_replica", "what serves now, and where", labels=["replica"])
         for view in self._views:
-            if (report := view.report) is not None:
-                about = {"snapshot": report.snapshot, "stage": str(report.stage), "url": view.url}
+            if view.report is not None:
+                about = {
+                    "snapshot": view.report.snapshot,
+                    "stage": str(view.report.stage),
+                    "url": view.url,
+                }
                 info.add_metric([view.name], about)
         yield info
+
+
+def _durations(name: str, help_text: str, histograms: Mapping[str, Histogram]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(f"midstream_gateway_{name}_seconds", help_text, labels=["path"])
+    for path, histogram in histograms.items():
+        family.add_metric([path], histogram.cumulative(), histogram.sum_s)
+    return family

@@ -5,7 +5,7 @@ overloaded. A request without a session goes to the replica with the least in fl
 
 Always holds:
 - Same session, same replica, while that replica is usable; when it is not, only its sessions move, and they stay where
-  they moved.
+  they moved. (Whoever asks remembers homes, and keeps one that failed a single request.)
 - A new or moved session, counted in, raises no replica above ceil((1 + bound) x mean in-flight requests), so that no
   replica is buried however the hashes fall.
 - Equal inputs give equal decisions: gateways that see equal loads agree without talking to each other.
@@ -49,7 +49,7 @@ def stays(home: int | None, usable: Collection[int]) -> Decision | None:
 def place_session(
     session: Session, candidates: Sequence[Candidate], bound: float, home: int | None = None
 ) -> Decision | None:
-    """Place a session that has no usable home; `home` is the one it lost, if any. None: no candidates."""
+    """Place a session whose home, if it has one, cannot serve this request. None: no candidates."""
     if not candidates:
         return None
     limit = load_limit([candidate.in_flight for candidate in candidates], bound)
@@ -58,7 +58,7 @@ def place_session(
     why = f"rendezvous candidate {rank + 1} of {len(ranked)}, {chosen.in_flight} in flight, limit {limit}"
     if home is None:
         return Decision(chosen.index, "new", f"new session: {why}")
-    return Decision(chosen.index, "moved", f"replica {home} is not usable: {why}")
+    return Decision(chosen.index, "moved", f"replica {home} cannot serve it: {why}")
 
 
 def place_request(candidates: Sequence[Candidate], turn: int) -> Decision | None:

@@ -1,12 +1,11 @@
 """What a request means: who may send it, which replica serves it, and what happens when that replica fails.
 
-Owns: the life of one exchange, from the parsed request to the last response byte.
+Owns: the state all exchanges share, placement, and the policy of sending a request to another replica.
 Always holds:
-- Bodies pass byte for byte in both directions, and each read of a response is written in the same turn of the loop.
-- A request is sent again only while no response byte has arrived: over a fresh connection when a pooled one was stale,
-  to another replica when a fresh one failed.
-- A response that a replica could not finish is seen to be short: an error event and no final chunk on an event stream,
-  a broken connection otherwise.
+- A request is sent to another replica only while no response byte has arrived (a whole 503 that says the replica could
+  not take it counts as none), and never to more than LOST_SENDS_MAX replicas that then failed with it.
+- A session's home changes only when its replica is not usable: one that fails a request while it stays usable is
+  passed over for that request alone.
 - `in_flight` of a view counts exactly the exchanges that are on it.
 """
 
@@ -16,27 +15,27 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
-import msgspec
-
 from midstream.config import GatewaySettings
-from midstream.errors import EngineFailed, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
+from midstream.errors import MidstreamError, NotFound, ReplicaUnavailable
 from midstream.gateway.auth import Authenticator
-from midstream.gateway.http1 import ClientConnection, Exchange, Request, error_response
+from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
+from midstream.gateway.http1 import ClientConnection, Exchange, Request
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Candidate, Decision, Session, place_request, place_session, stays
-from midstream.gateway.replicas import ReplicaSet, ReplicaView
+from midstream.gateway.replicas import ReplicaSet, ReplicaView, token_header
 from midstream.gateway.sessions import SessionTable, session_key
-from midstream.gateway.upstream import UpstreamConnection, UpstreamPool
+from midstream.gateway.upstream import UpstreamPool
 from midstream.names import ServedNames
-from midstream.types import HEADER_SESSION, HEADER_TENANT
+from midstream.types import HEADER_SESSION
 
 logger = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499  # counted, never sent
 LOST_SENDS_MAX = 2  # a request that two replicas died on may be what kills them: it is not shown to a third
+HELD_BYTES_MAX = 64 * 2**10  # of a 503 that is looked at before it is passed on
 
 INFERENCE_PATHS = {
     prefix + path: path.removeprefix(b"/v1/").replace(b"/", b"_").decode()
@@ -44,13 +43,10 @@ INFERENCE_PATHS = {
     for path in (b"/v1/completions", b"/v1/chat/completions")
 }
 _CONTROL = "control"
-_HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
-)
-_NOT_FORWARDED = _HOP_BY_HOP | {b"content-length", b"expect"}
+_NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
 _SESSION = HEADER_SESSION.encode()
-_TENANT = HEADER_TENANT.encode()
+_COULD_NOT_TAKE_IT = b'"code":"%b"' % ReplicaUnavailable.code.encode()
 
 
 class Proxy:
@@ -64,9 +60,25 @@ class Proxy:
         metrics: GatewayMetrics,
         pools: Sequence[UpstreamPool],
         control: UpstreamPool,
+        *,
+        replica_token: str | None = None,
+        unreachable_s: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`pools`: one per view, in the order of the views; `control`: connections to the control app."""
+        """`pools`: one per view, in the order of the views; `control`: connections to the control app.
+
+        replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
+        before the exchanges on it are given up. clock: what durations are measured with.
+        """
         self.views = replicas.views
+        self.replicas = replicas
+        self.on_view: tuple[set[InferenceExchange], ...] = tuple(set() for _ in replicas.views)
+        self.replica_header = token_header(replica_token).removesuffix("\r\n").encode()
+        self.clock = clock
+        self._unreachable_s = unreachable_s
+        self._unheard_since: dict[
+            int, float
+        ] = {}  # view index -> when check_replicas first saw it without a report
         self.pools = pools
         self.control = control
         self.metrics = metrics
@@ -102,8 +114,6 @@ class Proxy:
             await self._empty
 
     def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
-        if not target.startswith(b"/"):
-            raise InvalidRequest("the request target must be a path")
         if target.partition(b"?")[0] != b"/health":
             self._auth.tenant(headers)
 
@@ -116,6 +126,17 @@ class Proxy:
         if path_class is None:
             return ControlExchange(self, request, client, _CONTROL)
         return InferenceExchange(self, request, client, path_class)
+
+    # -- the server's calls
+
+    def check_replicas(self, now: float) -> None:
+        """Give up the exchanges on replicas that have been unreachable for long. Call it regularly."""
+        for view in self.views:
+            if view.report is not None:
+                self._unheard_since.pop(view.index, None)
+            elif now - self._unheard_since.setdefault(view.index, now) >= self._unreachable_s:
+                for exchange in list(self.on_view[view.index]):
+                    exchange.give_up(f"nothing was heard of {view.name} for {self._unreachable_s:g} s")
 
     # -- for exchanges
 
@@ -138,7 +159,10 @@ class Proxy:
                     raise NotFound(f"{name!r} is not served here", param=header.decode())
 
     def place(self, session: Session | None, tried: set[int]) -> Decision | None:
-        """Choose a replica that is usable and not in `tried`, and remember it for the session."""
+        """Choose a replica that is usable and not in `tried`.
+
+        It becomes the session's home, unless the session has a usable one that failed this request only.
+        """
         usable = [view.index for view in self.views if view.usable and view.index not in tried]
         home = None if session is None else self.sessions.home(session)
         decision = stays(home, usable)
@@ -149,7 +173,7 @@ class Proxy:
                 self._turn += 1
             else:
                 decision = place_session(session, loads, self._bound, home)
-                if decision is not None:
+                if decision is not None and (home is None or not self.views[home].usable):
                     self.sessions.settle(session, decision.index)
         if decision is not None:
             self.metrics.routes[decision.reason] += 1
@@ -164,251 +188,115 @@ class Proxy:
         logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
 
 
-class ControlExchange:
-    """One request to the control app, and what every exchange shares. Implements Exchange and ResponseSink."""
+class InferenceExchange(ControlExchange):
+    """One request to a replica: placed by session and load, moved to another one when its replica fails."""
 
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
-        self._proxy = proxy
-        self._request = request
-        self._client = client
-        self._path_class = path_class
-        self._pool = proxy.control
-        self._connection: UpstreamConnection | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._fresh = False  # the connection in use was opened for this request
-        self._lost_sends = 0
-        self._answered = False  # a response head was written to the client
-        self._event_stream = False
-        self._chunked = False
-        self._tail = b""  # the last bytes written of an event stream
-        self._tenant = proxy.tenant(request)
-
-    # -- http1.Exchange
+        super().__init__(proxy, request, client, path_class)
+        self._session: Session | None = None
+        self._view: ReplicaView | None = None  # the last one chosen
+        self._decision: Decision | None = None
+        self._on_view = False  # counted in the view's in_flight
+        self._tried: set[int] = set()
+        self._lost_sends = 0  # replicas that failed with this request
+        self._held: tuple[int, bytes, list[tuple[bytes, bytes]]] | None = None  # the head of a 503
+        self._held_body = b""
 
     def start(self) -> None:
-        self._send()
+        try:
+            self._proxy.check_names(self._request.first)
+            key = session_key(self._request.first, self._request.body)
+        except MidstreamError as error:
+            self._fail(error)
+            return
+        self._session = None if key is None else (self._tenant, key)
+        self._send_to_a_replica()
 
-    def client_paused(self) -> None:
-        if self._connection is not None:
-            self._connection.pause()
-
-    def client_resumed(self) -> None:
-        if self._connection is not None:
-            self._connection.resume()
-
-    def client_gone(self) -> None:
-        if not self._answered:
-            self._count(CLIENT_LEFT)
-        self._leave()
-
-    def cut(self, reason: str) -> None:
-        in_chunk = self._connection is not None and self._connection.in_chunk
-        self._leave()
-        self._end_early(ReplicaUnavailable(reason), in_chunk)
+    def give_up(self, reason: str) -> None:
+        """The replica does not answer any more, though its connection may be open."""
+        begun = self._connection is not None and self._connection.answering
+        self._lost_here = self._lost_here or self._connection is not None
+        in_chunk = self._leave()
+        if self._answered:
+            self._cut_short(in_chunk, reason)
+        elif begun:
+            self._fail(ReplicaUnavailable(reason))
+        else:
+            self._unreachable(reason)
 
     # -- upstream.ResponseSink
 
     def response_head(
         self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> None:
-        self._answered = True
-        self._count(status)
-        client, http10 = self._client, self._request.http10
-        dropped = _HOP_BY_HOP
-        parts = [b"HTTP/1.1 %d " % status, reason, b"\r\n"]
-        for name, value in headers:
-            if name == b"transfer-encoding":
-                self._chunked = True
-                parts.append(b"" if http10 else b"transfer-encoding: chunked\r\n")
-            elif name == b"connection" and value.lower() not in (b"close", b"keep-alive"):
-                dropped = dropped | _listed(value)
-            elif name == b"content-type" and value.startswith(b"text/event-stream"):
-                self._event_stream = True
-            if name not in dropped and not name.startswith(b"x-midstream-"):
-                parts += (name, b": ", value, b"\r\n")
-        parts.append(self._response_headers())
-        parts.append(b"connection: close\r\n\r\n" if client.closes_after_response else b"\r\n")
-        parts.append(body)
-        client.write(b"".join(parts))
-        self._tail = body[-4:]
+        if status == ReplicaUnavailable.status and self._may_go_elsewhere():
+            self._held, self._held_body = (status, reason, headers), body
+        else:
+            super().response_head(status, reason, headers, body)
 
     def response_body(self, data: bytes) -> None:
-        self._client.write(data)
-        if self._event_stream:
-            self._tail = data if len(data) > 3 else (self._tail + data)[-4:]
+        if self._held is None:
+            super().response_body(data)
+            return
+        self._held_body += data
+        if len(self._held_body) > HELD_BYTES_MAX:
+            self._release()
 
     def response_end(self) -> None:
-        self._connection = None
-        self._left()
-        self._client.finish()
-
-    def upstream_lost(self, reason: str, *, answered: bool) -> None:
-        connection, self._connection = self._connection, None
-        if self._answered:
-            self._cut_short(connection, reason)
-        elif answered:
-            self._fail(EngineFailed(f"{self._where()}: {reason}"))
-        elif not self._fresh:
-            self._proxy.metrics.retries["stale_connection"] += 1
-            self._send(fresh=True)
-        else:
-            self._lost_sends += 1
-            self._unreachable(reason)
-
-    # -- sending
-
-    def _send(self, *, fresh: bool = False) -> None:
-        connection = None if fresh or self._request.http10 else self._pool.take()
-        if connection is None:
-            self._fresh = True
-            self._opening = asyncio.get_running_loop().create_task(self._open())
-        else:
-            self._fresh = False
-            self._send_over(connection)
-
-    async def _open(self) -> None:
-        try:
-            connection = await self._pool.open(decode=self._request.http10)
-        except OSError as error:  # TimeoutError among them
-            self._opening = None
-            self._unreachable(str(error) or "connecting took too long")
-        else:
-            self._opening = None
-            self._send_over(connection)
-
-    def _send_over(self, connection: UpstreamConnection) -> None:
-        self._connection = connection
-        request = self._request
-        connection.send(self, self._request_head(), request.body, head_request=request.method == b"HEAD")
-        if not self._client.writable:
-            connection.pause()
-
-    def _request_head(self) -> bytes:
-        request = self._request
-        dropped = self._proxy.dropped_headers
-        listed = request.first.get(b"connection")
-        if listed is not None and listed.lower() not in (b"close", b"keep-alive"):
-            dropped = dropped | _listed(listed)
-        lines = [request.method + b" " + request.target + b" HTTP/1.1"]
-        lines += [
-            b": ".join(header)
-            for header in request.headers
-            if header[0] not in dropped and not header[0].startswith(b"x-midstream-")
-        ]
-        if request.body or request.method in (b"POST", b"PUT", b"PATCH"):
-            lines.append(b"content-length: %d" % len(request.body))
-        if b"x-request-id" not in request.first:
-            lines.append(b"x-request-id: " + self._proxy.request_id())
-        if self._tenant:
-            lines.append(_TENANT + b": " + self._tenant.encode())
-        lines += self._session_header()
-        lines.append(b"\r\n")
-        return b"\r\n".join(lines)
-
-    # -- what kinds of exchanges differ in
-
-    def _session_header(self) -> list[bytes]:
-        return []
-
-    def _response_headers(self) -> bytes:
-        return b""
-
-    def _where(self) -> str:
-        return "the control app"
-
-    def _unreachable(self, reason: str) -> None:
-        """A fresh connection failed before any response byte."""
-        self._fail(ReplicaUnavailable(f"{self._where()}: {reason}"))
-
-    def _left(self) -> None:
-        """This exchange is on no upstream any more."""
-
-    # -- endings
-
-    def _fail(self, error: MidstreamError) -> None:
-        """Answer with `error` instead of a response."""
-        self._left()
-        self._count(error.status)
-        client, request = self._client, self._request
-        close = client.closes_after_response
-        request_id = request.first.get(b"x-request-id")
-        extra = b"" if request_id is None else b"x-request-id: %b\r\n" % request_id
-        client.write(error_response(error, close=close, with_body=request.method != b"HEAD", extra=extra))
-        client.finish()
-
-    def _cut_short(self, connection: UpstreamConnection | None, reason: str) -> None:
-        self._left()
-        logger.warning("a response of %s was cut short: %s", self._where(), reason)
-        in_chunk = connection is not None and connection.in_chunk
-        self._end_early(EngineFailed(f"{self._where()} failed in the middle of the response"), in_chunk)
-
-    def _end_early(self, error: MidstreamError, in_chunk: bool = False) -> None:
-        """End a response that cannot be completed so that no client takes it for whole."""
-        if not self._answered:
-            self._fail(error)
+        if self._held is not None and _COULD_NOT_TAKE_IT in self._held_body and self._may_go_elsewhere():
+            self._held = self._connection = None
+            self._lost_here = True  # it may have failed while it worked on the request
+            self._go_elsewhere()
             return
-        self._proxy.metrics.cut_responses[self._where()] += 1
-        http10 = self._request.http10
-        between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
-        if self._event_stream and self._chunked and between_events and not in_chunk:
-            event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
-            self._client.end_short(event if http10 else b"%x\r\n%b\r\n" % (len(event), event))
-        else:
-            self._client.reset()
+        self._release()
+        super().response_end()
 
-    def _leave(self) -> None:
-        """Let go of the upstream; a connection in use is closed, which stops the work behind it."""
-        if self._opening is not None:
-            self._opening.cancel()
-            self._opening = None
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abandon()
-        self._left()
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            super().response_head(*held, self._held_body)
 
-    def _count(self, status: int) -> None:
-        self._proxy.metrics.requests[self._path_class, status] += 1
-
-
-class InferenceExchange(ControlExchange):
-    """One request to a replica: placed by session and load, moved to another one when its replica fails."""
-
-    def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
-        super().__init__(proxy, request, client, path_class)
-        self._key: str | None = None
-        self._view: ReplicaView | None = None  # the last one chosen
-        self._decision: Decision | None = None
-        self._on_view = False  # counted in the view's in_flight
-        self._tried: set[int] = set()
-
-    def start(self) -> None:
-        try:
-            self._proxy.check_names(self._request.first)
-            self._key = session_key(self._request.first, self._request.body)
-        except MidstreamError as error:
-            self._fail(error)
-            return
-        self._send_to_a_replica()
+    # -- which replica
 
     def _send_to_a_replica(self) -> None:
         self._left()
-        session = None if self._key is None else (self._tenant, self._key)
-        decision = self._proxy.place(session, self._tried)
+        decision = self._proxy.place(self._session, self._tried)
         if decision is None:
             self._fail(ReplicaUnavailable("no replica can take the request now"))
             return
         self._decision = decision
         self._view = self._proxy.views[decision.index]
         self._view.in_flight += 1
+        self._proxy.on_view[decision.index].add(self)
         self._on_view = True
+        self._lost_here = False
         self._pool = self._proxy.pools[decision.index]
         self._send()
+
+    def _may_go_elsewhere(self) -> bool:
+        """A replica that says it cannot take the request need not have the last word."""
+        view = self._view
+        assert view is not None
+        return (
+            (self._session is None or not view.usable)
+            and self._lost_sends + 1 < LOST_SENDS_MAX
+            and any(v.usable and v is not view and v.index not in self._tried for v in self._proxy.views)
+        )
+
+    def _refused(self) -> None:
+        assert self._view is not None
+        self._proxy.replicas.refused(self._view)
 
     def _unreachable(self, reason: str) -> None:
         assert self._view is not None
         self._proxy.metrics.upstream_errors[self._view.name] += 1
         logger.warning("%s failed before it answered: %s", self._view.name, reason)
+        self._go_elsewhere()
+
+    def _go_elsewhere(self) -> None:
+        assert self._view is not None
         self._tried.add(self._view.index)
+        self._lost_sends += self._lost_here
         if self._lost_sends >= LOST_SENDS_MAX:
             self._fail(ReplicaUnavailable("replicas failed while they worked on this request"))
             return
@@ -419,11 +307,16 @@ class InferenceExchange(ControlExchange):
         if self._on_view and self._view is not None:
             self._on_view = False
             self._view.in_flight -= 1
+            self._proxy.on_view[self._view.index].discard(self)
 
-    def _session_header(self) -> list[bytes]:
-        if self._key is None:
-            return []
-        return [_SESSION + b": " + quote(self._key, safe="", errors="surrogatepass").encode()]
+    # -- what kinds of exchanges differ in
+
+    def _upstream_headers(self) -> list[bytes]:
+        lines = [self._proxy.replica_header] if self._proxy.replica_header else []
+        if self._session is not None:
+            key = quote(self._session[1], safe="", errors="surrogatepass")
+            lines.append(_SESSION + b": " + key.encode())
+        return lines
 
     def _response_headers(self) -> bytes:
         assert self._view is not None
@@ -433,8 +326,3 @@ class InferenceExchange(ControlExchange):
 
     def _where(self) -> str:
         return "a replica" if self._view is None else self._view.name
-
-
-def _listed(connection: bytes) -> frozenset[bytes]:
-    """Header names that a Connection header declares to be hop-by-hop."""
-    return frozenset(name.strip().lower() for name in connection.split(b","))

@@ -2,9 +2,11 @@
 
 Owns: the views, one long-lived `GET /replica/events` per replica, and delivery of a Desired to a replica.
 Always holds:
-- A view's report is the last whole report of a live event stream; when the stream is lost, or silent for
-  `silence_s`, the report is None at once, so placement never counts on a replica nobody hears.
+- A view's report is the last whole report heard. It becomes None when the replica proves dead (nobody listens after its
+  event stream broke), is silent for `silence_s`, or sends what is not a report of it; and, when a broken event stream
+  cannot be opened again, `grace_s` after it broke. One broken connection alone moves nobody.
 - A new boot of a replica is not admitted until control/ admits it.
+- The token that replicas ask for is sent to replicas only, and shown nowhere.
 - Subscribers are called after changes, at most once per turn of the event loop, never from within a change.
 """
 
@@ -18,15 +20,13 @@ from dataclasses import dataclass
 import msgspec
 
 from midstream.errors import ReplicaUnavailable
-from midstream.gateway.httpcall import CallFailed, call, open_stream
-from midstream.types import Desired, ReplicaReport
+from midstream.gateway.httpcall import CallFailed, ResponseStream, call, open_stream
+from midstream.types import HEADER_TOKEN, Desired, ReplicaReport
 
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 4 * 2**20
-SILENCE_CHECKS = (
-    6  # a silent period is counted in this many parts, so that one stall of this loop is not silence
-)
+SILENCE_CHECKS = 6  # a silent period is counted in so many parts: one stall of this loop is not silence
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class ReplicaView:
     index: int
     name: str
     url: str
-    report: ReplicaReport | None = None  # None: unreachable (event stream down)
+    report: ReplicaReport | None = None  # None: unreachable
     admitted: bool = False  # placement may use it; set by control/, cleared here on a new boot
     in_flight: int = 0  # requests this gateway has on it now
 
@@ -57,8 +57,14 @@ class ReplicaSet:
         backoff_s_min: float = 0.05,
         backoff_s_max: float = 0.5,
         call_timeout_s: float = 5.0,
+        grace_s: float = 1.0,
+        token: str | None = None,
     ) -> None:
-        """`replicas`: (name, base URL) of each, e.g. ("replica-0", "http://127.0.0.1:18081")."""
+        """`replicas`: (name, base URL) of each, e.g. ("replica-0", "http://127.0.0.1:18081").
+
+        grace_s: how long a report outlives its event stream while nothing proves the replica dead.
+        token: the secret that replicas ask for, if they do.
+        """
         self.views = tuple(
             ReplicaView(index, name, url.rstrip("/")) for index, (name, url) in enumerate(replicas)
         )
@@ -66,9 +72,11 @@ class ReplicaSet:
         self._backoff_s_min = backoff_s_min
         self._backoff_s_max = backoff_s_max
         self._call_timeout_s = call_timeout_s
+        self._grace_s = grace_s
+        self._header = token_header(token)
         self._callbacks: list[Callable[[], None]] = []
         self._notice: asyncio.Handle | None = None
-        self._boots: list[str | None] = [None] * len(self.views)
+        self._ears = tuple(_Ear() for _ in self.views)
 
     def __repr__(self) -> str:
         reachable = sum(view.report is not None for view in self.views)
@@ -83,12 +91,19 @@ class ReplicaSet:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""
         body = msgspec.json.encode(desired)
         try:
-            status, answer = await call(view.url, "POST", "/replica/desired", body, self._call_timeout_s)
+            status, answer = await call(
+                view.url, "POST", "/replica/desired", body, self._call_timeout_s, self._header
+            )
         except CallFailed as error:
             raise ReplicaUnavailable(f"{view.name}: {error}") from error
         if status != 202:
             text = answer[:500].decode("utf-8", "replace")
             raise ReplicaUnavailable(f"{view.name} answered {status}: {text}")
+
+    def refused(self, view: ReplicaView) -> None:
+        """The data path was refused a connection: without an event stream either, the replica is dead."""
+        if not self._ears[view.index].connected:
+            self._lost(view)
 
     async def run(self) -> None:
         """Watch all event streams until cancelled."""
@@ -98,25 +113,31 @@ class ReplicaSet:
 
     async def _watch(self, view: ReplicaView) -> None:
         backoff_s = self._backoff_s_min
-        while True:
-            heard = False
-            try:
-                reason, heard = await self._follow(view)
-            except CallFailed as error:
-                reason = str(error)
-            finally:
-                self._lost(view)
-            level = logging.WARNING if heard else logging.DEBUG
-            logger.log(level, "event stream of %s lost: %s", view.name, reason)
-            backoff_s = self._backoff_s_min if heard else min(self._backoff_s_max, 2 * backoff_s)
-            await asyncio.sleep(backoff_s)
+        try:
+            while True:
+                heard = False
+                try:
+                    reason, heard = await self._follow(view)
+                except CallFailed as error:
+                    reason = str(error)
+                    if isinstance(error.__cause__, ConnectionRefusedError):
+                        self._lost(view)
+                self._doubt(view)
+                level = logging.WARNING if heard else logging.DEBUG
+                logger.log(level, "event stream of %s lost: %s", view.name, reason)
+                backoff_s = self._backoff_s_min if heard else min(self._backoff_s_max, 2 * backoff_s)
+                await asyncio.sleep(backoff_s)
+        finally:
+            self._lost(view)
 
     async def _follow(self, view: ReplicaView) -> tuple[str, bool]:
         """Read one event stream to its end. Why it ended, and whether it ever said anything."""
         lines = _Lines(lambda line: self._heard(view, line))
+        timeout_s = min(self._call_timeout_s, self._silence_s)
         stream = await open_stream(
-            view.url, "GET", "/replica/events", None, lines.feed, min(self._call_timeout_s, self._silence_s)
+            view.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header
         )
+        self._ears[view.index].stream = stream
         try:
             seen, quiet_checks = 0, 0
             while quiet_checks < SILENCE_CHECKS:
@@ -126,22 +147,36 @@ class ReplicaSet:
                     return reason, lines.count > 0
                 quiet_checks = 0 if lines.count > seen else quiet_checks + 1
                 seen = lines.count
+            self._lost(view)
             return f"silent for {self._silence_s:g} s", lines.count > 0
         finally:
             stream.abort()
 
     def _heard(self, view: ReplicaView, line: bytes) -> None:
-        report = msgspec.json.decode(line, type=ReplicaReport)
-        if report.replica != view.name:
-            raise ValueError(f"{view.url} is {report.replica}, expected {view.name}")
-        if report.boot != self._boots[view.index]:
-            self._boots[view.index] = report.boot
+        try:
+            report = msgspec.json.decode(line, type=ReplicaReport)
+            if report.replica != view.name:
+                raise ValueError(f"{view.url} is {report.replica}, expected {view.name}")
+        except (msgspec.MsgspecError, ValueError):
+            self._lost(view)  # whoever speaks there is not the replica that was heard before
+            raise
+        ear = self._ears[view.index]
+        ear.calm()
+        if report.boot != ear.boot:
+            ear.boot = report.boot
             view.admitted = False
         if report != view.report:
             view.report = report
             self._changed()
 
+    def _doubt(self, view: ReplicaView) -> None:
+        """The event stream is gone: the report goes too, unless another one comes in time."""
+        ear = self._ears[view.index]
+        if view.report is not None and ear.doubt is None:
+            ear.doubt = asyncio.get_running_loop().call_later(self._grace_s, self._lost, view)
+
     def _lost(self, view: ReplicaView) -> None:
+        self._ears[view.index].calm()
         if view.report is not None:
             view.report = None
             self._changed()
@@ -154,6 +189,24 @@ class ReplicaSet:
         self._notice = None
         for callback in self._callbacks:
             callback()
+
+
+@dataclass(eq=False)
+class _Ear:
+    """How one replica is heard."""
+
+    stream: ResponseStream | None = None  # the last event stream
+    boot: str | None = None  # the last one heard of
+    doubt: asyncio.TimerHandle | None = None  # ends the report's grace
+
+    @property
+    def connected(self) -> bool:
+        return self.stream is not None and not self.stream.ended.done()
+
+    def calm(self) -> None:
+        if self.doubt is not None:
+            self.doubt.cancel()
+            self.doubt = None
 
 
 class _Lines:
@@ -172,3 +225,12 @@ class _Lines:
             if line.strip():
                 self._on_line(line)
                 self.count += 1
+
+
+def token_header(token: str | None) -> str:
+    """The header line that carries the token; "" without one. Raises ValueError when it cannot be a header's value."""
+    if not token:
+        return ""
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("the replica token must be printable ASCII without spaces")
+    return f"{HEADER_TOKEN}: {token}\r\n"

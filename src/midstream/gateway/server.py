@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import shutil
 import socket
 import tempfile
@@ -31,6 +32,8 @@ LISTEN_BACKLOG = 4096
 TIMEOUT_CHECK_S = 0.5
 CONTROL_KEEP_ALIVE_S = 3600
 CONTROL_STOP_S = 2
+SOCKET_NAME = "control.sock"
+SOCKET_PATH_BYTES_MAX = 103  # 107 on Linux
 
 
 class Gateway:
@@ -46,8 +49,14 @@ class Gateway:
         *,
         head_timeout_s: float = 30.0,
         body_idle_s: float = 60.0,
+        replica_token: str | None = None,
+        unreachable_s: float = 10.0,
     ) -> None:
-        """`control_app`: an ASGI app, usually gateway.app.control_app(...)."""
+        """`control_app`: an ASGI app, usually gateway.app.control_app(...).
+
+        replica_token: the secret that replicas ask for. unreachable_s: how long a replica may be unheard of before the
+        requests on it are given up.
+        """
         self._loop = asyncio.get_running_loop()
         self._limits = Limits(
             max_body_bytes=settings.max_body_bytes,
@@ -60,7 +69,16 @@ class Gateway:
         self._pools = [self._tcp_pool(view.url, settings.connect_timeout_s) for view in replicas.views]
         connect = functools.partial(self._loop.create_unix_connection, path=self._control.path)
         self._control_pool = UpstreamPool(connect, settings.connect_timeout_s)
-        self.proxy = Proxy(settings, names, replicas, metrics, self._pools, self._control_pool)
+        self.proxy = Proxy(
+            settings,
+            names,
+            replicas,
+            metrics,
+            self._pools,
+            self._control_pool,
+            replica_token=replica_token,
+            unreachable_s=unreachable_s,
+        )
         self._server: asyncio.Server | None = None
         self._timeouts: asyncio.Task[None] | None = None
 
@@ -118,6 +136,7 @@ class Gateway:
         while True:
             await asyncio.sleep(TIMEOUT_CHECK_S)
             now = self._loop.time()
+            self.proxy.check_replicas(now)
             for client in list(self.proxy.clients):
                 client.check_deadline(now)
 
@@ -131,8 +150,8 @@ class _ControlServer:
     """uvicorn on a Unix socket that only this user can reach."""
 
     def __init__(self, app: Any) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="midstream-gateway-"))  # mode 0700
-        self.path = str(self._directory / "control.sock")
+        self._directory = _socket_directory()
+        self.path = str(self._directory / SOCKET_NAME)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -146,7 +165,11 @@ class _ControlServer:
 
     async def start(self) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(self.path)
+        try:
+            sock.bind(self.path)
+        except OSError:
+            sock.close()
+            raise
         self._task = asyncio.create_task(self._uvicorn.serve(sockets=[sock]), name="control app")
         up = asyncio.create_task(self._uvicorn.up.wait())
         await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,6 +182,15 @@ class _ControlServer:
             self._uvicorn.should_exit = True
             await asyncio.gather(self._task, return_exceptions=True)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _socket_directory() -> Path:
+    """A new directory of mode 0700 for the socket, in the usual place unless its path would be too long for one."""
+    directory = Path(tempfile.mkdtemp(prefix="midstream-gateway-"))
+    if len(os.fsencode(directory / SOCKET_NAME)) > SOCKET_PATH_BYTES_MAX:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="midstream-gateway-", dir="/tmp"))
+    return directory
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,20 +1,26 @@
 """Which session a request belongs to, and where each known session lives.
 
-Always holds: the table never exceeds its bound (the least recently used session goes first); a body is parsed only
-when no session header is there and it may hold a session field, and then only those fields are built.
+Always holds: the table never exceeds its bound (the least recently used session goes first). A body is parsed only when
+no header names a session and the bytes of a field's name with a colon after it occur anywhere in it, nested objects
+included; then the whole body is parsed, but only the two top-level fields are built. A field name written with escapes
+is not recognised.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 
 import msgspec
 
 from midstream.gateway.placement import Session
-from midstream.sessionkey import SESSION_HEADERS, session_from_body, session_from_headers
+from midstream.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, session_from_body, session_from_headers
 
 _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
+
+
+_FIELD = re.compile(rb'"(?:%b)"[ \t\r\n]*:' % "|".join(SESSION_BODY_FIELDS).encode())
 
 
 class _BodyFields(msgspec.Struct):
@@ -33,9 +39,9 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
     """
     for name, text_name in _HEADERS:
         value = headers.get(name)
-        if value is not None:
-            return session_from_headers({text_name: _text(value)})
-    if b'"prompt_cache_key"' not in body and b'"user"' not in body:
+        if value is not None and (key := session_from_headers({text_name: _text(value)})) is not None:
+            return key
+    if _FIELD.search(body) is None:
         return None
     try:
         fields = _decoder.decode(body)

@@ -127,6 +127,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink = None
         self._transport.abort()
 
+    @property
+    def answering(self) -> bool:
+        """At least one byte of the response has arrived."""
+        return self._in_body or bool(self._head)
+
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
@@ -216,7 +221,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _lose(self, reason: str, *, answered: bool = False) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            sink.upstream_lost(reason, answered=answered or self._in_body or bool(self._head))
+            sink.upstream_lost(reason, answered=answered or self.answering)
 
 
 class DecodingConnection(UpstreamConnection):
