@@ -6,6 +6,7 @@ an error that names it.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -78,8 +79,34 @@ def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
     return _checked(settings)
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises ConfigError unless `name` can be a segment of a resource name (no '/', no '@', nothing to escape)."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} {name!r}: expected letters, digits, '.', '_' and '-', at most 128")
+
+
 def _checked(settings: Settings) -> Settings:
+    check_name("account", settings.account)
+    check_name("deployment", settings.deployment)
+    gateway = settings.gateway
     checks = [
+        (
+            all(key.strip() == key != "" for key in gateway.api_keys),
+            "gateway.api_keys must not hold an empty key",
+        ),
+        *(
+            (getattr(gateway, name) > 0, f"gateway.{name} must be above 0")
+            for name in (
+                "max_body_bytes",
+                "max_header_bytes",
+                "max_sessions",
+                "connect_timeout_s",
+                "keep_alive_s",
+            )
+        ),
         (settings.replicas >= 1, f"replicas must be at least 1, got {settings.replicas}"),
         (0 <= settings.port <= 65535, f"port must be 0 to 65535, got {settings.port}"),
         (settings.engine in get_args(EngineKind), f"engine must be embedded or vllm, got {settings.engine}"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import sys
@@ -29,6 +30,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # accounts/A/models/M
     deployment: str  # accounts/A/deployments/D
     cache_dir: str
+    token: str
     engine: EngineSettings
     log_level: str
 
@@ -42,6 +44,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     bucket: str
     transition: str
     ledger: str  # database URL
+    token: str
     settings: GatewaySettings
     log_level: str
 
@@ -61,9 +64,18 @@ def read_spec(kind: type[T]) -> T:
     return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
 
 
-def announce(message: Listening) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
+class Announcer:
+    """The child's way to answer. From its making on, what anybody prints goes to standard error."""
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._fd = os.dup(1)
+        os.dup2(2, 1)
+
+    def __call__(self, message: Listening) -> None:
+        """Answer, once."""
+        with os.fdopen(self._fd, "wb") as pipe:
+            pipe.write(msgspec.json.encode(message) + b"\n")
 
 
 def configure_logging(process: str, level: str) -> None:

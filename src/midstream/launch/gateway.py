@@ -19,9 +19,9 @@ from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
 from midstream.launch.child import (
     STOP_GRACE_S,
+    Announcer,
     GatewaySpec,
     Listening,
-    announce,
     configure_logging,
     raise_file_limit,
     read_spec,
@@ -31,13 +31,13 @@ from midstream.ledger import Ledger
 from midstream.names import ServedNames
 
 
-async def serve(spec: GatewaySpec) -> int:
+async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     ledger = Ledger(spec.ledger)
     await ledger.ensure_deployment(
         spec.deployment, spec.model, spec.bucket, "SYNC" if spec.transition == "sync" else "ASYNC"
     )
     names = ServedNames(spec.model, spec.deployment)
-    replicas = ReplicaSet(spec.replicas)
+    replicas = ReplicaSet(spec.replicas, token=spec.token)
     metrics = GatewayMetrics(replicas)
     reconciler = Reconciler(ledger, replicas, spec.deployment)
     app = control_app(
@@ -49,11 +49,14 @@ async def serve(spec: GatewaySpec) -> int:
             ledger, replicas, reconciler, deployment=names.deployment, model=names.model
         ),
     )
-    gateway = Gateway(spec.settings, names, replicas, metrics, app)
+    gateway = Gateway(spec.settings, names, replicas, metrics, app, replica_token=spec.token)
     background = [asyncio.create_task(replicas.run()), asyncio.create_task(reconciler.run())]
     try:
         announce(Listening(port=await gateway.start(spec.host, spec.port)))
-        await stop_requested()
+        stop = asyncio.create_task(stop_requested())
+        done, _ = await asyncio.wait((stop, *background), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # a background task that ended is a bug: end, and be started again
         await gateway.drain(STOP_GRACE_S)
     finally:
         await gateway.close()
@@ -65,11 +68,12 @@ async def serve(spec: GatewaySpec) -> int:
 
 
 def main() -> int:
+    announce = Announcer()
     spec = read_spec(GatewaySpec)
     configure_logging("gateway", spec.log_level)
     raise_file_limit()
     try:
-        return uvloop.run(serve(spec))
+        return uvloop.run(serve(spec, announce))
     except (ConfigError, OSError) as error:
         announce(Listening(error=str(error)))
         return 1

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from typing import IO
 import httpx
 import msgspec
 
-from midstream.config import Settings, deployment_resource, model_resource
+from midstream.config import Settings, check_name, deployment_resource, model_resource
 from midstream.errors import ConfigError
 from midstream.launch.child import STOP_GRACE_S, GatewaySpec, Listening, ReplicaSpec
 from midstream.ledger import sqlite_url
@@ -31,7 +32,9 @@ from midstream.snapshots.identity import check_bucket, file_url_path
 
 logger = logging.getLogger(__name__)
 
+RESTART_PAUSE_S_MIN = 0.1
 RESTART_PAUSE_S_MAX = 10.0
+SECOND_SIGNAL_AFTER_S = 1.0  # sooner, it is the same request to stop, delivered twice
 READY_POLL_S = 0.05
 KILL_AFTER_S = 5.0
 
@@ -55,45 +58,51 @@ class Child:
 
     async def start(self) -> None:
         """Returns when the child listens. Raises StartFailed."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
-            self.name,  # for whoever reads the process list
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self._module,
+                self.name,  # for whoever reads the process list
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone
+            )
+        except OSError as error:
+            raise StartFailed(f"{self.name} cannot be started: {error}") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
         line = await self._process.stdout.readline()
-        if not line:
-            raise StartFailed(f"{self.name} ended with code {await self._process.wait()} while starting")
-        answer = msgspec.json.decode(line, type=Listening)
-        if answer.error is not None:
+        try:
+            self.port = _port(self.name, line)
+        except StartFailed:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
             await self._process.wait()
-            raise StartFailed(f"{self.name}: {answer.error}")
-        self.port = answer.port
+            raise
 
     async def supervise(self) -> None:
         """Start it again whenever it ends; runs until cancelled."""
-        pause_s = 0.2
+        loop = asyncio.get_running_loop()
+        pause_s = RESTART_PAUSE_S_MIN
         while True:
             assert self._process is not None
+            started_at = loop.time()
             code = await self._process.wait()
+            if loop.time() - started_at > RESTART_PAUSE_S_MAX:
+                pause_s = RESTART_PAUSE_S_MIN  # it was well for a while
             logger.error(
                 "%s (pid %s) ended with code %s; starting it again", self.name, self._process.pid, code
             )
             while True:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
                 try:
                     await self.start()
                     break
                 except StartFailed as error:
                     logger.error("%s; trying again in %.1f s", error, pause_s)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
-            pause_s = 0.2
 
     async def stop(self, grace_s: float) -> None:
         """Ask it to end, kill it when it does not."""
@@ -112,6 +121,19 @@ class Child:
             await process.wait()
 
 
+def _port(name: str, line: bytes) -> int:
+    """The port in a child's answer. Raises StartFailed when it gives another answer, or none."""
+    if not line:
+        raise StartFailed(f"{name} ended while starting; its log says why")
+    try:
+        answer = msgspec.json.decode(line, type=Listening)
+    except msgspec.DecodeError as error:
+        raise StartFailed(f"{name} said {line[:200]!r} instead of where it listens") from error
+    if answer.error is not None:
+        raise StartFailed(f"{name}: {answer.error}")
+    return answer.port
+
+
 def resolve_model(settings: Settings) -> tuple[str, Path]:
     """(name, directory) of the model to serve; makes a built-in one on first use. Raises ConfigError."""
     if settings.model == "tiny-moe":
@@ -126,7 +148,9 @@ def resolve_model(settings: Settings) -> tuple[str, Path]:
         raise ConfigError(
             f"--model {settings.model}: neither a built-in model (tiny-moe) nor a directory with a config.json"
         )
-    return directory.resolve().name, directory
+    name = directory.resolve().name
+    check_name("--model: the directory's name becomes the model's;", name)
+    return name, directory
 
 
 def check_port(host: str, port: int) -> None:
@@ -177,6 +201,7 @@ def plan(settings: Settings, name: str, model_dir: Path) -> tuple[list[Child], C
     host = "127.0.0.1"  # replicas are nobody's business but the gateway's
     model, deployment = model_resource(settings, name), deployment_resource(settings)
     state = Path(settings.state_dir).absolute()
+    token = secrets.token_hex(16)
     specs = [
         ReplicaSpec(
             name=f"replica-{i}",
@@ -186,6 +211,7 @@ def plan(settings: Settings, name: str, model_dir: Path) -> tuple[list[Child], C
             model=model,
             deployment=deployment,
             cache_dir=str(state / "snapshots" / f"replica-{i}"),
+            token=token,
             engine=settings.embedded,
             log_level=settings.log_level,
         )
@@ -203,6 +229,7 @@ def plan(settings: Settings, name: str, model_dir: Path) -> tuple[list[Child], C
             bucket=bucket_url(settings),
             transition=settings.transition,
             ledger=sqlite_url(state / "ledger.db"),
+            token=token,
             settings=settings.gateway,
             log_level=settings.log_level,
         )
@@ -227,13 +254,12 @@ async def run(settings: Settings, name: str, model_dir: Path, on_ready: Callable
             serving.result()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            # A second request to stop does not wait for streams.
-            loop.add_signal_handler(number, _kill_all, [gateway, *replicas])
+            loop.add_signal_handler(number, _hurry(loop, [gateway, *replicas]))
         serving.cancel()
         asked.cancel()
         await asyncio.wait((serving, asked))
         await gateway.stop(STOP_GRACE_S + KILL_AFTER_S)  # first: streams end before their replicas do
-        await asyncio.gather(*(child.stop(KILL_AFTER_S) for child in replicas))
+        await asyncio.gather(*(child.stop(STOP_GRACE_S + KILL_AFTER_S) for child in replicas))
 
 
 async def _serve(
@@ -261,6 +287,17 @@ async def _all_usable(url: str, count: int) -> None:
                 if health.get("usable_replicas") == count:
                     return
             await asyncio.sleep(READY_POLL_S)
+
+
+def _hurry(loop: asyncio.AbstractEventLoop, children: list[Child]) -> Callable[[], None]:
+    """What a second request to stop does: not wait for streams."""
+    asked_at = loop.time()
+
+    def hurry() -> None:
+        if loop.time() - asked_at > SECOND_SIGNAL_AFTER_S:
+            _kill_all(children)
+
+    return hurry
 
 
 def _kill_all(children: list[Child]) -> None:

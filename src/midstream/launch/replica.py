@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,19 +20,21 @@ from midstream.engine.embedded.process import EmbeddedEngine
 from midstream.errors import ConfigError, SnapshotError
 from midstream.launch.child import (
     STOP_GRACE_S,
+    Announcer,
     Listening,
     ReplicaSpec,
-    announce,
     configure_logging,
     raise_file_limit,
     read_spec,
     stop_requested,
 )
 from midstream.names import ServedNames
+from midstream.replica.admission import Door
 from midstream.replica.app import create_app
 from midstream.replica.chat import TextModel
 from midstream.replica.replica import Replica
 from midstream.replica.runner import SnapshotSource
+from midstream.replica.token import TokenGuard
 from midstream.snapshots.cache import SnapshotCache
 from midstream.snapshots.layout import CheckpointSpec
 from midstream.snapshots.layout import read_spec as read_checkpoint
@@ -47,7 +48,7 @@ CACHED_SNAPSHOTS = 1  # kept on disk besides the one that serves
 
 
 class CachedSource(SnapshotSource):
-    """Snapshots from a bucket through the local cache; what fails verification does not stay in it."""
+    """Snapshots from a bucket through the local cache."""
 
     def __init__(self, cache: SnapshotCache, base: CheckpointSpec) -> None:
         self._cache = cache
@@ -56,16 +57,12 @@ class CachedSource(SnapshotSource):
     async def fetch(self, desired: Desired) -> Path:
         assert desired.url is not None
         path = self._cache.path(desired.snapshot)
-        await fetch_snapshot(desired.url, path)  # returns at once while the cached copy matches the bucket
+        await fetch_snapshot(desired.url, path, fingerprint=desired.fingerprint)
         return path
 
     async def verify(self, path: Path) -> None:
-        try:
-            spec = await asyncio.to_thread(read_checkpoint, path)
-            check_compatible(self._base, spec)
-        except SnapshotError:
-            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
-            raise
+        spec = await asyncio.to_thread(read_checkpoint, path)
+        check_compatible(self._base, spec)
 
     async def release(self, keep: set[str]) -> None:
         await asyncio.to_thread(self._cache.prune, keep)
@@ -77,7 +74,7 @@ class _Server(uvicorn.Server):
         yield  # stop_requested() has them
 
 
-async def serve(spec: ReplicaSpec) -> int:
+async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
     model_dir = Path(spec.model_dir)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     replica = Replica(
@@ -93,12 +90,12 @@ async def serve(spec: ReplicaSpec) -> int:
     )
     server = _Server(
         uvicorn.Config(
-            create_app(replica),
+            TokenGuard(create_app(replica), spec.token),
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=3600,  # the gateway decides when its connections end
-            timeout_graceful_shutdown=int(STOP_GRACE_S),
+            timeout_graceful_shutdown=1,  # requests have ended by then; event streams never do
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -106,6 +103,10 @@ async def serve(spec: ReplicaSpec) -> int:
         await replica.start()
         announce(Listening(port=sock.getsockname()[1]))
         await stop_requested()
+        replica.gate.set(Door.DOWN)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await replica.gate.drained()
     finally:
         server.should_exit = True
         await replica.close()
@@ -114,11 +115,12 @@ async def serve(spec: ReplicaSpec) -> int:
 
 
 def main() -> int:
+    announce = Announcer()
     spec = read_spec(ReplicaSpec)
     configure_logging(spec.name, spec.log_level)
     raise_file_limit()
     try:
-        return uvloop.run(serve(spec))
+        return uvloop.run(serve(spec, announce))
     except (ConfigError, SnapshotError, EngineDied, OSError) as error:
         announce(Listening(error=str(error)))
         return 1

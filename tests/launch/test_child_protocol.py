@@ -1,0 +1,109 @@
+"""What a supervisor and its children promise each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from midstream.launch.local import Child, StartFailed
+
+
+class Script(msgspec.Struct):
+    """The settings of a child made by a test."""
+
+    code: str
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that reads its settings as a real child does and runs the code in them."""
+    (tmp_path / "scripted_child.py").write_text(
+        "import json, sys, os, time\n"
+        "from midstream.launch.child import Announcer, Listening\n"
+        "spec = json.loads(sys.stdin.readline())\n"
+        "exec(spec['code'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "scripted_child"
+
+
+READY = (
+    "say = Announcer(); print('noise'); os.write(1, b'x' * 300000); say(Listening(port=7)); sys.stdin.read()"
+)
+
+
+def test_a_child_may_print_as_much_as_it_likes_before_and_after_it_answers(module: str) -> None:
+    async def main() -> None:
+        child = Child("noisy", module, Script(READY))
+        await child.start()
+        assert child.port == 7
+        await child.stop(grace_s=10)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("sys.exit(3)", "noisy ended while starting"),
+        ("Announcer()(Listening(error='no such model'))", "noisy: no such model"),
+        ("print('hello'); sys.stdout.flush()", "noisy said b'hello"),
+    ],
+)
+def test_a_child_that_cannot_start_is_reported_with_its_own_reason(
+    module: str, code: str, reason: str
+) -> None:
+    async def main() -> None:
+        child = Child("noisy", module, Script(code))
+        with pytest.raises(StartFailed, match=reason):
+            await child.start()
+
+    asyncio.run(main())
+
+
+def test_a_child_that_dies_is_started_again_and_one_that_ignores_a_stop_is_killed(module: str) -> None:
+    async def main() -> None:
+        stubborn = (
+            "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY + "\ntime.sleep(60)"
+        )
+        child = Child("stubborn", module, Script(stubborn))
+        await child.start()
+        process = child._process
+        assert process is not None
+        supervised = asyncio.create_task(child.supervise())
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        while child._process is process:  # noqa: ASYNC110 - the supervisor works on its own
+            await asyncio.sleep(0)
+        assert child._process.pid != process.pid
+        supervised.cancel()
+        await asyncio.wait((supervised,))
+        again = child._process
+        await child.stop(grace_s=0.2)
+        assert again.returncode is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(again.pid, 0)
+
+    asyncio.run(main())
+
+
+def published(pid: int, name: str) -> bytes:
+    return Path(f"/proc/{pid}/{name}").read_bytes()
+
+
+def test_settings_never_show_in_the_process_list(module: str) -> None:
+    async def main() -> None:
+        child = Child("quiet", module, Script(READY + " # secret-token"))
+        await child.start()
+        assert child._process is not None
+        shown = {name: published(child._process.pid, name) for name in ("cmdline", "environ")}
+        assert b"quiet" in shown["cmdline"]
+        assert b"secret-token" not in shown["cmdline"] + shown["environ"]
+        await child.stop(grace_s=10)
+
+    asyncio.run(main())

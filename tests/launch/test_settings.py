@@ -1,0 +1,40 @@
+"""Settings from a file and from options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midstream.config import load_settings
+from midstream.errors import ConfigError
+
+
+def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text('port = 9000\nreplicas = 3\n[embedded]\nblock_size = 32\n[gateway]\napi_keys = ["k"]\n')
+    settings = load_settings(str(file), {"port": 9001, "replicas": None})
+    assert (settings.port, settings.replicas, settings.host) == (9001, 3, "127.0.0.1")
+    assert (settings.embedded.block_size, settings.gateway.api_keys) == (32, ("k",))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("port = 'x'", "port"),
+        ("[embedded]\nmax_batch_tokens = 0", "embedded.max_batch_tokens must be at least 1"),
+        ("[embedded]\nmax_batch_tokens = 8\nmax_running = 16", "would starve"),
+        ("[embedded]\nkv_cache_tokens = 8", "must hold at least two blocks"),
+        ('[gateway]\napi_keys = ["", "real"]', "empty key"),
+        ("[gateway]\nconnect_timeout_s = 0", "gateway.connect_timeout_s must be above 0"),
+        ('account = "a/b"', "account 'a/b'"),
+        ('deployment = ""', "deployment ''"),
+        ("nonsense = 1", "nonsense"),
+        ("[", "not valid TOML"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_settings(str(file), {})
