@@ -26,7 +26,9 @@ from hardware import provenance, write_result
 
 from midstream.client import SnapshotPublisher
 from midstream.models.tiny_moe import write_tiny_moe
+from midstream.types import HEADER_TOKEN
 
+TOKEN = "serving-benchmark"
 READY = re.compile(r"midstream ready on (\S+)")
 PROMPT, NEW = 64, 128
 CONCURRENCY = (1, 16, 64)
@@ -47,7 +49,8 @@ async def one_stream(
         **extra,
     }
     started, first, tokens = time.perf_counter(), 0.0, 0
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+    headers = {HEADER_TOKEN: TOKEN}
+    async with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if '"token_id"' in line:
@@ -74,7 +77,7 @@ async def load(url: str, streams: int, seed: int, **extra: Any) -> dict[str, flo
 
 
 def replica_url(gateway: str) -> str:
-    """The replica's own address, as the gateway's debug log names it."""
+    """The replica's own address, as the gateway's metrics name it."""
     lines = httpx.get(f"{gateway}/metrics").text
     match = re.search(r'url="(http://127\.0\.0\.1:\d+)"', lines)
     assert match, "the metrics name no replica url"
@@ -137,9 +140,11 @@ def main() -> int:
         root = Path(folder)
         for seed in (1, 2):
             write_tiny_moe(root / "models" / f"seed-{seed}", seed=seed)
+        config = root / "midstream.toml"
+        config.write_text(f'replica_token = "{TOKEN}"\n')
         command = [sys.executable, "-m", "midstream.cli", "serve", "--port", "0", "--replicas", "1"]
         server = subprocess.Popen(
-            [*command, "--state-dir", str(root / "state"), "--log-level", "warning"],
+            [*command, "--state-dir", str(root / "state"), "--log-level", "warning", "--config", str(config)],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -57,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     account: str = "local"
     deployment: str = "default"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    replica_token: str | None = None  # what replicas ask of whoever calls them; None: made up at each start
     embedded: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
 

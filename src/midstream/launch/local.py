@@ -201,7 +201,7 @@ def plan(settings: Settings, name: str, model_dir: Path) -> tuple[list[Child], C
     host = "127.0.0.1"  # replicas are nobody's business but the gateway's
     model, deployment = model_resource(settings, name), deployment_resource(settings)
     state = Path(settings.state_dir).absolute()
-    token = secrets.token_hex(16)
+    token = settings.replica_token or secrets.token_hex(16)
     specs = [
         ReplicaSpec(
             name=f"replica-{i}",
