@@ -4,29 +4,68 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from midstream.control.reconcile import Action, decide, failure
-from midstream.ledger import DeploymentState
+from midstream.control.reconcile import (
+    Action,
+    Loss,
+    decide,
+    effective_reset,
+    failure,
+    loss,
+    retry_delay_s,
+    serves,
+)
+from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
 from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
 
-A = Desired(snapshot="a", generation=3, url="file:///bucket/a")
-OLD = Desired(snapshot="old", generation=3, url="file:///bucket/old")
-OLDER = Desired(snapshot="older", generation=3, url="file:///bucket/older")
+A = Desired(snapshot="a", generation=3, url="file:///bucket/a", reset_prompt_cache="none")
+OLD = Desired(snapshot="old", generation=3, url="file:///bucket/old", reset_prompt_cache="none")
+OLDER = Desired(snapshot="older", generation=3, url="file:///bucket/older", reset_prompt_cache="none")
+SINCE = {"a": 3, "old": 2, "older": 1}
 NOTHING = DeploymentState(None)
-WANT_A = DeploymentState(A, (OLD, OLDER))
-FIRST_A = DeploymentState(A)
+WANT_A = DeploymentState(A, (OLD, OLDER), since=SINCE, ever_ready=True, first_signalled_at=100.0)
+FIRST_A = DeploymentState(A, since={"a": 3}, first_signalled_at=100.0)
+ONLY_A = DeploymentState(A, since={"a": 3}, ever_ready=True, first_signalled_at=100.0)
+AGAIN_A = msgspec.structs.replace(A, generation=5)
+WANT_A_AGAIN = DeploymentState(AGAIN_A, (), since={"a": 3}, ever_ready=True)
+OTHER_FILES = DeploymentState(AGAIN_A, (), since={"a": 5}, ever_ready=True)
+DIED = "the engine died while loading it"
+
+
+def moves(*stages: tuple[str, int, Stage]) -> tuple[Transition, ...]:
+    return tuple(
+        Transition(
+            seq=i,
+            at=0.0,
+            snapshot=s,
+            generation=g,
+            stage=stage,
+            detail="short" if stage is Stage.ERROR else "",
+        )
+        for i, (s, g, stage) in enumerate(stages)
+    )
 
 
 def report(snapshot: str = BASE_SNAPSHOT, *failed: Desired, **fields: Any) -> ReplicaReport:
-    moves = tuple(
-        Transition(
-            seq=i, at=0.0, snapshot=d.snapshot, generation=d.generation, stage=Stage.ERROR, detail="short"
-        )
-        for i, d in enumerate(failed)
-    )
+    """Ready, on `snapshot` since generation `on`, after failures; loading `target` if it is given."""
+    served = fields.pop("on", 0)
+    history = [] if snapshot == BASE_SNAPSHOT else [(snapshot, served, Stage.IDLE)]
+    history += [(d.snapshot, d.generation, Stage.ERROR) for d in failed]
     given: dict[str, Any] = {"replica": "replica-0", "boot": "b", "ready": True} | fields
-    return ReplicaReport(snapshot=snapshot, transitions=moves, **given)
+    if "target" in given:
+        history.append((given["target"], given["generation"], Stage.STAGING))
+        given["stage"] = Stage.STAGING
+    elif failed:
+        given |= {"stage": Stage.ERROR, "target": failed[-1].snapshot}
+    return ReplicaReport(snapshot=snapshot, transitions=moves(*history), **given)
+
+
+def dead(state: DeploymentState, count: int, identity: str = "a", generation: int = 3) -> DeploymentState:
+    values = {name: getattr(state, name) for name in DeploymentState.__dataclass_fields__}
+    deaths = (*state.deaths, *[Death("replica-0", identity, generation, DIED)] * count)
+    return DeploymentState(**values | {"deaths": deaths})
 
 
 @pytest.mark.parametrize(
@@ -36,32 +75,55 @@ def report(snapshot: str = BASE_SNAPSHOT, *failed: Desired, **fields: Any) -> Re
         ("unreachable, was out", WANT_A, None, False, Action(None, False)),
         ("nothing signalled, not ready", NOTHING, report(ready=False), False, Action(None, False)),
         ("nothing signalled, ready", NOTHING, report(), False, Action(None, True)),
-        ("ledger lost, replica kept its snapshot", NOTHING, report("x", generation=9), False, Action(None, True)),
+        ("ledger lost, replica kept its snapshot", NOTHING, report("x", on=9), False, Action(None, True)),
         ("fresh boot", WANT_A, report(), False, Action(A, False)),
         ("fresh boot, not ready yet", WANT_A, report(ready=False), False, Action(A, False)),
-        ("fresh boot, told", WANT_A, report(generation=3, target="a"), False, Action(None, False)),
+        ("fresh boot, at it", WANT_A, report(generation=3, target="a"), False, Action(None, False)),
         ("in rotation on base at the first signal", FIRST_A, report(), True, Action(A, True)),
-        ("loading beside serving", WANT_A, report("old", generation=3, target="a"), True, Action(None, True)),
-        ("serves it", WANT_A, report("a", generation=3), False, Action(None, True)),
-        ("serves it, not ready", WANT_A, report("a", generation=3, ready=False), False, Action(None, False)),
-        ("serves it, an older generation", WANT_A, report("a", generation=2), True, Action(A, True)),
-        ("the gateway restarted while it serves an older one", WANT_A, report("old"), False, Action(A, True)),
-        ("missed this generation, is at another", WANT_A, report("old", generation=3, target="z"), True,
+        ("loading beside serving", WANT_A, report("old", on=2, generation=3, target="a"), True, Action(None, True)),
+        ("serves it", WANT_A, report("a", on=3), False, Action(None, True)),
+        ("serves it, not ready", WANT_A, report("a", on=3, ready=False), False, Action(None, False)),
+        ("serves other files of that name", WANT_A, report("a", on=2), True, Action(A, True)),
+        ("the gateway restarted while it serves an older one", WANT_A, report("old", on=2), False, Action(A, True)),
+        ("missed this generation, is at another", WANT_A, report("old", on=2, generation=3, target="z"), True,
          Action(A, True)),
-        ("a younger ledger", WANT_A, report("z", generation=9), True, Action(A, True)),
-        ("failed, keeps what serves", WANT_A, report("old", A, generation=3, target="a"), True, Action(None, True)),
-        ("failed on a fresh boot", WANT_A, report("base", A, generation=3, target="a"), False, Action(OLD, False)),
+        ("a younger ledger", WANT_A, report("z", on=9), True, Action(A, True)),
+        ("failed, keeps what serves", WANT_A, report("old", A, on=2), True, Action(None, True)),
+        ("failed on a fresh boot", WANT_A, report("base", A), False, Action(OLD, False)),
         ("failed, fallback on its way", WANT_A, report("base", A, generation=3, target="old"), False,
          Action(None, False)),
-        ("failed, fallback serves", WANT_A, report("old", A, generation=3), False, Action(None, True)),
-        ("failed, fallback failed", WANT_A, report("base", A, OLD, generation=3, target="old"), False,
-         Action(OLDER, False)),
-        ("all failed", WANT_A, report("base", A, OLD, OLDER, generation=3, target="older"), False,
-         Action(None, False)),
-        ("failed and nothing was ever ready", FIRST_A, report("base", A, generation=3, target="a"), False,
-         Action(None, True)),
+        ("failed, fallback serves", WANT_A, report("old", A, on=3), False, Action(None, True)),
+        ("failed, fallback failed", WANT_A, report("base", A, OLD), False, Action(OLDER, False)),
+        ("all failed", WANT_A, report("base", A, OLD, OLDER), False, Action(None, False, stuck=True)),
+        ("failed and nothing was ever ready", FIRST_A, report("base", A), False, Action(None, True)),
+        ("failed, but it is ready elsewhere", ONLY_A, report("base", A), False, Action(None, False, stuck=True)),
         ("failed in an earlier generation", WANT_A,
-         report("old", Desired(snapshot="a", generation=2), generation=2, target="a"), True, Action(A, True)),
+         report("old", Desired(snapshot="a", generation=2), on=1), True, Action(A, True)),
+        ("on base since before the first signal", ONLY_A, report(started_at=99.0), False, Action(A, True)),
+        ("on base since before it, not ready", ONLY_A, report(started_at=99.0, ready=False), False,
+         Action(A, False)),
+        ("on base since after the first signal", ONLY_A, report(started_at=101.0), False, Action(A, False)),
+        ("on base since nobody knows when", ONLY_A, report(started_at=0.0), False, Action(A, False)),
+        ("asked for again, serves it", WANT_A_AGAIN, report("a", on=3), True, Action(None, True)),
+        ("asked for again, is at it", WANT_A_AGAIN, report("old", on=2, generation=3, target="a"), True,
+         Action(None, True)),
+        ("asked for again, failed on it", WANT_A_AGAIN, report("old", A, on=2), True, Action(AGAIN_A, True)),
+        ("other files, serves the old ones", OTHER_FILES, report("a", on=3), True, Action(AGAIN_A, True)),
+        ("other files, is at the old ones", OTHER_FILES, report("old", on=2, generation=3, target="a"), True,
+         Action(AGAIN_A, True)),
+        ("other files, serves them", OTHER_FILES, report("a", on=5), True, Action(None, True)),
+        ("one boot died of it", dead(WANT_A, 1), report(), False, Action(A, False)),
+        ("two boots died of it", dead(WANT_A, 2), report(), False, Action(OLD, False)),
+        ("two boots died of it under an earlier signal", dead(WANT_A, 2, generation=2), report(), False,
+         Action(A, False)),
+        ("two boots died of it, nothing else was ever ready", dead(FIRST_A, 2), report(), False,
+         Action(None, True)),
+        ("two boots died of each", dead(dead(dead(WANT_A, 2), 2, "old"), 2, "older"), report(), False,
+         Action(None, False, stuck=True)),
+        ("two boots died of it, this one is at it", dead(WANT_A, 2), report(generation=3, target="a"), False,
+         Action(None, False)),
+        ("two boots died of it, this one serves it", dead(WANT_A, 2), report("a", on=3), False,
+         Action(None, True)),
     ],
 )  # fmt: skip
 def test_the_action_for_a_replica(
@@ -70,12 +132,100 @@ def test_the_action_for_a_replica(
     assert decide(state, seen, admitted) == action, case
 
 
+def test_a_retry_of_a_stuck_replica_forgives_what_failed_before_it() -> None:
+    seen = report("base", A, OLD, OLDER)
+    retried = msgspec.structs.replace(A, generation=7)
+    assert decide(WANT_A, seen, False, retry_generation=7) == Action(retried, False)
+    at_it = report("base", A, OLD, OLDER, generation=7, target="a")
+    assert decide(WANT_A, at_it, False, retry_generation=7) == Action(None, False)
+    failed_again = report("base", A, OLD, OLDER, retried)
+    fallback = msgspec.structs.replace(OLD, generation=7)
+    assert decide(WANT_A, failed_again, False, retry_generation=7) == Action(fallback, False)
+    assert decide(dead(WANT_A, 2), report(), False, retry_generation=7) == Action(retried, False)
+    assert serves(WANT_A, report("a", on=7), A)
+
+
+def test_the_pauses_before_retries_grow_to_a_minute() -> None:
+    assert [retry_delay_s(n) for n in (0, 1, 2, 3, 4, 5, 6, 10**6)] == [2, 4, 8, 16, 32, 60, 60, 60]
+
+
 def test_a_failure_is_forgotten_once_the_same_attempt_is_begun_again() -> None:
-    moves = [
-        Transition(seq=i, at=0.0, snapshot="a", generation=3, stage=stage, detail=detail)
-        for i, (stage, detail) in enumerate([(Stage.FETCHING, ""), (Stage.ERROR, "x"), (Stage.FETCHING, "")])
-    ]
-    reports = [
-        ReplicaReport(replica="r", boot="b", ready=True, transitions=tuple(moves[:n])) for n in range(4)
-    ]
-    assert [failure(seen, A) for seen in reports] == [None, None, "x", None]
+    begun = moves(("a", 3, Stage.FETCHING), ("a", 3, Stage.ERROR), ("a", 3, Stage.FETCHING))
+    reports = [ReplicaReport(replica="r", boot="b", ready=True, transitions=begun[:n]) for n in range(4)]
+    assert [failure(WANT_A, seen, A) for seen in reports] == [None, None, "short", None]
+
+
+def test_what_serves_counts_as_done_although_loading_it_once_more_failed() -> None:
+    history = moves(("a", 3, Stage.IDLE), ("b", 4, Stage.FETCHING), ("a", 5, Stage.ERROR))
+    seen = ReplicaReport(
+        replica="r", boot="b", ready=True, snapshot="a", stage=Stage.ERROR, target="a", transitions=history
+    )
+    assert failure(WANT_A_AGAIN, seen, AGAIN_A) is None
+    assert decide(WANT_A_AGAIN, seen, True) == Action(None, True)
+    assert failure(OTHER_FILES, seen, AGAIN_A) == "short"
+
+
+@pytest.mark.parametrize(
+    ("served", "reset_all", "reset_new_session", "policy"),
+    [
+        (5, 0, 0, "none"),
+        (5, 5, 4, "none"),
+        (4, 4, 5, "new_session"),
+        (4, 5, 5, "all"),
+        (3, 4, 5, "all"),
+        (0, 1, 5, "all"),
+    ],
+)
+def test_the_policy_is_the_strongest_since_what_the_replica_serves(
+    served: int, reset_all: int, reset_new_session: int, policy: str
+) -> None:
+    state = DeploymentState(A, reset_all=reset_all, reset_new_session=reset_new_session)
+    seen = report("x", on=served) if served else report()
+    assert effective_reset(state, seen) == policy
+    sent = decide(state, seen, True).send
+    assert sent is not None
+    assert sent.reset_prompt_cache == policy
+
+
+def row(stage: Stage, identity: str = "a", generation: int = 3, seq: int = 4) -> TransitionRow:
+    detail = "CUDA error" if stage is Stage.ERROR else ""
+    return TransitionRow("replica-0", "b1", seq, identity, generation, stage, 0.0, detail)
+
+
+def died(detail: str, seq: int | None, identity: str = "a", generation: int = 3) -> Loss:
+    return Loss(Death("replica-0", identity, generation, detail), seq)
+
+
+SENT_A = ("a", 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "tail", "sent", "watched", "expected"),
+    [
+        ("staging", [row(Stage.STAGING)], SENT_A, True, died(f"{DIED} (stage: staging)", 5)),
+        ("staging, unseen", [row(Stage.STAGING)], None, False, died(f"{DIED} (stage: staging)", 5)),
+        ("committing, told of another", [row(Stage.COMMITTING)], ("z", 9), True, died(f"{DIED} (stage: committing)", 5)),
+        ("fetching, seen", [row(Stage.FETCHING)], SENT_A, True, died(f"{DIED} (stage: fetching)", 5)),
+        ("fetching, unseen: a server that was stopped", [row(Stage.FETCHING)], None, False, None),
+        ("sent, nothing heard", [], SENT_A, True, died(f"{DIED} (stage: not reported)", 0)),
+        ("sent, nothing heard of it", [row(Stage.IDLE, "old", 2)], SENT_A, True,
+         died(f"{DIED} (stage: not reported)", 5)),
+        ("the replica said so", [row(Stage.STAGING, seq=3), row(Stage.ERROR)], SENT_A, True,
+         died("CUDA error", None)),
+        ("failed before the engine had it", [row(Stage.VERIFYING, seq=3), row(Stage.ERROR)], SENT_A, True, None),
+        ("failed, the stage before is not known", [row(Stage.ERROR)], SENT_A, True, None),
+        ("failed after another one was staged", [row(Stage.STAGED, "old", 2, 3), row(Stage.ERROR)], SENT_A, True,
+         None),
+        ("served", [row(Stage.COMMITTING, seq=3), row(Stage.IDLE)], SENT_A, True, None),
+        ("never told anything", [], None, True, None),
+    ],
+)  # fmt: skip
+def test_whether_a_boot_that_ended_died_of_a_snapshot(
+    case: str,
+    tail: list[TransitionRow],
+    sent: tuple[str, int] | None,
+    watched: bool,
+    expected: Loss | None,
+) -> None:
+    history = BootHistory(last_seq=-1, previous_boot="b1", tail=tuple(tail))
+    assert loss("replica-0", history, sent, watched) == expected, case

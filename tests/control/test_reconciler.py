@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.control.loop import Reconciler
-from midstream.control.reconcile import failure
+from midstream.control.reconcile import failure, serves
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaView
-from midstream.ledger import Ledger, sqlite_url
+from midstream.ledger import Ledger, sqlite_url, stronger_reset
 from midstream.replica.swap import Event, SwapMachine
-from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
+from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage, Transition
 
 DEPLOYMENT = "accounts/local/deployments/default"
 NEXT = {
@@ -30,35 +32,72 @@ NEXT = {
 }
 
 
-class FakeReplica:
-    """One replica process: the real swap machine, stepped by the test; loading a snapshot in `broken` fails."""
+class Bucket:
+    """What becomes of each snapshot: `files` has its fingerprint, loading one in `broken` fails, in `poison` kills."""
 
-    def __init__(self, name: str, broken: set[str]) -> None:
-        self.name, self.broken, self.boots = name, broken, 0
+    def __init__(self) -> None:
+        self.broken: set[str] = set()
+        self.poison: set[str] = set()
+        self.files: dict[str, int] = {}
+
+    def fingerprint(self, identity: str) -> str:
+        return f"files {self.files.setdefault(identity, 0)} of {identity}"
+
+
+class FakeReplica:
+    """One replica process: the real swap machine, stepped by the test."""
+
+    def __init__(self, name: str, bucket: Bucket, clock: Callable[[], float]) -> None:
+        self.name, self.bucket, self.clock, self.boots = name, bucket, clock, 0
+        self.swaps: list[
+            tuple[int, int, int, ResetPromptCache]
+        ] = []  # boot, generation before, after, policy
         self.reboot()
 
     def reboot(self) -> None:
         self.boots += 1
+        self.started_at = self.clock()
         self.machine = SwapMachine(clock=lambda: 7.0)
         self.history: list[Transition] = []
+        self.content: Desired | None = None
 
     @property
     def boot(self) -> str:
         return f"boot-{self.boots}"
 
     def step(self) -> None:
-        machine = self.machine
+        machine, target = self.machine, self.machine.target
         if machine.behind and machine.stage is not Stage.COMMITTING:
-            machine.begin()
-        elif machine.stage is Stage.VERIFYING and machine.target and machine.target.snapshot in self.broken:
-            machine.fail(f"{machine.target.snapshot} is broken")
+            accepted = machine.accepted
+            assert accepted is not None
+            if accepted.snapshot == machine.serving:
+                machine._move(Event.DESIRED, accepted)  # a new generation of what serves is a new load
+            else:
+                machine.begin()
         elif machine.stage in NEXT:
-            machine.advance(NEXT[machine.stage])
+            assert target is not None
+            self._advance(target)
         seen = len(self.history)
-        self.history += [moved for moved in machine.transitions if moved.seq >= seen]
+        self.history += [moved for moved in self.machine.transitions if moved.seq >= seen]
+
+    def _advance(self, target: Desired) -> None:
+        stage, bucket = self.machine.stage, self.bucket
+        if stage is Stage.FETCHING and target.fingerprint not in (None, bucket.fingerprint(target.snapshot)):
+            self.machine.fail(f"{target.snapshot} changed")
+        elif stage is Stage.VERIFYING and target.snapshot in bucket.broken:
+            self.machine.fail(f"{target.snapshot} is broken")
+        elif stage is Stage.STAGING and target.snapshot in bucket.poison:
+            self.reboot()
+        else:
+            self.machine.advance(NEXT[stage])
+            if stage is Stage.COMMITTING:
+                before = self.content.generation if self.content else 0
+                self.swaps.append((self.boots, before, target.generation, target.reset_prompt_cache))
+                self.content = target
 
     def report(self) -> ReplicaReport:
         machine = self.machine
+        idle = machine.stage is Stage.IDLE
         return ReplicaReport(
             replica=self.name,
             boot=self.boot,
@@ -66,9 +105,10 @@ class FakeReplica:
             snapshot=machine.serving,
             generation=machine.accepted.generation if machine.accepted else 0,
             stage=machine.stage,
-            target=machine.target.snapshot if machine.target else None,
+            target=None if idle or machine.target is None else machine.target.snapshot,
             error=machine.error,
             transitions=tuple(machine.transitions),
+            started_at=self.started_at,
         )
 
 
@@ -115,16 +155,19 @@ class World:
     def __init__(self, path: Path, replicas: int = 3) -> None:
         self.runner = asyncio.Runner()
         self.url = sqlite_url(path / "ledger.sqlite")
-        self.broken: set[str] = set()
-        self.replicas = [FakeReplica(f"replica-{i}", self.broken) for i in range(replicas)]
         self.time = 0.0
+        self.bucket = Bucket()
+        self.broken, self.poison = self.bucket.broken, self.bucket.poison
+        self.replicas = [FakeReplica(f"replica-{i}", self.bucket, self.wall_clock) for i in range(replicas)]
+        self.time = 1.0
+        self.signals: list[tuple[int, ResetPromptCache]] = []  # generation, policy
         self.ledger: Ledger | None = None
         self.restart_gateway()
 
     def restart_gateway(self) -> None:
         if self.ledger is not None:
             self.ledger.close()
-        self.ledger = Ledger(self.url, now=lambda: 1.0)
+        self.ledger = Ledger(self.url, now=self.wall_clock)
         self.run(self.ledger.ensure_deployment(DEPLOYMENT, "m", "file:///bucket", "ASYNC"))
         self.set = FakeReplicaSet(self.replicas)
         self.reconciler = Reconciler(
@@ -142,9 +185,15 @@ class World:
     def run(self, work: Any) -> Any:
         return self.runner.run(work)
 
-    def signal(self, identity: str) -> None:
+    def wall_clock(self) -> float:
+        return 1000.0 + self.time
+
+    def signal(self, identity: str, policy: ResetPromptCache = "all") -> None:
         assert self.ledger is not None
-        self.run(self.ledger.signal(DEPLOYMENT, identity, f"file:///bucket/{identity}"))
+        url, fingerprint = f"file:///bucket/{identity}", self.bucket.fingerprint(identity)
+        result = self.run(self.ledger.signal(DEPLOYMENT, identity, url, policy, fingerprint=fingerprint))
+        if result.changed:
+            self.signals.append((result.desired.generation, policy))
         self.reconciler.signalled()
 
     def reconcile(self) -> None:
@@ -175,6 +224,11 @@ class World:
         assert self.ledger is not None
         rows = self.run(self.ledger.boot_transitions(DEPLOYMENT, replica.name, replica.boot))
         return [(r.seq, r.identity, r.generation, r.stage, r.detail) for r in rows]
+
+    def content(self) -> list[tuple[str | None, str | None]]:
+        return [
+            (r.content.snapshot, r.content.fingerprint) if r.content else (None, None) for r in self.replicas
+        ]
 
 
 def reported(replica: FakeReplica) -> list[tuple[int, str, int, Stage, str]]:
@@ -327,12 +381,206 @@ def test_continuous_publishing_cannot_keep_a_rebooted_replica_out(tmp_path: Path
     world.close()
 
 
+def test_a_restarted_replica_waits_for_the_bucket_and_joins_when_it_is_back(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=2)
+    world.signal("a")
+    world.calm(10)
+    world.broken.add("a")
+    world.replicas[1].reboot()
+    world.calm(300)
+    assert world.serving() == [("a", True), ("base", False)]
+    tries = [generation for name, _, generation in world.set.sent if name == "replica-1"]
+    assert tries == [1, 1, 2, 3, 4, 5, 6], "after 2, 4, 8, 16 and 32 of 90 seconds"
+    assert [name for name, _, _ in world.set.sent].count("replica-0") == 1, "a retry is for one replica"
+    world.broken.clear()
+    world.calm(200)
+    assert world.serving() == [("a", True), ("a", True)]
+    world.signal("b")
+    world.calm(10)
+    assert world.serving() == [("b", True), ("b", True)]
+    world.close()
+
+
+def test_two_restarted_replicas_wait_each_for_itself(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=2)
+    world.signal("a")
+    world.calm(10)
+    world.broken.add("a")
+    for replica in world.replicas:
+        replica.reboot()
+    world.calm(20)
+    assert world.serving() == [("base", False), ("base", False)]
+    world.broken.clear()
+    world.calm(40)
+    assert world.serving() == [("a", True), ("a", True)]
+    world.close()
+
+
+def test_a_snapshot_that_kills_the_engine_is_given_up_for_the_fallback(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=1)
+    (replica,) = world.replicas
+    world.signal("good")
+    world.calm(10)
+    world.poison.add("killer")
+    world.signal("killer")
+    world.calm(60)
+    assert world.serving() == [("good", True)]
+    assert replica.boots == 3, "it was given two boots"
+    why = "the engine died while loading it (stage: staging)"
+    assert failure(world.state(), replica.report(), world.state().desired) == why
+    rows = world.run(world.ledger.transitions(DEPLOYMENT))  # type: ignore[union-attr]
+    killed = [(r.boot, r.detail) for r in rows if r.identity == "killer" and r.stage is Stage.ERROR]
+    assert killed == [("boot-1", why), ("boot-2", why)]
+    world.restart_gateway()
+    replica.reboot()
+    world.calm(60)
+    assert (world.serving(), replica.boots) == ([("good", True)], 4), "the ledger remembers"
+    world.poison.clear()
+    world.signal("killer")
+    world.calm(20)
+    assert world.serving() == [("killer", True)]
+    world.close()
+
+
+def test_a_death_that_nobody_heard_of_counts_too(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=1)
+    (replica,) = world.replicas
+    world.signal("good")
+    world.calm(10)
+    world.poison.add("killer")
+    world.signal("killer")
+    for _ in range(2):
+        world.reconcile()
+        for _ in range(4):
+            replica.step()
+        world.set.hear(0)
+    world.calm(10)
+    assert (world.serving(), replica.boots) == ([("good", True)], 3)
+    world.close()
+
+
+def test_a_gateway_that_restarts_during_the_first_swap_keeps_everybody_in(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=2)
+    world.calm(2)
+    world.signal("a")
+    world.reconcile()
+    world.replicas[0].step()
+    world.restart_gateway()
+    for i in range(2):
+        world.set.hear(i)
+    world.reconcile()
+    assert world.serving() == [("base", True), ("base", True)]
+    world.replicas[1].reboot()
+    world.set.hear(1)
+    world.reconcile()
+    assert world.serving() == [("base", True), ("base", False)]
+    world.calm(10)
+    assert world.serving() == [("a", True), ("a", True)]
+    world.close()
+
+
+def test_overwritten_files_reach_every_replica_once_they_are_signalled_and_none_before(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, replicas=2)
+    world.signal("a")
+    world.calm(10)
+    world.bucket.files["a"] += 1
+    world.replicas[1].reboot()
+    world.calm(20)
+    assert world.content() == [("a", "files 0 of a"), (None, None)]
+    assert world.serving() == [("a", True), ("base", False)]
+    world.signal("a")
+    world.calm(20)
+    assert world.content() == [("a", "files 1 of a")] * 2
+    assert world.serving() == [("a", True)] * 2
+    world.close()
+
+
+def test_a_snapshot_asked_for_again_is_sent_only_to_those_that_failed(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=3)
+    world.signal("a")
+    for i in range(3):
+        world.set.hear(i)
+    world.reconcile()
+    for _ in range(3):
+        world.replicas[0].step()
+    while world.replicas[1].machine.serving != "a":
+        world.replicas[1].step()
+    world.broken.add("a")
+    for _ in range(4):
+        world.replicas[2].step()
+    world.broken.clear()
+    for i in range(3):
+        world.set.hear(i)
+    world.reconcile()
+    assert [r.machine.stage for r in world.replicas] == ["staging", "idle", "error"]
+    world.signal("a")
+    world.calm(10)
+    assert world.set.sent[3:] == [("replica-2", "a", 2)]
+    assert world.serving() == [("a", True)] * 3
+    world.close()
+
+
+def test_a_superseded_policy_is_not_lost(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=2)
+    world.signal("s1", "none")
+    world.calm(10)
+    world.set.lose(1)
+    for identity, policy in (("s2", "all"), ("s3", "new_session")):
+        world.signal(identity, policy)  # type: ignore[arg-type]
+        for _ in range(10):
+            world.replicas[0].step()
+            world.set.hear(0)
+            world.reconcile()
+    world.signal("s4", "none")
+    world.calm(10)
+    assert [policy for *_, policy in world.replicas[0].swaps] == ["none", "all", "new_session", "none"]
+    assert [policy for *_, policy in world.replicas[1].swaps] == ["none", "all"]
+    world.close()
+
+
+def test_a_pass_that_fails_unexpectedly_is_logged_and_the_loop_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, replicas=1)
+    world.reconciler._poll_s = 0.01
+    assert world.ledger is not None
+    real, failures = world.ledger.state, 3
+
+    async def state(name: str) -> Any:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise ZeroDivisionError("out of the blue")
+        return await real(name)
+
+    async def scenario() -> None:
+        world.ledger.state = state  # type: ignore[union-attr, method-assign]
+        world.reconciler._monotonic = time.monotonic
+        task = asyncio.create_task(world.reconciler.run())
+        async with asyncio.timeout(20):
+            await until(lambda: world.replicas[0].machine.behind)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    world.signal("a")
+    world.set.hear(0)
+    world.run(scenario())
+    logged = [record for record in caplog.records if record.message.startswith("reconciling failed")]
+    assert len(logged) == 3
+    assert all(record.exc_info is not None for record in logged)
+    assert "ZeroDivisionError: out of the blue" in caplog.text
+    world.close()
+
+
 IDENTITIES = ["a", "b", "c"]
 REPLICAS = st.integers(0, 2)
 
 
 class Convergence(RuleBasedStateMachine):
-    """Signals, slow and lossy messages, reboots, bad files and gateway restarts in any order."""
+    """Signals, slow and lossy messages, reboots, bad, overwritten and deadly files and gateway restarts in any order."""
 
     @initialize()
     def start(self) -> None:
@@ -340,9 +588,17 @@ class Convergence(RuleBasedStateMachine):
         self.world = World(Path(self.directory.name))
         self.joined: dict[str, str] = {}
 
+    @rule(identity=st.sampled_from(IDENTITIES), policy=st.sampled_from(["none", "new_session", "all"]))
+    def signal(self, identity: str, policy: ResetPromptCache) -> None:
+        self.world.signal(identity, policy)
+
     @rule(identity=st.sampled_from(IDENTITIES))
-    def signal(self, identity: str) -> None:
-        self.world.signal(identity)
+    def overwrite(self, identity: str) -> None:
+        self.world.bucket.files[identity] = self.world.bucket.files.get(identity, 0) + 1
+
+    @rule(identity=st.sampled_from(IDENTITIES))
+    def poison_or_cure(self, identity: str) -> None:
+        self.world.poison ^= {identity}
 
     @rule(identity=st.sampled_from(IDENTITIES))
     def break_or_mend(self, identity: str) -> None:
@@ -372,14 +628,14 @@ class Convergence(RuleBasedStateMachine):
 
     @rule()
     def reconcile(self) -> None:
-        """Whoever joins on base weights does so because no published snapshot was ever ready."""
-        views = self.world.set.views
-        out = [view for view in views if not view.admitted]
+        """Whoever joins on base weights does so because no published snapshot was ever ready, or it began before them."""
+        out = [view for view in self.world.set.views if not view.admitted]
         self.world.reconcile()
-        joined = {view.report.snapshot for view in out if view.admitted and view.report}
+        joined = [view.report for view in out if view.admitted and view.report]
         state = self.world.state()
-        if BASE_SNAPSHOT in joined:
-            assert state.desired is None or state.fallbacks == ()
+        for report in joined:
+            if report.snapshot == BASE_SNAPSHOT and state.ever_ready:
+                assert report.started_at < state.first_signalled_at
 
     @rule()
     def restart_gateway(self) -> None:
@@ -404,23 +660,56 @@ class Convergence(RuleBasedStateMachine):
         world.calm()
         state = world.state()
         for replica, view in zip(world.replicas, world.set.views, strict=True):
-            assert world.stored(replica) == reported(replica)
-            machine, report = replica.machine, view.report
-            assert report is not None
-            assert machine.stage in (Stage.IDLE, Stage.ERROR)
-            if state.desired is None or machine.serving == state.desired.snapshot:
-                assert view.admitted
-                continue
-            assert failure(report, state.desired) == f"{state.desired.snapshot} is broken"
-            if machine.serving == BASE_SNAPSHOT:
-                assert all(failure(report, fallback) for fallback in state.fallbacks) or view.admitted
-            else:
-                assert view.admitted
+            self.check_one(state, replica, view)
+        self.mend()
+        state = world.state()
+        for replica, view in zip(world.replicas, world.set.views, strict=True):
+            assert view.admitted
+            assert not state.ever_ready or replica.machine.serving != BASE_SNAPSHOT
+            self.check_policies(replica)
         before = len(world.set.sent)
         world.calm(5)
         assert len(world.set.sent) == before
         world.close()
         self.directory.cleanup()
+
+    def check_one(self, state: Any, replica: FakeReplica, view: ReplicaView) -> None:
+        """At the desired snapshot, or known to have failed on it and on the best it can have instead."""
+        report, machine = view.report, replica.machine
+        assert report is not None
+        assert self.world.stored(replica) == reported(replica)
+        if state.desired is None or serves(state, report, state.desired):
+            assert view.admitted
+            assert state.desired is None or replica.content is not None
+            assert state.desired is None or replica.content.fingerprint == state.desired.fingerprint  # type: ignore[union-attr]
+        elif machine.serving != BASE_SNAPSHOT:
+            assert failure(state, report, state.desired) is not None
+            assert view.admitted
+        elif state.ever_ready:  # it goes on trying
+            assert self.world.reconciler._stuck[replica.name].signal == state.desired.generation
+        else:
+            assert failure(state, report, state.desired) is not None
+            assert view.admitted
+
+    def mend(self) -> None:
+        """Every file is as it was signalled and loads again; the longest pause between retries passes."""
+        world = self.world
+        world.broken.clear()
+        world.poison.clear()
+        assert world.ledger is not None
+        for row in world.run(world.ledger.snapshots(DEPLOYMENT)):
+            assert row.fingerprint is not None
+            world.bucket.files[row.identity] = int(row.fingerprint.split()[1])
+        for _ in range(2):
+            world.time += 61
+            world.calm(25)
+
+    def check_policies(self, replica: FakeReplica) -> None:
+        """No swap applied less than what was asked for since the swap before. A later boot began with an empty cache."""
+        for boot, before, after, applied in replica.swaps:
+            for generation, policy in self.world.signals:
+                if before < generation <= after and (before > 0 or boot == 1):
+                    assert stronger_reset(applied, policy) == applied
 
 
 TestConvergence = Convergence.TestCase

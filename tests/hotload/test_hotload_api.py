@@ -11,12 +11,15 @@ import httpx
 import pytest
 
 from midstream.control.loop import Reconciler
+from midstream.errors import SnapshotError
+from midstream.gateway import hotload
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.replicas import ReplicaSet
-from midstream.ledger import Ledger, sqlite_url
+from midstream.ledger import Death, Ledger, sqlite_url
 from midstream.names import ServedNames
+from midstream.snapshots.store import snapshot_fingerprint
 from midstream.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
 
 MODEL = "accounts/local/models/tiny-moe"
@@ -27,6 +30,9 @@ class Server:
     """The control app with its client, ledger and replicas, within one event loop."""
 
     def __init__(self, path: Path) -> None:
+        self.bucket = path / "bucket"
+        for identity in ("a", "b", "x", "run 1/step-1"):
+            self.write(identity)
         self.ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
         self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(3)])
         self.reconciler = Reconciler(self.ledger, self.replicas, DEPLOYMENT)
@@ -39,6 +45,10 @@ class Server:
             ),
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
+
+    def write(self, identity: str) -> None:
+        (self.bucket / identity).mkdir(parents=True, exist_ok=True)
+        (self.bucket / identity / "config.json").write_text("{}")
 
     def report(self, index: int, admitted: bool = True, **fields: Any) -> None:
         view = self.replicas.views[index]
@@ -66,7 +76,7 @@ def serve(path: Path, work: Callable[[Server], Awaitable[None]]) -> None:
     async def run() -> None:
         server = Server(path)
         try:
-            await server.ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+            await server.ledger.ensure_deployment(DEPLOYMENT, MODEL, server.bucket.as_uri(), "ASYNC")
             await work(server)
         finally:
             await server.http.aclose()
@@ -78,6 +88,10 @@ def serve(path: Path, work: Callable[[Server], Awaitable[None]]) -> None:
 def failed(identity: str, generation: int, why: str) -> tuple[Transition, ...]:
     moved = Transition(seq=0, at=1.0, snapshot=identity, generation=generation, stage=Stage.ERROR, detail=why)
     return (moved,)
+
+
+def ready(identity: str, generation: int) -> tuple[Transition, ...]:
+    return (Transition(seq=0, at=1.0, snapshot=identity, generation=generation, stage=Stage.IDLE),)
 
 
 def stages(rows: list[dict[str, Any]]) -> list[tuple[str, str, str | None]]:
@@ -100,13 +114,17 @@ def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
             authorization="Bearer x",
         )
         assert response.status_code == 200
-        assert response.json() == {"identity": "run 1/step-1", "generation": 1, "changed": True}
+        assert response.json() == {
+            "identity": "run 1/step-1", "generation": 1, "changed": True, "reset_prompt_cache": "new_session",
+        }  # fmt: skip
+        url = f"{server.bucket.as_uri()}/run%201/step-1"
         assert await server.desired() == Desired(
             snapshot="run 1/step-1",
             generation=1,
-            url="file:///bucket/run%201/step-1",
+            url=url,
             reset_prompt_cache="new_session",
             transition="ASYNC",
+            fingerprint=await snapshot_fingerprint(url),
         )
 
     serve(tmp_path, work)
@@ -198,13 +216,14 @@ def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
         ("fireworks-deployment", "default", 200),
         ("fireworks-model", "accounts/local/models/other", 404),
         ("fireworks-deployment", "accounts/other/deployments/default", 404),
-        ("x-fireworks-hot-load-source-url", "file:///bucket/a/", 200),
+        ("x-fireworks-hot-load-source-url", "BUCKET/a/", 200),
         ("x-fireworks-hot-load-source-url", "file:///elsewhere/a", 400),
     ],
 )
 def test_headers_must_name_what_is_served_here(tmp_path: Path, header: str, value: str, status: int) -> None:
     async def work(server: Server) -> None:
-        response = await server.http.post(HOT_LOAD_PATH, json={"identity": "a"}, headers={header: value})
+        named = value.replace("BUCKET", server.bucket.as_uri())
+        response = await server.http.post(HOT_LOAD_PATH, json={"identity": "a"}, headers={header: named})
         assert response.status_code == status
         if status != 200:
             assert response.json()["error"]["param"] == header
@@ -222,10 +241,117 @@ def test_the_same_signal_again_changes_nothing_until_a_replica_fails_on_it(tmp_p
         assert [(a["generation"], a["changed"]) for a in answers] == [(1, True), (1, False)]
         server.report(0, generation=1, target="a", stage=Stage.ERROR, transitions=failed("a", 1, "short"))
         again = (await server.signal({"identity": "a"})).json()
-        assert again == {"identity": "a", "generation": 2, "changed": True}
+        assert (again["generation"], again["changed"]) == (2, True)
         row = (await server.rows())[-1]
         assert row["loading_state"]["stage"] == "pending", "the old failure must not answer for the retry"
         assert (await server.signal({"identity": "a"})).json()["changed"] is False
+
+    serve(tmp_path, work)
+
+
+def test_a_signal_for_files_that_are_not_there_is_refused_and_names_where_they_should_be(
+    tmp_path: Path,
+) -> None:
+    async def work(server: Server) -> None:
+        (server.bucket / "empty").mkdir()
+        (server.bucket / "empty" / "optimizer.pt").write_bytes(b"no snapshot")
+        for identity in ("absent", "empty"):
+            response = await server.signal({"identity": identity})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (
+                400, "invalid_request_error", "identity",
+            )  # fmt: skip
+            assert error["message"].startswith(f"{server.bucket.as_uri()}/{identity}: ")
+            assert error["message"].endswith("; write the snapshot, then signal it")
+        assert await server.desired() is None
+
+    serve(tmp_path, work)
+
+
+def test_a_bucket_that_cannot_be_read_now_is_a_reason_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(server: Server) -> None:
+        async def away(url: str) -> str:
+            raise SnapshotError(f"{url}: cannot be listed: input/output error")
+
+        monkeypatch.setattr(hotload, "snapshot_fingerprint", away)
+        response = await server.signal({"identity": "a"})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "input/output error" in response.json()["error"]["message"]
+        assert await server.desired() is None
+
+    serve(tmp_path, work)
+
+
+def test_overwritten_files_are_a_new_signal_and_are_not_served_before_they_are_loaded(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        for index in range(3):
+            server.report(index, snapshot="a", generation=1, transitions=ready("a", 1))
+        assert {row["loading_state"]["stage"] for row in await server.rows()} == {"done"}
+        server.write("a")
+        again = (await server.signal({"identity": "a"})).json()
+        assert (again["generation"], again["changed"]) == (2, True)
+        assert {row["loading_state"]["stage"] for row in await server.rows()} == {"pending"}
+        server.report(0, snapshot="a", generation=2, transitions=ready("a", 2))
+        assert stages(await server.rows())[-1] == ("replica-0", "done", "a")
+
+    serve(tmp_path, work)
+
+
+def test_the_answer_says_which_policy_holds(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        async def policy(body: dict[str, Any]) -> tuple[bool, str]:
+            answer = (await server.signal({"identity": "a", **body})).json()
+            return answer["changed"], answer["reset_prompt_cache"]
+
+        assert await policy({"reset_prompt_cache": "new_session"}) == (True, "new_session")
+        assert await policy({"reset_prompt_cache": "all"}) == (False, "new_session")
+        server.report(0, generation=1, target="a", stage=Stage.ERROR, transitions=failed("a", 1, "short"))
+        assert await policy({"reset_prompt_cache": "none"}) == (True, "new_session")
+
+    serve(tmp_path, work)
+
+
+def test_a_replica_whose_boots_died_of_a_snapshot_shows_it_as_its_error(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        server.report(0, boot="boot3")
+        for boot in ("boot1", "boot2"):
+            assert stages(await server.rows())[-1] == ("replica-0", "pending", "a")
+            death = Death("replica-0", "a", 1, "the engine died while loading it")
+            await server.ledger.record_death(DEPLOYMENT, boot, death, 0)
+        row = (await server.rows())[0]
+        assert row["loading_state"] == {"stage": "error", "target_snapshot_identity": "a"}
+        assert row["midstream"]["error"] == "the engine died while loading it"
+        again = (await server.signal({"identity": "a"})).json()
+        assert (again["generation"], again["changed"]) == (2, True)
+        assert stages(await server.rows())[-1] == ("replica-0", "pending", "a")
+
+    serve(tmp_path, work)
+
+
+def test_the_ledger_shows_the_newest_stage_changes_and_says_when_there_are_older_ones(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        rows = [
+            Transition(seq=seq, at=1.0, snapshot="a", generation=1, stage=Stage.FETCHING)
+            for seq in range(1001)
+        ]
+        await server.ledger.record(DEPLOYMENT, "replica-0", "b", rows)
+
+        async def shown(query: str) -> tuple[list[int], bool]:
+            body = (await server.http.get(f"/v1/{DEPLOYMENT}/ledger{query}")).json()
+            (snapshot,) = body["snapshots"]
+            return [moved["seq"] for moved in snapshot["transitions"]], body["older_transitions_left_out"]
+
+        assert await shown("") == (list(range(1, 1001)), True)
+        assert await shown("?limit=2") == ([999, 1000], True)
+        assert await shown("?limit=1001") == (list(range(1001)), False)
+        for bad in ("0", "-1", "x", "", "1e3", "9" * 5000, "\u0663"):
+            response = await server.http.get(f"/v1/{DEPLOYMENT}/ledger", params={"limit": bad})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
     serve(tmp_path, work)
 
@@ -318,7 +444,7 @@ def test_a_failure_stays_visible_after_the_replica_fell_back(tmp_path: Path) -> 
     async def work(server: Server) -> None:
         await server.signal({"identity": "a"})
         why = failed("a", 1, "short")
-        server.report(0, snapshot="old", generation=1, target="old", transitions=why)
+        server.report(0, snapshot="old", generation=1, transitions=why)
         assert stages(await server.rows())[0] == ("replica-0", "error", "a")
         server.report(0, generation=1, target="old", stage=Stage.FETCHING, transitions=why)
         assert stages(await server.rows())[0] == ("replica-0", "error", "a")
@@ -346,15 +472,18 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
         assert body == {
             "desired_snapshot_identity": "a",
             "generation": 1,
+            "older_transitions_left_out": False,
             "snapshots": [
                 {
                     "identity": "a",
                     "kind": "full",
-                    "url": "file:///bucket/a",
+                    "url": f"{server.bucket.as_uri()}/a",
                     "reset_prompt_cache": "none",
                     "first_signalled_at": 1000.0,
                     "signalled_at": 1000.0,
                     "generation": 1,
+                    "fingerprint": await snapshot_fingerprint(f"{server.bucket.as_uri()}/a"),
+                    "ready_at": None,
                     "transitions": [
                         {
                             "replica": "replica-0",
@@ -392,7 +521,7 @@ def test_the_deployment_resource(tmp_path: Path) -> None:
             "status": {"code": "OK", "message": ""},
             "enableHotLoad": True,
             "hotLoadBucketType": "FILE",
-            "hotLoadBucketUrl": "file:///bucket",
+            "hotLoadBucketUrl": server.bucket.as_uri(),
             "hotLoadTransitionType": "ASYNC",
             "minReplicaCount": 3,
             "maxReplicaCount": 3,

@@ -4,8 +4,10 @@ Always holds:
 - Level-triggered: each pass looks at the whole state, so a lost wake, message or report only delays. Wakes coalesce;
   a pass every `poll_s` is the backstop.
 - Every stage change in a report is stored in the ledger once, in order within a boot, also those that happened while
-  this process was down and are still in the report.
-- What is kept here (`_recorded`, `_attempts`, `_state`) can be thrown away at any time: it saves work, it decides nothing.
+  this process was down and are still in the report. When a boot ends while it loads a snapshot, that is stored before
+  anything of the next boot is.
+- What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
+- No failure of a pass ends the loop.
 """
 
 from __future__ import annotations
@@ -15,14 +17,25 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from midstream.control.reconcile import decide
+from midstream.control.reconcile import decide, loss, retry_delay_s
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
-from midstream.ledger import DeploymentState, Ledger, LedgerUnavailable
-from midstream.types import Desired, ReplicaReport, Stage, Transition
+from midstream.ledger import BootHistory, DeploymentState, Ledger, LedgerUnavailable
+from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Stuck:
+    """Retries of a replica that failed on everything it could serve, since one signal."""
+
+    signal: int  # the generation of the desired snapshot
+    retries: int = 0
+    generation: int = 0  # of the last retry
+    due: float | None = None  # when the next one is, None: the last one is still on its way
 
 
 class Reconciler:
@@ -50,6 +63,8 @@ class Reconciler:
         self._attempts: dict[
             str, tuple[str, str, int, float]
         ] = {}  # replica -> boot, snapshot, generation, when
+        self._delivered: dict[str, tuple[str, str, int]] = {}  # replica -> boot, snapshot, generation
+        self._stuck: dict[str, _Stuck] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
         replica_set.subscribe(self.wake)
 
@@ -70,7 +85,11 @@ class Reconciler:
         """Reconcile until cancelled."""
         try:
             while True:
-                await self.reconcile_once()
+                try:
+                    await self.reconcile_once()
+                except Exception:  # whatever it is, the next pass looks at everything anew
+                    logger.exception("reconciling failed; trying again in %g s", self._poll_s)
+                    await asyncio.sleep(self._poll_s)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._poll_s):
                         await self._wake.wait()
@@ -88,12 +107,43 @@ class Reconciler:
         if state is None:
             return
         for view in self._replicas.views:
-            action = decide(state, view.report, view.admitted)
+            retry = await self._retry_generation(state, view)
+            action = decide(state, view.report, view.admitted, retry)
             if action.admit and not view.admitted:
                 logger.info("%s joins with snapshot %s", view.name, view.report and view.report.snapshot)
             view.admitted = action.admit
             if action.send is not None and view.report is not None:
                 self._send(view, view.report.boot, action.send)
+
+    async def _retry_generation(self, state: DeploymentState, view: ReplicaView) -> int:
+        """The generation under which this replica is asked again for what it failed on, 0 while it is not."""
+        if state.desired is None:
+            return 0
+        stuck = self._stuck.get(view.name)
+        if stuck is None or stuck.signal != state.desired.generation:
+            stuck = _Stuck(state.desired.generation)
+        if view.report is None:
+            return stuck.generation
+        if not decide(state, view.report, view.admitted, stuck.generation).stuck:
+            if view.report.snapshot != BASE_SNAPSHOT:
+                self._stuck.pop(view.name, None)
+            return stuck.generation
+        now = self._monotonic()
+        if stuck.due is None:
+            delay_s = retry_delay_s(stuck.retries)
+            logger.warning(
+                "%s failed on every snapshot it could serve; asking again in %g s", view.name, delay_s
+            )
+            stuck = replace(stuck, due=now + delay_s)
+        elif now >= stuck.due:
+            try:
+                generation = await self._ledger.new_generation(self._deployment, view.report.generation)
+            except LedgerUnavailable as error:
+                logger.warning("%s is asked again later: %s", view.name, error)
+            else:
+                stuck = replace(stuck, retries=stuck.retries + 1, generation=generation, due=None)
+        self._stuck[view.name] = stuck
+        return stuck.generation
 
     async def settle(self) -> None:
         """Wait until every message under way was taken or refused."""
@@ -113,8 +163,7 @@ class Reconciler:
         try:
             boot, last = self._recorded.get(view.name, ("", -1))
             if boot != report.boot:
-                stored = await self._ledger.boot_transitions(self._deployment, view.name, report.boot)
-                last = stored[-1].seq if stored else -1
+                last = (await self._begin_boot(view.name, boot or None, report.boot)).last_seq
                 self._recorded[view.name] = (report.boot, last)
             new = [moved for moved in report.transitions if moved.seq > last]
             if not new:
@@ -131,6 +180,25 @@ class Reconciler:
             self._read_at = float("-inf")  # a snapshot became ready: it may serve as a fallback
         _log_failures(view, new)
 
+    async def _begin_boot(self, replica: str, ended: str | None, boot: str) -> BootHistory:
+        """What the ledger has of `boot`; when it is new, the boot before it is closed first.
+
+        ended: the boot this process saw before, if any.
+        """
+        history = await self._ledger.boot_history(self._deployment, replica, boot, ended)
+        if history.previous_boot is None:
+            return history
+        delivered = self._delivered.get(replica)
+        sent = delivered[1:] if delivered is not None and delivered[0] == ended else None
+        lost = loss(replica, history, sent, watched=ended is not None)
+        if lost is not None:
+            await self._ledger.record_death(self._deployment, history.previous_boot, lost.death, lost.seq)
+            self._read_at = float("-inf")
+            logger.warning(
+                "%s lost a boot to snapshot %s: %s", replica, lost.death.identity, lost.death.detail
+            )
+        return history
+
     def _send(self, view: ReplicaView, boot: str, desired: Desired) -> None:
         key = (boot, desired.snapshot, desired.generation)
         now = self._monotonic()
@@ -138,15 +206,18 @@ class Reconciler:
         if view.name in self._sending or (tuple(last_key) == key and now - last_at < self._poll_s):
             return
         self._attempts[view.name] = (*key, now)
-        task = asyncio.create_task(self._deliver(view, desired), name=f"desired to {view.name}")
+        task = asyncio.create_task(self._deliver(view, boot, desired), name=f"desired to {view.name}")
         self._sending[view.name] = task
         task.add_done_callback(lambda _: self._sent(view))
 
-    async def _deliver(self, view: ReplicaView, desired: Desired) -> None:
+    async def _deliver(self, view: ReplicaView, boot: str, desired: Desired) -> None:
         try:
             await self._replicas.send_desired(view, desired)
+            self._delivered[view.name] = (boot, desired.snapshot, desired.generation)
         except ReplicaUnavailable as error:
             logger.info("%s was not told to load %s: %s", view.name, desired.snapshot, error)
+        except Exception:
+            logger.exception("%s was not told to load %s", view.name, desired.snapshot)
 
     def _sent(self, view: ReplicaView) -> None:
         del self._sending[view.name]

@@ -1,36 +1,66 @@
 """What to do about one replica: observation in, action out. Pure.
 
 Always holds:
-- A snapshot that failed on a replica is not sent to that boot again under the same generation.
-- A new boot, which starts from the base weights, takes no requests until it serves a published snapshot again; with
-  nothing published that ever loaded, the base weights are what everybody serves.
+- A snapshot that failed on a replica is not sent to that boot again under the same generation, and one that killed
+  `DEATHS_MAX` boots of a replica not to its further boots.
+- What a replica loads or serves already, file for file, is not sent to it again.
+- Once a published snapshot has been ready anywhere, a boot that starts from the base weights takes no requests until it
+  serves a published snapshot again; a boot that was serving before the first signal goes on serving.
 - A replica that is admitted stays admitted for the rest of its boot: swaps never take it out of rotation.
+- The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from midstream.ledger import DeploymentState
-from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage
+import msgspec
+
+from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
+from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
+
+DEATHS_MAX = 2  # one may be an accident
+FIRST_RETRY_S = 2.0
+LAST_RETRY_S = 60.0
+
+LOADING = frozenset((Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED, Stage.COMMITTING))
+#: Stages in which the engine has been given the weights, so that they may be what kills it.
+IN_ENGINE = frozenset((Stage.STAGING, Stage.STAGED, Stage.COMMITTING))
 
 
 @dataclass(frozen=True)
 class Action:
     send: Desired | None  # tell the replica; None: it knows, or there is nothing for it to do
     admit: bool  # placement may use it
+    stuck: bool = False  # it has to serve a published snapshot and failed on all of them: retry after a while
 
 
-def decide(state: DeploymentState, report: ReplicaReport | None, admitted: bool) -> Action:
-    """The action for a replica with this report (None: unreachable), currently admitted or not."""
-    if report is None:
-        return Action(send=None, admit=admitted)
-    target = target_of(state, report)
-    send = None if target is None or has_accepted(report, target) else target
-    return Action(send=send, admit=admitted or _may_join(state, report))
+def decide(
+    state: DeploymentState, report: ReplicaReport | None, admitted: bool, retry_generation: int = 0
+) -> Action:
+    """The action for a replica with this report (None: unreachable), currently admitted or not.
+
+    retry_generation: of the last retry of a replica that was stuck, 0: none. Failures before it are forgiven, and what is
+    sent carries it.
+    """
+    if report is None or state.desired is None:
+        return Action(send=None, admit=admitted or _may_join(state, report))
+    admit = admitted or _may_join(state, report)
+    target = target_of(state, report, retry_generation)
+    if target is None:
+        return Action(None, admit, stuck=report.snapshot == BASE_SNAPSHOT and state.ever_ready)
+    if has_taken_up(state, report, target):
+        return Action(None, admit)
+    send = msgspec.structs.replace(
+        target,
+        generation=max(target.generation, retry_generation),
+        reset_prompt_cache=effective_reset(state, report),
+    )
+    return Action(send, admit)
 
 
-def target_of(state: DeploymentState, report: ReplicaReport) -> Desired | None:
+def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> Desired | None:
     """What this replica should be loading or serving; None when it should stay as it is.
 
     The desired snapshot; once that has failed on this boot, a replica on published weights keeps those, and one still on
@@ -38,39 +68,124 @@ def target_of(state: DeploymentState, report: ReplicaReport) -> Desired | None:
     """
     if state.desired is None:
         return None
-    if failure(report, state.desired) is None:
+    if failure(state, report, state.desired, retry_generation) is None:
         return state.desired
     if report.snapshot != BASE_SNAPSHOT:
         return None
-    return next((f for f in state.fallbacks if failure(report, f) is None), None)
+    return next((f for f in state.fallbacks if failure(state, report, f, retry_generation) is None), None)
 
 
-def failure(report: ReplicaReport, desired: Desired) -> str | None:
-    """Why this boot failed on `desired`, or None when it did not (or is at it again).
+def failure(
+    state: DeploymentState, report: ReplicaReport, desired: Desired, retry_generation: int = 0
+) -> str | None:
+    """Why this replica failed on `desired`, or None when it did not (or is at it again).
 
-    Read from the transitions, not from `report.stage`: between accepting a retry and beginning it, a report still
-    shows the stage of the attempt before.
+    Whoever serves exactly this has not failed on it. Of this boot, read from the transitions, not from `report.stage`:
+    between accepting a retry and beginning it, a report still shows the stage of the attempt before. Of earlier boots,
+    only deaths count.
     """
-    key = (desired.snapshot, desired.generation)
+    if serves(state, report, desired):
+        return None
+    since = max(desired.generation, retry_generation)
     for moved in reversed(report.transitions):
-        if (moved.snapshot, moved.generation) == key:
+        if moved.snapshot == desired.snapshot and moved.generation >= since:
             return (moved.detail or "failed") if moved.stage is Stage.ERROR else None
+    deaths = [
+        death
+        for death in state.deaths
+        if (death.replica, death.identity) == (report.replica, desired.snapshot) and death.generation >= since
+    ]
+    return deaths[-1].detail if len(deaths) >= DEATHS_MAX else None
+
+
+def has_taken_up(state: DeploymentState, report: ReplicaReport, desired: Desired) -> bool:
+    """Whether the replica is at `desired`, or serves it and is at nothing else."""
+    if report.stage in LOADING:
+        last = report.transitions[-1].generation if report.transitions else report.generation
+        return report.target == desired.snapshot and last >= _since(state, desired)
+    return serves(state, report, desired)
+
+
+def serves(state: DeploymentState, report: ReplicaReport, desired: Desired) -> bool:
+    """Whether these files, and not older ones under the same name, are what serves."""
+    return report.snapshot == desired.snapshot and serving_generation(report) >= _since(state, desired)
+
+
+def serving_generation(report: ReplicaReport) -> int:
+    """The generation under which the replica loaded what serves now; 0 for the base weights of its start."""
+    if report.snapshot == BASE_SNAPSHOT:
+        return 0
+    for moved in reversed(report.transitions):
+        if moved.stage is Stage.IDLE and moved.snapshot == report.snapshot:
+            return moved.generation
+    return report.generation if report.stage is Stage.IDLE else 0  # too long ago to be in the report
+
+
+def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromptCache:
+    """The strongest policy of all signals after the one this replica serves: it may never have loaded those between."""
+    served = serving_generation(report)
+    if state.reset_all > served:
+        return "all"
+    return "new_session" if state.reset_new_session > served else "none"
+
+
+def retry_delay_s(retries: int) -> float:
+    """How long to wait before asking a stuck replica again, after so many retries."""
+    return min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(retries, 30))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A boot that ended while it was loading a snapshot. seq: of the stage change to store; None: it reported one."""
+
+    death: Death
+    seq: int | None
+
+
+def loss(replica: str, history: BootHistory, sent: tuple[str, int] | None, watched: bool) -> Loss | None:
+    """Whether the boot that ended before this one died of a snapshot.
+
+    sent: (identity, generation) last delivered to it. watched: this process saw it live; only then a boot that ended
+    before it reported staging counts: its last reports were lost with it, unless it was stopped and started over by
+    someone, which this process would not have seen.
+    """
+    last = history.tail[-1] if history.tail else None
+    if last is not None and (last.stage in IN_ENGINE or (last.stage in LOADING and watched)):
+        return Loss(Death(replica, last.identity, last.generation, _died(last.stage.value)), last.seq + 1)
+    if last is not None and last.stage is Stage.ERROR and _failed_in_engine(history.tail):
+        return Loss(Death(replica, last.identity, last.generation, last.detail or "failed"), None)
+    if watched and sent is not None and (last is None or (last.identity, last.generation) != sent):
+        return Loss(Death(replica, *sent, _died("not reported")), 0 if last is None else last.seq + 1)
     return None
 
 
-def has_accepted(report: ReplicaReport, desired: Desired) -> bool:
-    return report.generation == desired.generation and desired.snapshot in (report.target, report.snapshot)
+def _died(stage: str) -> str:
+    return f"the engine died while loading it (stage: {stage})"
 
 
-def _may_join(state: DeploymentState, report: ReplicaReport) -> bool:
+def _failed_in_engine(tail: Sequence[TransitionRow]) -> bool:
+    if len(tail) < 2:
+        return False
+    before, last = tail[-2:]
+    same = (before.identity, before.generation) == (last.identity, last.generation)
+    return same and before.stage in IN_ENGINE
+
+
+def _since(state: DeploymentState, desired: Desired) -> int:
+    return state.since.get(desired.snapshot, desired.generation)
+
+
+def _may_join(state: DeploymentState, report: ReplicaReport | None) -> bool:
     """Whether a boot that is not admitted yet may be.
 
     A boot starts on the base weights, so any other snapshot it serves is one that it loaded and verified. That it may
     already be superseded does not keep it out: the others are no further, and under a steady flow of signals it
     would never get in. The same rule takes running replicas over after a restart of the gateway.
     """
-    if not report.ready:
+    if report is None or not report.ready:
         return False
     if report.snapshot != BASE_SNAPSHOT or state.desired is None:
         return True
-    return not state.fallbacks and failure(report, state.desired) is not None
+    if state.first_signalled_at is not None and 0 < report.started_at < state.first_signalled_at:
+        return True  # it was serving when there was nothing else to serve
+    return not state.ever_ready and failure(state, report, state.desired) is not None

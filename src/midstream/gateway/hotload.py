@@ -16,15 +16,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.control.loop import Reconciler
-from midstream.control.reconcile import failure, has_accepted
-from midstream.errors import InvalidRequest, NotFound, PayloadTooLarge, UnknownField
+from midstream.control.reconcile import failure, serves
+from midstream.errors import (
+    InvalidRequest,
+    NotFound,
+    PayloadTooLarge,
+    ReplicaUnavailable,
+    SnapshotError,
+    SnapshotMissing,
+    SnapshotRefused,
+    UnknownField,
+)
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger, TransitionRow
 from midstream.snapshots.identity import check_identity, snapshot_url
-from midstream.types import Desired, ReplicaReport, ResetPromptCache, Stage
+from midstream.snapshots.store import snapshot_fingerprint
+from midstream.types import ReplicaReport, ResetPromptCache, Stage
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 MAX_BODY_BYTES = 2**20
+TRANSITIONS_SHOWN = 1000  # of the ledger, unless asked for more or fewer
+TRANSITIONS_SHOWN_MAX = 100_000
 
 #: Stages on the wire, in the order a replica goes through them; also how far from ready one is.
 _WIRE_STAGE = {
@@ -84,6 +96,7 @@ class _Api:
                 f"x-fireworks-hot-load-source-url: only {url} can be loaded as {signal.identity!r} so far",
                 param="x-fireworks-hot-load-source-url",
             )
+        fingerprint = await _fingerprint(url)
         state = await self._ledger.state(self._deployment)
         reports = [view.report for view in self._replicas.views if view.report is not None]
         result = await self._ledger.signal(
@@ -91,13 +104,20 @@ class _Api:
             signal.identity,
             url,
             reset_policy(signal.reset_prompt_cache),
-            failed_generation=_failed_generation(state.desired, reports),
+            failed_generation=_failed_generation(state, reports),
             generation_floor=max((report.generation for report in reports), default=0),
+            fingerprint=fingerprint,
         )
         self._reconciler.signalled()
         desired = result.desired
-        body = {"identity": desired.snapshot, "generation": desired.generation, "changed": result.changed}
-        return JSONResponse(body)
+        return JSONResponse(
+            {
+                "identity": desired.snapshot,
+                "generation": desired.generation,
+                "changed": result.changed,
+                "reset_prompt_cache": desired.reset_prompt_cache,
+            }
+        )
 
     async def status(self, request: Request) -> Response:
         self._check_names(request)
@@ -114,8 +134,10 @@ class _Api:
 
     async def get_ledger(self, request: Request) -> Response:
         name = self._named(request)
+        limit = _limit(request)
+        newest = await self._ledger.transitions(name, newest=limit + 1)
         transitions: dict[str, list[TransitionRow]] = {}
-        for transition in await self._ledger.transitions(name):
+        for transition in newest[-limit:]:
             transitions.setdefault(transition.identity, []).append(transition)
         snapshots = [
             {
@@ -126,6 +148,8 @@ class _Api:
                 "first_signalled_at": row.first_signalled_at,
                 "signalled_at": row.signalled_at,
                 "generation": row.generation,
+                "fingerprint": row.fingerprint,
+                "ready_at": row.ready_at,
                 "transitions": [_transition(moved) for moved in transitions.get(row.identity, ())],
             }
             for row in await self._ledger.snapshots(name)
@@ -133,7 +157,12 @@ class _Api:
         state = await self._ledger.state(name)
         generation = state.desired.generation if state.desired else 0
         return JSONResponse(
-            {"desired_snapshot_identity": state.snapshot, "generation": generation, "snapshots": snapshots}
+            {
+                "desired_snapshot_identity": state.snapshot,
+                "generation": generation,
+                "older_transitions_left_out": len(newest) > limit,
+                "snapshots": snapshots,
+            }
         )
 
     async def _state(self) -> DeploymentState:
@@ -198,8 +227,30 @@ def _at_fault(error: msgspec.ValidationError) -> str | None:
     return path.rstrip("`") or None
 
 
-def _failed_generation(desired: Desired | None, reports: list[ReplicaReport]) -> int | None:
-    if desired is None or not any(failure(report, desired) for report in reports):
+async def _fingerprint(url: str) -> str:
+    """Of the files at `url`, which are there before they are signalled."""
+    try:
+        return await snapshot_fingerprint(url)
+    except SnapshotMissing as error:
+        raise SnapshotRefused(f"{error}; write the snapshot, then signal it", param="identity") from error
+    except SnapshotError as error:
+        raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
+
+
+def _limit(request: Request) -> int:
+    asked = request.query_params.get("limit")
+    if asked is None:
+        return TRANSITIONS_SHOWN
+    if not asked.isascii() or not asked.isdecimal() or not 1 <= int(asked[:10]) <= TRANSITIONS_SHOWN_MAX:
+        raise InvalidRequest(
+            f"limit: must be a whole number from 1 to {TRANSITIONS_SHOWN_MAX}", param="limit"
+        )
+    return int(asked)
+
+
+def _failed_generation(state: DeploymentState, reports: list[ReplicaReport]) -> int | None:
+    desired = state.desired
+    if desired is None or not any(failure(state, report, desired) for report in reports):
         return None
     return desired.generation
 
@@ -224,7 +275,7 @@ def replica_rows(state: DeploymentState, views: tuple[ReplicaView, ...]) -> list
 
 def _replica_row(state: DeploymentState, view: ReplicaView) -> dict[str, Any]:
     report = view.report
-    stage, target, error = loading_state(state.desired, report)
+    stage, target, error = loading_state(state, report)
     timing = report.last_swap if report else None
     return {
         "current_snapshot_identity": report.snapshot if report else None,
@@ -241,25 +292,24 @@ def _replica_row(state: DeploymentState, view: ReplicaView) -> dict[str, Any]:
     }
 
 
-def loading_state(
-    desired: Desired | None, report: ReplicaReport | None
-) -> tuple[str, str | None, str | None]:
+def loading_state(state: DeploymentState, report: ReplicaReport | None) -> tuple[str, str | None, str | None]:
     """(stage on the wire, its target, error message) of one replica.
 
     `error` is about the desired snapshot only and stays while that is desired, also when the replica went on to load a
     fallback; `pending` says that the replica has not taken up what is desired.
     """
+    desired = state.desired
     if report is None:
         return "pending", desired.snapshot if desired else None, "the replica cannot be reached"
     if desired is not None:
-        error = failure(report, desired)
+        error = failure(state, report, desired)
         if error is not None:
             return "error", desired.snapshot, error
     if report.stage in _WIRE_STAGE:
         return _WIRE_STAGE[report.stage], report.target, None
     if desired is None:
         return "idle", None, None
-    if has_accepted(report, desired) and report.snapshot == desired.snapshot:
+    if serves(state, report, desired):
         return "done", desired.snapshot, None
     return "pending", desired.snapshot, None
 
@@ -268,7 +318,7 @@ def deployment_resource(
     row: DeploymentRow, state: DeploymentState, views: tuple[ReplicaView, ...]
 ) -> dict[str, Any]:
     """A deployment as the API shows it."""
-    stages = [loading_state(state.desired, view.report)[0] for view in views]
+    stages = [loading_state(state, view.report)[0] for view in views]
     ready = sum(view.usable for view in views)
     reachable = sum(view.report is not None for view in views)
     if ready == 0:
