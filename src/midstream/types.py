@@ -76,6 +76,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: namespace of the prefix cache (tenant, isolation key and prompt-cache namespace, mixed by the replica). KV is
         shared only between requests of equal salt.
     prompt_records: how many of the last prompt tokens to return records for (echo); 0 = none.
+    want_kv_snapshots: tell which snapshots computed the KV (GenerationEvent.kv_snapshots).
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_routes: bool = False
     top_logprobs: int = 0
     prompt_records: int = 0
+    want_kv_snapshots: bool = False
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +96,10 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     The first event of a choice carries `cached_tokens` (prompt tokens whose KV was reused) and, under echo, `prompt`
     (records of the last `prompt_records` prompt tokens). `finish` is set on the last event of the choice and only
     there. `error` ends the whole request: a message for the user; no further event follows.
+
+    kv_snapshots: when asked for, which snapshot computed the KV of each position so far, as (snapshot, start, end) spans over
+    prompt and generated tokens from position 0, end exclusive. Comes with the first event, after anything changed but
+    growth of the last span (a swap, a recomputation), and with the last event. The token reported last has no KV yet.
     """
 
     index: int = 0
@@ -102,6 +108,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     error: str | None = None
+    kv_snapshots: tuple[tuple[str, int, int], ...] | None = None
 
 
 class Stage(enum.StrEnum):

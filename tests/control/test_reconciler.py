@@ -575,7 +575,7 @@ def test_a_pass_that_fails_unexpectedly_is_logged_and_the_loop_goes_on(
     world.close()
 
 
-IDENTITIES = ["a", "b", "c"]
+IDENTITIES = ["a", "b"]
 REPLICAS = st.integers(0, 2)
 
 
@@ -592,9 +592,11 @@ class Convergence(RuleBasedStateMachine):
     def signal(self, identity: str, policy: ResetPromptCache) -> None:
         self.world.signal(identity, policy)
 
-    @rule(identity=st.sampled_from(IDENTITIES))
-    def overwrite(self, identity: str) -> None:
+    @rule(identity=st.sampled_from(IDENTITIES), signal=st.booleans())
+    def overwrite(self, identity: str, signal: bool) -> None:
         self.world.bucket.files[identity] = self.world.bucket.files.get(identity, 0) + 1
+        if signal:
+            self.world.signal(identity)
 
     @rule(identity=st.sampled_from(IDENTITIES))
     def poison_or_cure(self, identity: str) -> None:
@@ -617,14 +619,27 @@ class Convergence(RuleBasedStateMachine):
     def lose(self, index: int) -> None:
         self.world.set.lose(index)
 
-    @rule(index=REPLICAS)
-    def reboot(self, index: int) -> None:
+    @rule(index=REPLICAS, bad=st.none() | st.sampled_from(IDENTITIES))
+    def reboot(self, index: int, bad: str | None) -> None:
+        """A replica that starts over is where bad files hurt most."""
         self.world.replicas[index].reboot()
         self.world.set.lose(index)
+        if bad is not None:
+            self.world.broken.add(bad)
 
     @rule(index=REPLICAS, count=st.integers(1, 3))
     def drop_messages(self, index: int, count: int) -> None:
         self.world.set.drop[f"replica-{index}"] += count
+
+    @rule(rounds=st.integers(6, 12))
+    def a_quiet_while(self, rounds: int) -> None:
+        """Long enough for a load or two; without it few runs ever get a snapshot ready."""
+        for _ in range(rounds):
+            for index, replica in enumerate(self.world.replicas):
+                self.world.set.drop[replica.name] = 0
+                replica.step()
+                self.world.set.hear(index)
+            self.reconcile()
 
     @rule()
     def reconcile(self) -> None:
@@ -713,4 +728,4 @@ class Convergence(RuleBasedStateMachine):
 
 
 TestConvergence = Convergence.TestCase
-TestConvergence.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestConvergence.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

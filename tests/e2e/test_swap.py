@@ -184,6 +184,26 @@ def test_reset_prompt_cache_all_makes_the_next_turn_recompute_and_none_does_not(
     assert cached_tokens(server, prompt, "turns") == 96
 
 
+def test_perf_metrics_say_which_snapshots_computed_the_kv(
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+) -> None:
+    prompt = list(b"a prompt that is cached before the swap and continued after it ")[:48]
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 8, "perf_metrics_in_response": True}
+    body |= {"ignore_eos": True, "user": "provenance"}
+
+    def spans() -> list[tuple[str, int, int]]:
+        (choice,) = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        return [(span["snapshot"], span["start"], span["end"]) for span in choice["kv_snapshots"]]
+
+    (before,) = serving_now(publisher)
+    assert before is not None
+    assert spans() == [(before, 0, 55)]
+    put(server, "provenance", tiny_model(seed=9))
+    publisher.signal("provenance", reset_prompt_cache="none")
+    publisher.wait_until_ready("provenance", timeout_s=60)
+    assert spans() == [(before, 0, 48), ("provenance", 48, 55)]
+
+
 def test_a_snapshot_that_fails_verification_serves_no_token(
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
 ) -> None:

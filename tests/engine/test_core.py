@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from engine_helpers import Collected, Reference, reference, request, run
@@ -354,3 +355,31 @@ def test_one_choice_can_be_ended_while_the_others_go_on(tiny_model: Callable[...
     core.check()
     assert {event.index for _, event in seen[before:]} == {0, 2}
     assert sum(event.finish == "length" for _, event in seen) == 2
+
+
+def test_kv_provenance_names_the_snapshot_that_computed_each_position_cached_or_not(
+    tiny_model: Callable[..., Path],
+) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    (prompt,) = prompts(1, 40, 41)
+
+    def provenance(name: str, given: list[int], swap_at: int | None = None) -> list[tuple[str, int, int]]:
+        wanted = msgspec.structs.replace(
+            request(name, given, max_tokens=20, echo=0), want_kv_snapshots=True, want_routes=False
+        )
+        core.add(wanted)
+        spans: list[tuple[str, int, int]] = []
+        step = 0
+        while not core.idle:
+            for _, event in core.step():
+                spans = list(event.kv_snapshots or spans)
+            step += 1
+            if step == swap_at:
+                core.set_staged(core.stage(tiny_model(seed=1)))
+                core.commit("step-1")
+        return spans
+
+    # 40 prompt tokens and 9 generated ones had been computed when the weights changed; the 20th has no KV.
+    assert provenance("crossing", prompt, swap_at=10) == [("base", 0, 49), ("step-1", 49, 59)]
+    # Two blocks of the prompt come from the cache, under the old weights; the rest is computed under the new ones.
+    assert provenance("after", prompt) == [("base", 0, 32), ("step-1", 32, 59)]

@@ -41,6 +41,7 @@ class Choice:
         self.echoed = False
         self.snapshot: str | None = None  # of the newest record
         self.spans: list[tuple[str, int, int]] = []  # snapshot, start, end over the generated tokens
+        self.kv: list[tuple[str, int, int]] = []  # the same over all positions, by what computed their KV
         self._detokenizer = vocabulary.detokenizer()
         self._stops = StopStrings(stops) if stops else None
         self._silent = silent
@@ -98,6 +99,12 @@ class Choice:
         if self._stops.matched is not None:
             self.finish = "stop"
         return pieces + self._label(self._stops.flush())
+
+    def close_kv(self, prompt_len: int) -> None:
+        """The choice has ended: its last KV span grew up to the token before the last one."""
+        if self.kv:
+            snapshot, start, end = self.kv[-1]
+            self.kv[-1] = (snapshot, start, max(end, prompt_len + self.generated - 1))
 
     def _count(self, snapshot: str) -> None:
         if self.spans and self.spans[-1][0] == snapshot:

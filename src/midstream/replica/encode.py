@@ -72,7 +72,7 @@ class RawOutput(msgspec.Struct):
 
 class SnapshotSpan(msgspec.Struct):
     snapshot: str
-    start: int  # over the choice's completion tokens, end exclusive
+    start: int  # over the choice's completion tokens (kv_snapshots: over all positions), end exclusive
     end: int
 
 
@@ -96,6 +96,7 @@ class _ChoiceTail(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     raw_output: RawOutput | UnsetType = UNSET
     snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
 
 
 class TextChoice(_ChoiceTail, kw_only=True):
@@ -216,6 +217,7 @@ class Encoder:
         last: AnyChoice = chat if self._chat else TextChoice(index=choice.index, text="")
         last.finish_reason, last.token_ids, last.raw_output = choice.finish, ids, raw
         last.prompt_token_ids = prompt_ids
+        last.kv_snapshots = _kv_snapshots(choice)
         return self._event(snapshot, [last], prompt_ids if self._chat else UNSET, extras)
 
     def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
@@ -266,6 +268,7 @@ class Encoder:
         if self._checked.raw_output:
             encoded.raw_output = self.raw_output(kept, prompt)
         encoded.snapshots = [SnapshotSpan(*span) for span in choice.spans]
+        encoded.kv_snapshots = _kv_snapshots(choice)
         return encoded
 
     # Shared
@@ -335,6 +338,10 @@ class Encoder:
         if name is None:
             name = self._model_names[snapshot] = served_model_name(self._model, snapshot)
         return name
+
+
+def _kv_snapshots(choice: Choice) -> list[SnapshotSpan] | UnsetType:
+    return [SnapshotSpan(*span) for span in choice.kv] if choice.kv else UNSET
 
 
 def _finite(logprob: float) -> float:

@@ -156,6 +156,7 @@ class Service:
                 top_logprobs=checked.top_logprobs,
                 # Without log-probabilities an echo shows nothing that the prompt itself does not say.
                 prompt_records=echoed_tokens(checked, prompt) if checked.logprobs else 0,
+                want_kv_snapshots=checked.perf_metrics,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -296,6 +297,8 @@ class Generation:
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         if event.cached_tokens is not None:
             self._cached.setdefault(prompt, event.cached_tokens)
+        if event.kv_snapshots is not None:
+            choice.kv = list(event.kv_snapshots)
         pieces = self._echo(prompt, choice, event)
         if event.tokens and self._timings.first_token is None:
             self._timings.first_token = self._service.monotonic()
@@ -311,6 +314,7 @@ class Generation:
                 raise EngineFailed("the engine aborted the request")
             pieces += choice.end(event.finish)
         if choice.finish is not None:
+            choice.close_kv(len(self._prompts[prompt].token_ids))
             self._ended(prompt, event)
         return [piece if piece.snapshot else piece._replace(snapshot=self._snapshot) for piece in pieces]
 

@@ -85,6 +85,7 @@ class EngineCore:
         self._scores = ScoreStore(
             num_blocks, settings.block_size, model.routers, model.top_k, _route_dtype(model)
         )
+        self._kv_snapshot = np.full(num_blocks * settings.block_size, NO_SNAPSHOT, dtype=np.int32)
         self._handles: dict[str, Handle] = {}
         self._failed_steps = 0
         self._step_ended = 0.0
@@ -198,6 +199,7 @@ class EngineCore:
         rows = _rows_needed(works)
         wanted = [row for _, _, row in rows.scores] + [row for _, row in rows.samples]
         logits, routes = self.runner.forward(works, wanted)
+        self._kv_snapshot[self.runner.written] = self._ordinal
         self._steps += 1
         split = len(rows.scores)
         for first in range(0, split, SCORED_ROWS_MAX):
@@ -259,10 +261,32 @@ class EngineCore:
             route = None if routes is None else routes[row]
             record = self._record(sampled, i, route if seq.request.want_routes else None)
             tokens, finish = (record,), self._append(seq, record, route)
+        kv_snapshots = self._provenance(seq, finish) if seq.request.want_kv_snapshots else None
         if finish is not None:
             self._finish(seq)
         return GenerationEvent(
-            index=seq.index, tokens=tokens, prompt=prompt, cached_tokens=cached, finish=finish
+            index=seq.index,
+            tokens=tokens,
+            prompt=prompt,
+            cached_tokens=cached,
+            finish=finish,
+            kv_snapshots=kv_snapshots,
+        )
+
+    def _provenance(
+        self, seq: Sequence, finish: FinishReason | None
+    ) -> tuple[tuple[str, int, int], ...] | None:
+        """Which snapshots computed the sequence's KV, when that is news."""
+        if finish is None and seq.told_epoch == self.scheduler.epoch:
+            return None
+        seq.told_epoch = self.scheduler.epoch
+        size = self.pool.block_size
+        slots = np.asarray(seq.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
+        ordinals = self._kv_snapshot[slots.reshape(-1)[: seq.computed]]
+        starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
+        ends = [*starts[1:], seq.computed]
+        return tuple(
+            (self.snapshots[ordinals[start]], start, end) for start, end in zip(starts, ends, strict=True)
         )
 
     def _record(self, sampled: Sampled, i: int, route: np.ndarray | None) -> TokenRecord:

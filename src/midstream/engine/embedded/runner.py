@@ -193,6 +193,9 @@ class Runner:
         self.device = torch.device(device)
         self.cache = KVCache(num_blocks * block_size)
         self.staged: LoadedModel | None = None
+        self.written = np.zeros(
+            0, dtype=np.int64
+        )  # slots whose KV the last forward computed (scratch included)
         probe(model, self.cache)
         check_against_plain_forward(model)
 
@@ -255,8 +258,9 @@ class Runner:
         for work, table in zip(works[decodes:], tables[decodes:], strict=True):
             prefills.append(prefill_span(first, first + work.size, torch.from_numpy(table).to(self.device)))
             first += work.size
+        self.written = np.concatenate(write)
         return PackedBatch(
-            write_slots=torch.from_numpy(np.concatenate(write)).to(self.device),
+            write_slots=torch.from_numpy(self.written).to(self.device),
             decodes=decodes,
             decode_slots=torch.from_numpy(padded).to(self.device),
             decode_lengths=torch.from_numpy(lengths).to(self.device),

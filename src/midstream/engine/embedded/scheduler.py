@@ -44,6 +44,7 @@ class Sequence:
         default_factory=dict
     )  # alternatives, until announced
     epoch: int = 0  # of the weights its first KV was computed under
+    told_epoch: int = -1  # when its KV provenance was last reported; -1: not since it was admitted
     announced: bool = False  # the event with cached_tokens and prompt records is out
     done: bool = False
 
@@ -189,7 +190,7 @@ class Scheduler:
             return False
         self.waiting.popleft()
         self.running.append(seq)
-        seq.epoch = self.epoch
+        seq.epoch, seq.told_epoch = self.epoch, -1
         seq.blocks = shared + [self._allocate() for _ in range(needed)]
         seq.indexed = len(shared)
         seq.computed = len(shared) * self.pool.block_size
