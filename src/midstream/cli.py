@@ -27,6 +27,7 @@ SERVE_OPTIONS = (
     "transition",
     "state_dir",
     "log_level",
+    "kv_cache_memory",
 )
 
 
@@ -65,6 +66,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"whether streams cross a swap or finish before it (default: {default.transition})",
     )
     parser.add_argument("--state-dir", help=f"ledger, caches, built-in models (default: {default.state_dir})")
+    parser.add_argument(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
+    )
     parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
 

@@ -26,11 +26,23 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "cpu"
     block_size: int = 16
     kv_cache_tokens: int = 65536  # capacity of the paged KV cache
+    kv_cache_memory: str | None = None  # its size instead, e.g. "512MiB" or "4GiB"; wins over kv_cache_tokens
     max_batch_tokens: int = 1024  # tokens computed in one step (chunked prefill above that)
     max_running: int = 128  # sequences stepped together
     max_waiting: int = 4096  # requests queued before 429
     threads: int = 1  # intra-op threads of one replica's engine
     silence_s_max: float = 60.0  # an engine not heard of for so long (it reports between steps) is replaced
+
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(what: str, text: str) -> int:
+    """Bytes of a size such as "512MiB". Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|kB|MB|GB)", text)
+    if match is None:
+        raise ConfigError(f"{what} {text!r}: expected a number and one of {', '.join(_UNITS)}")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +75,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
-    """Settings from `file` (TOML) with `overrides` (top-level names; None = not given) on top. Raises ConfigError."""
+    """Settings from `file` (TOML) with `overrides` (None = not given) on top. Raises ConfigError.
+
+    overrides: top-level names, and kv_cache_memory of the embedded engine.
+    """
     values: dict[str, Any] = {}
     if file is not None:
         try:
@@ -72,7 +87,10 @@ def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
             raise ConfigError(f"--config {file}: cannot be read: {error}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"--config {file}: not valid TOML: {error}") from error
-    values.update({name: value for name, value in overrides.items() if value is not None})
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if "kv_cache_memory" in given:
+        values["embedded"] = {**values.get("embedded", {}), "kv_cache_memory": given.pop("kv_cache_memory")}
+    values.update(given)
     try:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
@@ -90,6 +108,8 @@ def check_name(what: str, name: str) -> None:
 
 
 def _checked(settings: Settings) -> Settings:
+    if settings.embedded.kv_cache_memory is not None:
+        parse_size("embedded.kv_cache_memory", settings.embedded.kv_cache_memory)
     check_name("account", settings.account)
     check_name("deployment", settings.deployment)
     gateway = settings.gateway

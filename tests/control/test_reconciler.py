@@ -582,11 +582,14 @@ REPLICAS = st.integers(0, 2)
 class Convergence(RuleBasedStateMachine):
     """Signals, slow and lossy messages, reboots, bad, overwritten and deadly files and gateway restarts in any order."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(published=st.booleans())
+    def start(self, published: bool) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.world = World(Path(self.directory.name))
         self.joined: dict[str, str] = {}
+        if published:
+            self.world.signal("a", "none")
+            self.a_quiet_while_of(10)
 
     @rule(identity=st.sampled_from(IDENTITIES), policy=st.sampled_from(["none", "new_session", "all"]))
     def signal(self, identity: str, policy: ResetPromptCache) -> None:
@@ -634,15 +637,21 @@ class Convergence(RuleBasedStateMachine):
     @rule(rounds=st.integers(6, 12))
     def a_quiet_while(self, rounds: int) -> None:
         """Long enough for a load or two; without it few runs ever get a snapshot ready."""
+        self.a_quiet_while_of(rounds)
+
+    def a_quiet_while_of(self, rounds: int) -> None:
         for _ in range(rounds):
             for index, replica in enumerate(self.world.replicas):
                 self.world.set.drop[replica.name] = 0
                 replica.step()
                 self.world.set.hear(index)
-            self.reconcile()
+            self.reconcile_and_check()
 
     @rule()
     def reconcile(self) -> None:
+        self.reconcile_and_check()
+
+    def reconcile_and_check(self) -> None:
         """Whoever joins on base weights does so because no published snapshot was ever ready, or it began before them."""
         out = [view for view in self.world.set.views if not view.admitted]
         self.world.reconcile()

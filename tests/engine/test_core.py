@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from midstream.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.runner import UnsupportedModel
+from midstream.errors import ConfigError
 from midstream.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams
 
 torch.set_num_threads(1)
@@ -383,3 +384,13 @@ def test_kv_provenance_names_the_snapshot_that_computed_each_position_cached_or_
     assert provenance("crossing", prompt, swap_at=10) == [("base", 0, 49), ("step-1", 49, 59)]
     # Two blocks of the prompt come from the cache, under the old weights; the rest is computed under the new ones.
     assert provenance("after", prompt) == [("base", 0, 32), ("step-1", 32, 59)]
+
+
+def test_the_kv_cache_takes_the_memory_it_was_given(tiny_model: Callable[..., Path]) -> None:
+    """tiny-moe in float32: 4 layers x keys and values x 2 heads x 32 x 4 bytes = 2 KiB a token."""
+    core = EngineCore(tiny_model(), EngineSettings(kv_cache_memory="1MiB"))
+    assert core.runner.cache.bytes_per_token == 2048
+    assert core.pool.total * core.pool.block_size == 512
+    assert core.info().max_model_len == 512
+    with pytest.raises(ConfigError, match="holds 15 tokens of 2048 bytes, fewer than two blocks of 16"):
+        EngineCore(tiny_model(), EngineSettings(kv_cache_memory="30.5KiB"))

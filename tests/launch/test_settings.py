@@ -29,6 +29,7 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("[gateway]\nconnect_timeout_s = 0", "gateway.connect_timeout_s must be above 0"),
         ('account = "a/b"', "account 'a/b'"),
         ('deployment = ""', "deployment ''"),
+        ('[embedded]\nkv_cache_memory = "4 gigs"', "expected a number and one of KiB"),
         ("nonsense = 1", "nonsense"),
         ("[", "not valid TOML"),
     ],
@@ -38,3 +39,10 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_settings(str(file), {})
+
+
+def test_the_cache_size_on_the_command_line_joins_the_engine_settings_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text("[embedded]\nblock_size = 32\n")
+    settings = load_settings(str(file), {"kv_cache_memory": "64MiB"})
+    assert (settings.embedded.block_size, settings.embedded.kv_cache_memory) == (32, "64MiB")

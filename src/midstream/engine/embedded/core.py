@@ -21,12 +21,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from midstream.config import EngineSettings
+from midstream.config import EngineSettings, parse_size
+from midstream.engine.embedded.attention import KVCache
 from midstream.engine.embedded.blocks import BlockPool
-from midstream.engine.embedded.runner import LoadedModel, Runner, load_beside, load_model
+from midstream.engine.embedded.runner import LoadedModel, Runner, load_beside, load_model, probe
 from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, score
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
 from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
+from midstream.errors import ConfigError
 from midstream.types import (
     BASE_SNAPSHOT,
     EngineStats,
@@ -69,7 +71,7 @@ class EngineCore:
         self._settings = settings
         dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
         model = load_model(model_dir, dtype, settings.device)
-        num_blocks = settings.kv_cache_tokens // settings.block_size + 1
+        num_blocks = _cache_tokens(model, settings) // settings.block_size + 1
         self.runner = Runner(
             model, block_size=settings.block_size, num_blocks=num_blocks, device=settings.device
         )
@@ -350,6 +352,21 @@ class EngineCore:
     def _slot(self, seq: Sequence, position: int) -> int:
         size = self.pool.block_size
         return seq.blocks[position // size] * size + position % size
+
+
+def _cache_tokens(model: LoadedModel, settings: EngineSettings) -> int:
+    """How many tokens the KV cache holds. Raises ConfigError when that is less than two blocks."""
+    if settings.kv_cache_memory is None:
+        return settings.kv_cache_tokens
+    trial = KVCache(2)
+    probe(model, trial)
+    tokens = parse_size("kv_cache_memory", settings.kv_cache_memory) // trial.bytes_per_token
+    if tokens < 2 * settings.block_size:
+        raise ConfigError(
+            f"kv_cache_memory {settings.kv_cache_memory}: holds {tokens} tokens of {trial.bytes_per_token} bytes, "
+            f"fewer than two blocks of {settings.block_size}"
+        )
+    return tokens
 
 
 def _rows_needed(works: list[Work]) -> _Rows:
