@@ -208,6 +208,37 @@ def test_an_existing_snapshot_is_replaced_only_on_request(
     assert [p.name for p in (tmp_path / "bucket").iterdir()] == ["a"]
 
 
+def test_snapshots_cannot_lie_inside_each_other_and_none_is_lost_in_trying(
+    tmp_path: Path, base: Path, publisher: SnapshotPublisher
+) -> None:
+    bucket = tmp_path / "bucket"
+    for identity in ("a", "run/step-1", "deep/er/step"):
+        publisher.write_full(identity, {"w": np.zeros(2)}, config_dir=base)
+    (bucket / "a" / "b").mkdir()
+    before = sorted(p.relative_to(bucket).as_posix() for p in bucket.rglob("*"))
+    for overwrite in (False, True):
+        for identity, says in (
+            ("run", r"'run' cannot be written: 'run/step-1' lies inside it"),
+            ("deep", r"'deep' cannot be written: 'deep/er' lies inside it"),
+            ("a", r"'a' cannot be written: 'a/b' lies inside it"),
+            ("run/step-1/x", r"'run/step-1/x' cannot be written: it lies inside the snapshot 'run/step-1'"),
+            ("a/b/c/d", r"'a/b/c/d' cannot be written: it lies inside the snapshot 'a'"),
+        ):
+            with pytest.raises(PublishError, match=says):
+                publisher.write_full(identity, {"w": np.ones(2)}, config_dir=base, overwrite=overwrite)
+    assert sorted(p.relative_to(bucket).as_posix() for p in bucket.rglob("*")) == before
+    publisher.write_full("run/step-2", {"w": np.zeros(2)}, config_dir=base)
+
+
+def test_what_a_dead_trainer_left_behind_is_in_nobodys_way(
+    tmp_path: Path, base: Path, publisher: SnapshotPublisher
+) -> None:
+    (tmp_path / "bucket" / "run" / ".publish-dead").mkdir(parents=True)
+    (tmp_path / "bucket" / "run" / ".publish-dead" / "config.json").write_text("{}")
+    place = publisher.write_full("run", {"w": np.zeros(2)}, config_dir=base)
+    assert (place / "model.safetensors").exists()
+
+
 def test_a_failed_write_leaves_nothing_in_the_bucket(
     tmp_path: Path, base: Path, publisher: SnapshotPublisher
 ) -> None:
@@ -332,6 +363,47 @@ def test_running_out_of_time_says_where_each_replica_stands(tmp_path: Path) -> N
     nobody = Script(replicas())
     with pytest.raises(NotReadyInTime, match="there are no replicas"):
         nobody.publisher(tmp_path).wait_until_ready("a", timeout_s=0.5)
+
+
+def test_a_server_that_is_away_at_the_deadline_was_not_ready_in_time(tmp_path: Path) -> None:
+    away = httpx.ConnectError("refused")
+    script = Script(replicas(row("r1", "base", True, "downloading", "a")), away)
+    with pytest.raises(
+        NotReadyInTime, match=r"after 5 s: r1 is on base \(downloading\); .*refused"
+    ) as caught:
+        script.publisher(tmp_path).wait_until_ready("a", timeout_s=5.0)
+    assert "gave up" in str(caught.value)
+    with pytest.raises(NotReadyInTime, match=r"after 5 s: nothing was heard of the replicas; .*status 503"):
+        Script(503).publisher(tmp_path).wait_until_ready("a", timeout_s=5.0)
+    with pytest.raises(SignalRefused, match="status 401"):
+        Script(401).publisher(tmp_path).wait_until_ready("a", timeout_s=5.0)
+
+
+def test_replicas_that_load_the_snapshots_new_files_do_not_serve_them_yet(tmp_path: Path) -> None:
+    script = Script(
+        replicas(row("r1", "a", True, "pending", "a"), row("r0", "a", True, "done", "a")),
+        replicas(row("r1", "a", True, "staged", "a"), row("r0", "a", True, "done", "a")),
+        replicas(row("r1", "a", True, "downloading", "b"), row("r0", "a", True, "done", "a")),
+    )
+    assert script.publisher(tmp_path).wait_until_ready("a").serves("a")
+    assert len(script.requests) == 3
+
+
+def test_overwritten_files_that_the_server_did_not_take_are_an_error(tmp_path: Path, base: Path) -> None:
+    kept = (200, {"identity": "a", "generation": 1, "changed": False}, {})
+    done = replicas(row("r0", "a", True, "done", "a"))
+    script = Script(kept, done)
+    publisher = script.publisher(tmp_path)
+    with pytest.raises(
+        PublishError, match="'a' was overwritten, but the server goes on with the files it had"
+    ):
+        publisher.publish("a", base, overwrite=True)
+    assert len(script.requests) == 1
+    script.answers = [503, kept, done]
+    assert publisher.publish("a", base, overwrite=True).serves("a"), "the first signal may have been taken"
+    script.answers = [kept, done]
+    publisher.write_full("b", base)
+    assert publisher.publish("c", base).serves("a"), "nothing was overwritten"
 
 
 def test_an_answer_that_is_no_status_is_an_error(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What can go wrong when publishing a snapshot.
 
 PublishError
-  SignalRefused      the server will not take the signal (or cannot be reached for too long); nothing was loaded
+  SignalRefused      the server will not take the signal; nothing was loaded
+    Unanswered       it could not be reached, or could not answer, for too long
   SnapshotFailed     a replica could not load the snapshot; it still serves the one before
   NotReadyInTime     time ran out while replicas were still loading (also a TimeoutError)
 """
@@ -19,6 +20,10 @@ class SignalRefused(PublishError):
     def __init__(self, message: str, status: int | None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Unanswered(SignalRefused):
+    pass
 
 
 class SnapshotFailed(PublishError):

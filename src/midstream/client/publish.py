@@ -3,7 +3,7 @@
 Always holds:
 - A snapshot's directory appears in the bucket whole or not at all: it is written beside its place and renamed, so a
   trainer that dies leaves at most a hidden directory behind, and the signal follows the files.
-- An existing snapshot is not replaced unless the caller says so.
+- An existing snapshot is not replaced unless the caller says so, and no other one is touched in doing so.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 import httpx
 
-from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed
+from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.retry import Caller
 from midstream.client.weights import Cast, save_hugging_face_model, write_weights
 from midstream.errors import SnapshotError
 from midstream.snapshots.identity import check_identity, file_url_path
 from midstream.snapshots.layout import read_spec
+from midstream.snapshots.store import is_snapshot_file
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 SIGNAL_RETRY_S = 300.0
@@ -63,8 +64,11 @@ class Status:
     replicas: tuple[ReplicaStatus, ...]
 
     def serves(self, identity: str) -> bool:
-        """Whether every replica is ready on `identity`."""
-        return bool(self.replicas) and all(r.ready and r.snapshot == identity for r in self.replicas)
+        """Whether every replica is ready on `identity`, and none is still to load other files of that name."""
+        return bool(self.replicas) and all(
+            r.ready and r.snapshot == identity and (r.target != identity or r.stage in ("done", "idle"))
+            for r in self.replicas
+        )
 
     def failed(self, identity: str) -> ReplicaStatus | None:
         """A replica that could not load `identity`, if any."""
@@ -130,14 +134,14 @@ class SnapshotPublisher:
             training do not fail the server's configuration check.
         dtype: cast floating-point tensors to this on the way to disk (not for a directory).
 
-        Raises PublishError when the result is not a whole snapshot or the identity is taken.
+        Raises PublishError when the result is not a whole snapshot, when the identity is taken, and when it lies inside
+        another snapshot or has others inside it.
         """
         check_identity(identity)
         if (weights is None) == (model is None):
             raise ValueError("give either weights or model")
         place = self._bucket / identity
-        if place.exists() and not overwrite:
-            raise PublishError(f"snapshot {identity!r} is already in the bucket {self._bucket}")
+        _check_place(self._bucket, identity, overwrite)
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.parent / f".publish-{secrets.token_hex(8)}"
         temporary.mkdir()
@@ -184,8 +188,13 @@ class SnapshotPublisher:
         Raises SnapshotFailed with the replica's message as soon as one could not load it, NotReadyInTime.
         """
         until = self._monotonic() + timeout_s
+        late = f"snapshot {identity!r} is not known to be served everywhere after {timeout_s:g} s"
+        status: Status | None = None
         while True:
-            status = self.status(retry_s=max(0.0, until - self._monotonic()))
+            try:
+                status = self.status(retry_s=max(0.0, until - self._monotonic()))
+            except Unanswered as error:
+                raise NotReadyInTime(f"{late}: {_describe(status)}; {error}") from error
             if on_status is not None:
                 on_status(status)
             if failed := status.failed(identity):
@@ -193,9 +202,7 @@ class SnapshotPublisher:
             if status.serves(identity):
                 return status
             if self._monotonic() + poll_s > until:
-                raise NotReadyInTime(
-                    f"snapshot {identity!r} is not served everywhere after {timeout_s:g} s: {_describe(status)}"
-                )
+                raise NotReadyInTime(f"{late}: {_describe(status)}")
             self._sleep(poll_s)
 
     def publish(
@@ -211,12 +218,44 @@ class SnapshotPublisher:
         timeout_s: float = 300.0,
         on_status: Callable[[Status], None] | None = None,
     ) -> Status:
-        """write_full, signal and wait_until_ready."""
+        """write_full, signal and wait_until_ready.
+
+        Raises PublishError also when files were overwritten and the server goes on with those it had.
+        """
+        replaces = (self._bucket / identity).exists()
         self.write_full(
             identity, weights, model=model, config_dir=config_dir, dtype=dtype, overwrite=overwrite
         )
-        self.signal(identity, reset_prompt_cache, retry_s=min(timeout_s, SIGNAL_RETRY_S))
+        answer = self.signal(identity, reset_prompt_cache, retry_s=min(timeout_s, SIGNAL_RETRY_S))
+        # After a retry, "nothing changed" may be the answer to a signal that was taken the first time.
+        if replaces and answer.get("changed") is False and self._caller.attempts == 1:
+            raise PublishError(
+                f"snapshot {identity!r} was overwritten, but the server goes on with the files it had"
+            )
         return self.wait_until_ready(identity, timeout_s, on_status=on_status)
+
+
+def _check_place(bucket: Path, identity: str, overwrite: bool) -> None:
+    place = bucket / identity
+    around = identity.rpartition("/")[0]
+    while around:
+        if any(is_snapshot_file(name) for name in _names(bucket / around)):
+            raise PublishError(
+                f"snapshot {identity!r} cannot be written: it lies inside the snapshot {around!r}"
+            )
+        around = around.rpartition("/")[0]
+    names = [name for name in _names(place) if not name.startswith(".")]
+    inside = [name for name in names if (place / name).is_dir()]
+    if inside:
+        raise PublishError(
+            f"snapshot {identity!r} cannot be written: {f'{identity}/{inside[0]}'!r} lies inside it"
+        )
+    if names and not overwrite:
+        raise PublishError(f"snapshot {identity!r} is already in the bucket {bucket}")
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []
 
 
 def _write(
@@ -275,7 +314,9 @@ def _replica_status(row: dict[str, Any]) -> ReplicaStatus:
     )
 
 
-def _describe(status: Status) -> str:
+def _describe(status: Status | None) -> str:
+    if status is None:
+        return "nothing was heard of the replicas"
     shown = [
         f"{r.name} is on {r.snapshot} ({r.stage}{': ' + r.error if r.error else ''})" for r in status.replicas
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from midstream.client.errors import SignalRefused
+from midstream.client.errors import SignalRefused, Unanswered
 
 RETRY_STATUSES = frozenset({408, 425, 429})
 FIRST_PAUSE_S = 0.25
@@ -33,12 +33,15 @@ class Caller:
         self._sleep = sleep
         self._monotonic = monotonic
         self._now = now
+        self.attempts = 0  # that the last call took
 
     def call(self, method: str, url: str, *, deadline_s: float, json: Any = None) -> Any:
-        """The JSON answer of a 2xx. Raises SignalRefused on any other final answer, or none within `deadline_s`."""
+        """The JSON answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`."""
         until = self._monotonic() + deadline_s
         pause_s = FIRST_PAUSE_S
+        self.attempts = 0
         while True:
+            self.attempts += 1
             response: httpx.Response | None = None
             try:
                 response = self._http.request(method, url, json=json)
@@ -54,7 +57,7 @@ class Caller:
             wait_s = asked_s if asked_s is not None else pause_s
             if self._monotonic() + wait_s > until:
                 status = response.status_code if response is not None else None
-                raise SignalRefused(f"{problem} (gave up after {deadline_s:g} s)", status)
+                raise Unanswered(f"{problem} (gave up after {deadline_s:g} s)", status)
             self._sleep(wait_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
