@@ -390,10 +390,11 @@ def test_replicas_that_load_the_snapshots_new_files_do_not_serve_them_yet(tmp_pa
 
 
 def test_overwritten_files_that_the_server_did_not_take_are_an_error(tmp_path: Path, base: Path) -> None:
-    kept = (200, {"identity": "a", "generation": 1, "changed": False}, {})
+    kept: Any = (200, {"identity": "a", "generation": 1, "changed": False}, {})
     done = replicas(row("r0", "a", True, "done", "a"))
     script = Script(kept, done)
     publisher = script.publisher(tmp_path)
+    publisher.write_full("a", base)
     with pytest.raises(
         PublishError, match="'a' was overwritten, but the server goes on with the files it had"
     ):
@@ -401,9 +402,8 @@ def test_overwritten_files_that_the_server_did_not_take_are_an_error(tmp_path: P
     assert len(script.requests) == 1
     script.answers = [503, kept, done]
     assert publisher.publish("a", base, overwrite=True).serves("a"), "the first signal may have been taken"
-    script.answers = [kept, done]
-    publisher.write_full("b", base)
-    assert publisher.publish("c", base).serves("a"), "nothing was overwritten"
+    script.answers = [kept, replicas(row("r0", "b", True, "done", "b"))]
+    assert publisher.publish("b", base, overwrite=True).serves("b"), "nothing was there to overwrite"
 
 
 def test_an_answer_that_is_no_status_is_an_error(tmp_path: Path) -> None:

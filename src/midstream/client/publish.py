@@ -250,7 +250,7 @@ def _check_place(bucket: Path, identity: str, overwrite: bool) -> None:
         raise PublishError(
             f"snapshot {identity!r} cannot be written: {f'{identity}/{inside[0]}'!r} lies inside it"
         )
-    if names and not overwrite:
+    if (names or place.is_file()) and not overwrite:
         raise PublishError(f"snapshot {identity!r} is already in the bucket {bucket}")
 
 
