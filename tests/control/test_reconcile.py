@@ -16,6 +16,7 @@ from midstream.control.reconcile import (
     loss,
     retry_delay_s,
     serves,
+    serving_generation,
 )
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
 from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
@@ -163,6 +164,21 @@ def test_what_serves_counts_as_done_although_loading_it_once_more_failed() -> No
     assert failure(WANT_A_AGAIN, seen, AGAIN_A) is None
     assert decide(WANT_A_AGAIN, seen, True) == Action(None, True)
     assert failure(OTHER_FILES, seen, AGAIN_A) == "short"
+
+
+def test_going_back_to_what_serves_loads_nothing() -> None:
+    loaded = [("a", 3, Stage.COMMITTING), ("a", 3, Stage.IDLE)]
+    back = [*loaded, ("b", 4, Stage.FETCHING), ("a", 5, Stage.IDLE)]
+    seen = ReplicaReport(
+        replica="r", boot="b", ready=True, snapshot="a", generation=5, transitions=moves(*back)
+    )
+    assert serving_generation(seen) == 3
+    assert decide(WANT_A_AGAIN, seen, True) == Action(None, True)
+    assert not serves(OTHER_FILES, seen, AGAIN_A), "other files have to be committed"
+    forgotten = msgspec.structs.replace(seen, transitions=seen.transitions[2:])
+    assert (serving_generation(forgotten), decide(WANT_A_AGAIN, forgotten, True)) == (5, Action(None, True))
+    nothing_left = msgspec.structs.replace(seen, transitions=())
+    assert serving_generation(nothing_left) == 5
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,14 @@ class FakeReplica:
         if machine.behind and machine.stage is not Stage.COMMITTING:
             accepted = machine.accepted
             assert accepted is not None
-            if accepted.snapshot == machine.serving:
-                machine._move(Event.DESIRED, accepted)  # a new generation of what serves is a new load
+            if (
+                self.content
+                and (accepted.snapshot == machine.serving)
+                and (accepted.fingerprint != self.content.fingerprint)
+            ):
+                machine._move(
+                    Event.DESIRED, accepted
+                )  # other files under the name of what serves are a new load
             else:
                 machine.begin()
         elif machine.stage in NEXT:

@@ -112,13 +112,19 @@ def serves(state: DeploymentState, report: ReplicaReport, desired: Desired) -> b
 
 
 def serving_generation(report: ReplicaReport) -> int:
-    """The generation under which the replica loaded what serves now; 0 for the base weights of its start."""
+    """The generation under which the replica loaded what serves now; 0 for the base weights of its start.
+
+    Only a commit loads: a replica that is told to go back to what it serves is idle again under a later generation,
+    but its weights, and what was done to its prompt cache, are those of the commit.
+    """
     if report.snapshot == BASE_SNAPSHOT:
         return 0
-    for moved in reversed(report.transitions):
-        if moved.stage is Stage.IDLE and moved.snapshot == report.snapshot:
-            return moved.generation
-    return report.generation if report.stage is Stage.IDLE else 0  # too long ago to be in the report
+    moves = report.transitions
+    idle = [i for i, m in enumerate(moves) if m.stage is Stage.IDLE and m.snapshot == report.snapshot]
+    committed = [i for i in idle if i > 0 and moves[i - 1].stage is Stage.COMMITTING]
+    if found := committed or idle:  # the commit may be too long ago to be in the report
+        return moves[found[-1]].generation
+    return report.generation if report.stage is Stage.IDLE else 0
 
 
 def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromptCache:
