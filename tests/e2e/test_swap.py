@@ -230,6 +230,30 @@ def test_a_snapshot_that_fails_verification_serves_no_token(
     assert serving_now(publisher) == {"short"}
 
 
+def test_files_overwritten_under_the_same_name_are_loaded_when_signalled_again(
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+) -> None:
+    def greedy() -> list[int]:
+        body = {"model": server.model, "prompt": [7, 8, 9], "max_tokens": 6, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json={**body, "return_token_ids": True}).json()
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    said = []
+    for seed in (10, 11):
+        if seed == 11:
+            shutil.rmtree(server.bucket / "again")
+        put(server, "again", tiny_model(seed=seed))
+        publisher.signal("again")
+        while any(r.stage not in ("done", "idle") for r in publisher.status().replicas):
+            pass
+        publisher.wait_until_ready("again", timeout_s=60)
+        said.append([greedy() for _ in range(4)])  # without a session: both replicas answer
+    assert all(answer == said[0][0] for answer in said[0])
+    assert all(answer == said[1][0] for answer in said[1])
+    assert said[0][0] != said[1][0]
+
+
 def test_a_killed_replica_comes_back_on_the_current_snapshot_and_only_its_sessions_move(
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
 ) -> None:

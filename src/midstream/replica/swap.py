@@ -56,6 +56,7 @@ class SwapMachine:
         self._seq = 0
         self.stage = Stage.IDLE
         self.serving = BASE_SNAPSHOT
+        self.loaded: Desired | None = None  # what serves, None: the base weights of the start
         self.accepted: Desired | None = None
         self.target: Desired | None = None
         self.error: str | None = None
@@ -86,7 +87,9 @@ class SwapMachine:
         """Take the accepted target into work; None when there is nothing to load since it serves already."""
         desired = self.accepted
         assert desired is not None
-        serves = desired.snapshot == self.serving
+        serves = desired.snapshot == self.serving and (
+            self.loaded is None or desired.fingerprint == self.loaded.fingerprint
+        )
         self._move(Event.ALREADY_SERVING if serves else Event.DESIRED, desired)
         return None if serves else desired
 
@@ -97,6 +100,7 @@ class SwapMachine:
         self._move(event, target)
         if event is Event.COMMITTED:
             self.serving = target.snapshot
+            self.loaded = target
 
     def fail(self, message: str) -> None:
         assert self.target is not None
