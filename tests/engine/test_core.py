@@ -394,3 +394,19 @@ def test_the_kv_cache_takes_the_memory_it_was_given(tiny_model: Callable[..., Pa
     assert core.info().max_model_len == 512
     with pytest.raises(ConfigError, match="holds 15 tokens of 2048 bytes, fewer than two blocks of 16"):
         EngineCore(tiny_model(), EngineSettings(kv_cache_memory="30.5KiB"))
+
+
+def test_kv_of_a_forward_pass_that_was_not_finite_is_never_reused(tiny_model: Callable[..., Path]) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    (prompt,) = prompts(1, 64, 65)
+    core.set_staged(core.stage(tiny_model(seed=1)))
+    core.commit("broken")
+    for parameter in core.runner.model.module.model.layers[0].parameters():
+        parameter.data.fill_(float("nan"))  # past what staging checks
+    failed = run(core, [request("r", prompt, echo=0)])["r", 0]
+    assert failed.error == "snapshot broken gave a logit that is not finite"
+    core.set_staged(core.stage(tiny_model()))  # checked before it serves, beside broken weights
+    core.commit("good")
+    again = run(core, [request("again", prompt)])["again", 0]
+    assert again.cached == 0
+    assert_equals_reference(reference(tiny_model()), prompt, again)

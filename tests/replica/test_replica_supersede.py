@@ -307,3 +307,18 @@ def test_a_sync_swap_says_how_many_requests_it_waits_for(
         await serves(replica, "v1")
 
     play(tmp_path, FakeEngine(), FakeSource(), scenario)
+
+
+def test_a_trainer_that_signals_faster_than_a_load_takes_does_not_starve_its_replica(tmp_path: Path) -> None:
+    engine, source = paced(stage=12, source=12)
+
+    async def scenario(replica: Replica) -> None:
+        boot = replica.boot
+        for generation in range(1, 31):
+            replica.desire(wanted(f"step-{generation}", generation))
+            await tick(9)
+        assert engine.switches, "thirty signals, and still on the base weights"
+        await serves(replica, "step-30")
+        check_agreement(replica, engine, boot)
+
+    play(tmp_path, engine, source, scenario)

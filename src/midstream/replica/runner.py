@@ -29,6 +29,11 @@ log = logging.getLogger(__name__)
 DRAIN_LOG_EVERY_S = 10.0
 
 
+#: So many attempts in a row are dropped for a newer target; the next is finished whatever comes, or a trainer that signals
+#: faster than a load takes would keep its replicas on old weights for ever.
+GIVEN_UP_MAX = 2
+
+
 class SnapshotSource(abc.ABC):
     """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await."""
 
@@ -73,6 +78,7 @@ class SwapRunner:
         self._on_engine_death = on_engine_death
         self._wake = asyncio.Event()
         self._attempt: asyncio.Task[None] | None = None
+        self._given_up_in_a_row = 0
         self._given_up = False  # the attempt in work is to end; the accepted target has to be taken up anew
         self.machine = machine
         self.last_swap: SwapTiming | None = None
@@ -81,7 +87,8 @@ class SwapRunner:
         """Take note of a target; returns at once. False when it is already accepted."""
         if not self.machine.accept(desired):
             return False
-        self._give_up()
+        if self._given_up_in_a_row < GIVEN_UP_MAX:
+            self._give_up()
         self._wake.set()
         self._on_change()
         return True
@@ -106,6 +113,7 @@ class SwapRunner:
             await self._to_its_end(attempt)
         finally:
             self._attempt = None
+        self._given_up_in_a_row = self._given_up_in_a_row + 1 if self._given_up else 0
         if not attempt.cancelled():
             attempt.result()
         elif not self._given_up:

@@ -208,9 +208,11 @@ class EngineCore:
             last = min(first + SCORED_ROWS_MAX, split)
             self._keep_scores(rows.scores[first:last], logits[first:last], routes)
         sampled = _sample(rows.samples, logits[split:]) if rows.samples else None
+        broken = _not_finite(rows, sampled)
         for work in works:
-            self._keep_last_sampled(work)
-            self._advance(work)
+            if work.seq not in broken:  # else its KV must not be found by anybody
+                self._keep_last_sampled(work)
+                self._advance(work)
         return self._report(rows, sampled, routes)
 
     def _keep_scores(
@@ -399,6 +401,14 @@ def _sample(samples: list[tuple[Work, int]], logits: torch.Tensor) -> Sampled:
     ]
     with torch.inference_mode():
         return sample(logits, rows)
+
+
+def _not_finite(rows: _Rows, sampled: Sampled | None) -> set[Sequence]:
+    """The sequences whose sample has no finite log-probability."""
+    if sampled is None:
+        return set()
+    pairs = zip(rows.samples, sampled.logprobs, strict=True)
+    return {work.seq for (work, _), logprob in pairs if not math.isfinite(logprob)}
 
 
 def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...]:

@@ -73,7 +73,7 @@ class EmbeddedEngine(Engine):
         self._send(m.Start(str(self._model_dir), self._settings))
         try:
             reply = await _receive(reader)
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise EngineDied("the engine process ended while loading the model") from error
         if isinstance(reply, m.Failed):
             await self._stop()

@@ -98,6 +98,8 @@ class Worker:
             case m.Abort(request_id, index):
                 self._core.abort(request_id, index)
             case m.StageSnapshot():
+                self._core.set_staged(None)  # one snapshot beside the serving one, never two
+                self._staged = None
                 self._answer(self._stager.submit(command))
             case m.Commit(call, snapshot):
                 self._commit(call, snapshot)
