@@ -216,7 +216,7 @@ class Reconciler:
             self._delivered[view.name] = (boot, desired.snapshot, desired.generation)
         except ReplicaUnavailable as error:
             logger.info("%s was not told to load %s: %s", view.name, desired.snapshot, error)
-        except Exception:
+        except Exception:  # logged whole; the next pass compares again and sends again
             logger.exception("%s was not told to load %s", view.name, desired.snapshot)
 
     def _sent(self, view: ReplicaView) -> None:
