@@ -147,7 +147,9 @@ class SwapRunner:
         except EngineDied as error:
             self._fail(f"the engine died: {error}")
             self._on_engine_death(str(error))
-        except Exception as error:  # any failure before COMMIT is the snapshot's error row; after it, the boot's end
+        except (
+            Exception
+        ) as error:  # any failure before COMMIT is the snapshot's error row; after it, the boot's end
             in_doubt = self.machine.stage is Stage.COMMITTING and not isinstance(error, StagingFailed)
             if in_doubt or not isinstance(error, SnapshotError | StagingFailed | OSError):
                 log.exception("loading snapshot %s failed unexpectedly", desired.snapshot)
