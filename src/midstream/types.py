@@ -77,6 +77,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         shared only between requests of equal salt.
     prompt_records: how many of the last prompt tokens to return records for (echo); 0 = none.
     want_kv_snapshots: tell which snapshots computed the KV (GenerationEvent.kv_snapshots).
+    grammar: what the generated text must match, in llguidance's Lark dialect or JSON; None: anything. Only for an engine
+        whose ModelInfo.grammars is true. Checked before (replica/grammar.py): one that does not compile ends in an error event.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     prompt_records: int = 0
     want_kv_snapshots: bool = False
+    grammar: str | None = None
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +200,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine serves. moe_layers and top_k are 0 on a dense model."""
+    """What an engine serves. moe_layers and top_k are 0 on a dense model. grammars: GenerateRequest.grammar is honoured."""
 
     max_model_len: int
     vocab_size: int
@@ -205,6 +208,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     num_experts: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    grammars: bool = False
 
 
 def served_model_name(model: str, snapshot: str) -> str:

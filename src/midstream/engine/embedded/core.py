@@ -18,12 +18,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from midstream.config import EngineSettings, parse_size
 from midstream.engine.embedded.attention import KVCache
 from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.runner import LoadedModel, Runner, load_beside, load_model, probe
 from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, score
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
@@ -88,6 +90,9 @@ class EngineCore:
             num_blocks, settings.block_size, model.routers, model.top_k, _route_dtype(model)
         )
         self._kv_snapshot = np.full(num_blocks * settings.block_size, NO_SNAPSHOT, dtype=np.int32)
+        self._constraints = Constraints.load(
+            model_dir, model.module.config.vocab_size, self.runner.info(0).eos_token_ids
+        )
         self._handles: dict[str, Handle] = {}
         self._failed_steps = 0
         self._step_ended = 0.0
@@ -108,7 +113,8 @@ class EngineCore:
     def info(self) -> ModelInfo:
         config = self.runner.model.module.config
         capacity = self.pool.total * self.pool.block_size
-        return self.runner.info(min(int(config.max_position_embeddings), capacity))
+        info = self.runner.info(min(int(config.max_position_embeddings), capacity))
+        return msgspec.structs.replace(info, grammars=self._constraints is not None)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -131,6 +137,7 @@ class EngineCore:
         followers = [Sequence(request, i, leader) for i in range(1, request.n)]
         self._handles[request.request_id] = Handle(request, [leader, *followers])
         for sequence in (leader, *followers):
+            sequence.matcher = self._matcher(request)
             self.scheduler.add(sequence)
         return []
 
@@ -195,7 +202,19 @@ class EngineCore:
         vocab = self.runner.model.module.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
             return f"prompt token ids must be 0 to {vocab - 1}"
+        try:
+            self._matcher(request)
+        except ValueError as error:
+            return f"the grammar cannot be used: {error}"
         return self.scheduler.check_fits(request)
+
+    def _matcher(self, request: GenerateRequest) -> Matcher | None:
+        """A matcher at the start of the request's grammar. Raises ValueError."""
+        if request.grammar is None:
+            return None
+        if self._constraints is None:
+            raise ValueError("this model's tokenizer does not work with grammars")
+        return self._constraints.matcher(request.grammar, request.sampling.stop_token_ids)
 
     def _run(self, works: list[Work]) -> list[Output]:
         rows = _rows_needed(works)
@@ -246,6 +265,10 @@ class EngineCore:
             seq = work.seq
             if seq.done:
                 continue  # another choice of its request failed in this step
+            if seq.matcher is not None and seq.matcher.error is not None:
+                message = f"the grammar cannot be followed: {seq.matcher.error}"
+                outputs += self._end_with_error([work], message)
+                continue
             if not math.isfinite(sampled.logprobs[i]):
                 outputs += self._end_with_error(
                     [work], f"snapshot {self.snapshot} gave a logit that is not finite"
@@ -308,6 +331,8 @@ class EngineCore:
         seq.last_sampled = (record.logprob, self._ordinal, route)
         self._generated_tokens += 1
         if record.token_id in seq.request.sampling.stop_token_ids:
+            return "stop"
+        if seq.matcher is not None and seq.matcher.accept(record.token_id):
             return "stop"
         return "length" if seq.generated >= seq.request.sampling.max_tokens else None
 
@@ -396,6 +421,7 @@ def _sample(samples: list[tuple[Work, int]], logits: torch.Tensor) -> Sampled:
             history=work.seq.tokens,
             prompt_len=work.seq.prompt_len,
             top_logprobs=work.seq.request.top_logprobs,
+            mask=None if work.seq.matcher is None else work.seq.matcher.mask(),
         )
         for work, _ in samples
     ]

@@ -1,6 +1,6 @@
 """From logits to tokens and log-probabilities.
 
-Owns: penalties, temperature and filters, the random stream, both kinds of log-probability.
+Owns: penalties, grammar masks, temperature and filters, the random stream, both kinds of log-probability.
 Always holds:
 - The random number of a token depends only on (seed, choice index, position): batch, cache and replica do not matter.
 - `logprob` is the raw model's (float32 log-softmax of the unmodified logits); `sampling_logprob` is the log-probability
@@ -37,7 +37,10 @@ def _mix64(z: int) -> int:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What the sampler needs to know of one sequence. history: prompt then generated tokens."""
+    """What the sampler needs to know of one sequence. history: prompt then generated tokens.
+
+    mask: the tokens its grammar allows, bit i (little-endian) for token i; None: all of them.
+    """
 
     params: SamplingParams
     index: int
@@ -45,6 +48,7 @@ class SampleRow:
     history: Sequence[int]
     prompt_len: int
     top_logprobs: int
+    mask: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Sampled:
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     """One token per row. logits: [rows, vocab], any float dtype, unmodified model output."""
     raw = torch.log_softmax(logits.float(), dim=-1)
-    scores = _penalised(logits.float(), rows)
+    scores = _masked(_penalised(logits.float(), rows), rows)
     temperatures = [r.params.temperature for r in rows]
     temperature = torch.tensor(temperatures, dtype=torch.float32, device=logits.device).unsqueeze(1)
     greedy = temperature < GREEDY_BELOW
@@ -115,6 +119,18 @@ def _penalised(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         for token, bias in params.logit_bias.items():
             scores[i, token] += bias
     return scores
+
+
+def _masked(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Minus infinity where a row's grammar forbids the token; rows without a grammar are untouched."""
+    masks = {i: r.mask for i, r in enumerate(rows) if r.mask is not None}
+    if not masks:
+        return scores
+    bits = np.frombuffer(b"".join(masks.values()), dtype=np.uint8).reshape(len(masks), -1)
+    allowed = np.unpackbits(bits, axis=1, count=scores.shape[-1], bitorder="little").view(np.bool_)
+    where = torch.tensor(list(masks), device=scores.device)
+    forbidden = ~torch.from_numpy(allowed).to(scores.device)
+    return scores.index_copy(0, where, scores[where].masked_fill(forbidden, -torch.inf))
 
 
 def _has_penalty(params: SamplingParams) -> bool:

@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from midstream.engine.embedded.blocks import BlockPool, OutOfBlocks, block_hash, root_hash
 from midstream.types import GenerateRequest, TopLogprob
+
+if TYPE_CHECKING:
+    from midstream.engine.embedded.constraint import Matcher
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,7 @@ class Sequence:
     told_epoch: int = -1  # when its KV provenance was last reported; -1: not since it was admitted
     announced: bool = False  # the event with cached_tokens and prompt records is out
     done: bool = False
+    matcher: Matcher | None = None  # what its next tokens must match
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)

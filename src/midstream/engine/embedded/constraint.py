@@ -1,0 +1,103 @@
+"""Grammars that generated text must match: compiled once, followed token by token. Imports no torch.
+
+Owns: the grammar library (llguidance) and the tokenizer as it wants it; one matcher per constrained sequence.
+Always holds:
+- A matcher's state is that of its sequence's generated tokens, so it outlives preemption and swaps: tokens stay.
+- A token that ends generation is allowed exactly where the grammar accepts. Where nothing else may follow, it is the only
+  one allowed; a request without such tokens ends there by itself.
+- A sequence without a grammar has no matcher and costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+COMPILED_MAX = 64  # grammars kept, least recently used out first
+
+
+class Constraints:
+    """The grammars of one model: `tokenizer_json` is the text of its tokenizer.json. Raises ValueError."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        eos = list(eos_token_ids) or None
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+        except ValueError as error:
+            if "too small" not in str(error):
+                raise
+            # More tokens than the model has logits for.
+            self._tokenizer = LLTokenizer(tokenizer_json, eos_token=eos)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @classmethod
+    def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Constraints | None:
+        """None when the directory has no tokenizer that the library can use; the log says why."""
+        file = model_dir / "tokenizer.json"
+        try:
+            return cls(file.read_text(encoding="utf-8"), vocab_size, eos_token_ids)
+        except (OSError, ValueError) as error:
+            logger.warning("grammars are refused: %s", error)
+            return None
+
+    def matcher(self, grammar: str, stop_token_ids: Sequence[int]) -> Matcher:
+        """A matcher at the beginning of `grammar` (llguidance's Lark dialect or JSON). Raises ValueError."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
+            compiled.compute_bitmask()  # fills the lexer tables that every copy begins with
+            if compiled.is_error():
+                raise ValueError(compiled.get_error())
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > COMPILED_MAX:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return Matcher(compiled.deep_copy(), self._tokenizer.eos_tokens, stop_token_ids)
+
+
+class Matcher:
+    """Where one sequence stands in its grammar. `error` says why it cannot go on."""
+
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: Sequence[int], stop_token_ids: Sequence[int]
+    ) -> None:
+        self._matcher = matcher
+        self._eos = tuple(eos_token_ids)
+        self._stops = tuple(stop_token_ids)
+        self.error: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Matcher(accepting={self._matcher.is_accepting()}, error={self.error!r})"
+
+    def mask(self) -> bytes | None:
+        """The tokens that may come next, bit i (little-endian) for token i; None when the matcher has failed."""
+        mask = bytearray(self._matcher.compute_bitmask())
+        if self._matcher.is_error():
+            self.error = self._matcher.get_error()
+            return None
+        accepting = any(mask[token >> 3] >> (token & 7) & 1 for token in self._eos)
+        for token in self._eos:
+            mask[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+        if accepting:
+            for token in self._stops:
+                mask[token >> 3] |= 1 << (token & 7)
+        if mask.count(0) == len(mask):
+            if not accepting:
+                self.error = "no token of the vocabulary continues the grammar"
+                return None
+            for token in self._eos:  # the end was not seen coming; the model's own end token marks it
+                mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask)
+
+    def accept(self, token: int) -> bool:
+        """Take a token allowed by `mask`. True: the grammar has ended and no stop token is waited for."""
+        if not self._matcher.consume_token(token):
+            self.error = self._matcher.get_error()
+            return False
+        return self._matcher.is_stopped() and (not self._stops or token in self._eos)
