@@ -28,6 +28,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_cache_tokens: int = 65536  # capacity of the paged KV cache
     kv_cache_memory: str | None = None  # its size instead, e.g. "512MiB" or "4GiB"; wins over kv_cache_tokens
     max_batch_tokens: int = 1024  # tokens computed in one step (chunked prefill above that)
+    max_prefill_tokens: int = (
+        256  # of these, prompt tokens beside decoding sequences: bounds the gap in their streams
+    )
     max_running: int = 128  # sequences stepped together
     max_waiting: int = 4096  # requests queued before 429
     threads: int = 1  # intra-op threads of one replica's engine
@@ -134,7 +137,14 @@ def _checked(settings: Settings) -> Settings:
         (settings.embedded.block_size >= 2, "embedded.block_size must be at least 2"),
         *(
             (getattr(settings.embedded, name) >= 1, f"embedded.{name} must be at least 1")
-            for name in ("max_batch_tokens", "max_running", "max_waiting", "threads", "silence_s_max")
+            for name in (
+                "max_batch_tokens",
+                "max_prefill_tokens",
+                "max_running",
+                "max_waiting",
+                "threads",
+                "silence_s_max",
+            )
         ),
         (
             settings.embedded.max_batch_tokens >= settings.embedded.max_running,

@@ -62,9 +62,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.content)
     @rule()
-    def clear(self) -> None:
-        self.pool.clear_cache()
-        self.content.clear()
+    def evict_all(self) -> None:
+        for block in [self.pool.allocate() for _ in range(self.pool.available)]:
+            self.pool.release(block)
+        self.content = {digest: block for digest, block in self.content.items() if self.references.get(block)}
 
     @invariant()
     def books_balance(self) -> None:

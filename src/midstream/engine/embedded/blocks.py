@@ -107,14 +107,6 @@ class BlockPool:
             self._hash[block] = digest
         return holder
 
-    def clear_cache(self) -> None:
-        """Forget every indexed block; those in use stay with their users and become free afterwards."""
-        for block in list(self._by_hash.values()):
-            self._hash[block] = None
-        self._by_hash.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
-
     def check(self) -> None:
         """Assert that the books balance."""
         free, cached = set(self._free), set(self._cached)

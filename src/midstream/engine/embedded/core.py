@@ -81,6 +81,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.pool,
             max_batch_tokens=settings.max_batch_tokens,
+            max_prefill_tokens=settings.max_prefill_tokens,
             max_running=settings.max_running,
             scored=lambda block, offset: self._scores.complete(block, offset, self._ordinal),
             on_allocate=lambda block: self._scores.forget(block),
@@ -227,12 +228,12 @@ class EngineCore:
             last = min(first + SCORED_ROWS_MAX, split)
             self._keep_scores(rows.scores[first:last], logits[first:last], routes)
         sampled = _sample(rows.samples, logits[split:]) if rows.samples else None
-        broken = _not_finite(rows, sampled)
+        broken = _not_finite(rows, sampled)  # their KV must not be found by anybody
+        self._keep_last_sampled([work.seq for work, _ in rows.samples if work.seq not in broken])
         for work in works:
-            if work.seq not in broken:  # else its KV must not be found by anybody
-                self._keep_last_sampled(work)
+            if work.seq not in broken:
                 self._advance(work)
-        return self._report(rows, sampled, routes)
+        return self._report(rows, sampled, broken, routes)
 
     def _keep_scores(
         self, scores: list[tuple[Work, int, int]], logits: torch.Tensor, routes: np.ndarray | None
@@ -247,21 +248,34 @@ class EngineCore:
             if top:
                 work.seq.prompt_tops[position + 1] = _alternatives(top)
 
-    def _keep_last_sampled(self, work: Work) -> None:
+    def _keep_last_sampled(self, sequences: SequenceOf[Sequence]) -> None:
         """The newest generated token gets its slot in the step that consumes it; its score is known since it was drawn."""
-        last = work.seq.last_sampled
-        if last is not None and work.last == len(work.seq.tokens):
-            logprob, ordinal, route = last
-            self._scores.write(self._slot(work.seq, work.last - 1), logprob, route, ordinal)
+        kept = [(seq, seq.last_sampled) for seq in sequences if seq.last_sampled is not None]
+        if not kept:
+            return
+        slots = [self._slot(seq, len(seq.tokens) - 1) for seq, _ in kept]
+        logprobs, ordinals, routes = zip(*(last for _, last in kept), strict=True)
+        self._scores.write(
+            np.array(slots),
+            np.array(logprobs),
+            None if routes[0] is None else self._scores.routes_of(b"".join(routes)),
+            np.array(ordinals),
+        )
 
     def _advance(self, work: Work) -> None:
         for own, holder in self.scheduler.advance(work):
             self._scores.copy(own, holder, self._ordinal)
 
-    def _report(self, rows: _Rows, sampled: Sampled | None, routes: np.ndarray | None) -> list[Output]:
+    def _report(
+        self, rows: _Rows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
+    ) -> list[Output]:
+        if sampled is None:
+            return []
         outputs: list[Output] = []
-        for i, (work, row) in enumerate(rows.samples):
-            assert sampled is not None
+        taken = None if routes is None else routes[[row for _, row in rows.samples]]
+        width = 0 if taken is None else taken[0].nbytes
+        packed = None if taken is None else taken.tobytes()
+        for i, (work, _) in enumerate(rows.samples):
             seq = work.seq
             if seq.done:
                 continue  # another choice of its request failed in this step
@@ -269,26 +283,35 @@ class EngineCore:
                 message = f"the grammar cannot be followed: {seq.matcher.error}"
                 outputs += self._end_with_error([work], message)
                 continue
-            if not math.isfinite(sampled.logprobs[i]):
+            if seq in broken:
                 outputs += self._end_with_error(
                     [work], f"snapshot {self.snapshot} gave a logit that is not finite"
                 )
                 continue
-            outputs.append((seq.request.request_id, self._event(seq, sampled, i, routes, row)))
+            route = None if packed is None else packed[i * width : (i + 1) * width]
+            outputs.append((seq.request.request_id, self._event(seq, sampled, i, route)))
         return outputs
 
-    def _event(
-        self, seq: Sequence, sampled: Sampled, i: int, routes: np.ndarray | None, row: int
-    ) -> GenerationEvent:
-        """Sample i of this step, computed at packed row `row`, as the next event of `seq`."""
-        prompt, cached = self._announce(seq)
-        tokens: tuple[TokenRecord, ...] = ()
+    def _event(self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None) -> GenerationEvent:
+        """Sample i of this step, whose pass took `route`, as the next event of `seq`."""
+        request = seq.request
         finish: FinishReason | None = "length"
-        if seq.request.sampling.max_tokens > 0:
-            route = None if routes is None else routes[row]
-            record = self._record(sampled, i, route if seq.request.want_routes else None)
+        tokens: tuple[TokenRecord, ...] = ()
+        announced = seq.announced
+        prompt, cached = (None, None) if announced else self._announce(seq)
+        if request.sampling.max_tokens > 0:
+            record = TokenRecord(
+                sampled.tokens[i],
+                sampled.logprobs[i],
+                sampled.sampling_logprobs[i],
+                self.snapshot,
+                route if request.want_routes else None,
+                _alternatives(sampled.top[i]),
+            )
             tokens, finish = (record,), self._append(seq, record, route)
-        kv_snapshots = self._provenance(seq, finish) if seq.request.want_kv_snapshots else None
+        if announced and finish is None and not request.want_kv_snapshots:
+            return GenerationEvent(index=seq.index, tokens=tokens)  # nearly all events
+        kv_snapshots = self._provenance(seq, finish) if request.want_kv_snapshots else None
         if finish is not None:
             self._finish(seq)
         return GenerationEvent(
@@ -316,30 +339,19 @@ class EngineCore:
             (self.snapshots[ordinals[start]], start, end) for start, end in zip(starts, ends, strict=True)
         )
 
-    def _record(self, sampled: Sampled, i: int, route: np.ndarray | None) -> TokenRecord:
-        return TokenRecord(
-            token_id=sampled.tokens[i],
-            logprob=sampled.logprobs[i],
-            sampling_logprob=sampled.sampling_logprobs[i],
-            snapshot=self.snapshot,
-            route=None if route is None else route.tobytes(),
-            top_logprobs=_alternatives(sampled.top[i]),
-        )
-
-    def _append(self, seq: Sequence, record: TokenRecord, route: np.ndarray | None) -> FinishReason | None:
+    def _append(self, seq: Sequence, record: TokenRecord, route: bytes | None) -> FinishReason | None:
+        sampling = seq.request.sampling
         seq.tokens.append(record.token_id)
         seq.last_sampled = (record.logprob, self._ordinal, route)
         self._generated_tokens += 1
-        if record.token_id in seq.request.sampling.stop_token_ids:
+        if record.token_id in sampling.stop_token_ids:
             return "stop"
         if seq.matcher is not None and seq.matcher.accept(record.token_id):
             return "stop"
-        return "length" if seq.generated >= seq.request.sampling.max_tokens else None
+        return "length" if seq.generated >= sampling.max_tokens else None
 
     def _announce(self, seq: Sequence) -> tuple[tuple[TokenRecord, ...] | None, int | None]:
-        """What the first event of a choice carries, once: prompt records and the number of cached prompt tokens."""
-        if seq.announced:
-            return None, None
+        """What the first event of a choice carries: prompt records and the number of cached prompt tokens."""
         prompt = self._prompt_records(seq) if seq.request.prompt_records else None
         seq.announced = True
         seq.prompt_tops.clear()
@@ -401,14 +413,13 @@ def _rows_needed(works: list[Work]) -> _Rows:
     samples: list[tuple[Work, int]] = []
     row = 0
     for work in works:
-        seq = work.seq
-        first = max(work.first, seq.first_scored - 1)
-        scores.extend(
-            (work, p, row + p - work.first) for p in range(first, min(work.last, seq.prompt_len - 1))
-        )
-        if work.last == len(seq.tokens):
-            samples.append((work, row + work.size - 1))
-        row += work.size
+        seq, first, last, _ = work
+        if first < seq.prompt_len - 1:  # not a decode
+            unscored = max(first, seq.first_scored - 1)
+            scores.extend((work, p, row + p - first) for p in range(unscored, min(last, seq.prompt_len - 1)))
+        row += last - first
+        if last == len(seq.tokens):
+            samples.append((work, row - 1))
     return _Rows(scores, samples)
 
 
@@ -431,14 +442,14 @@ def _sample(samples: list[tuple[Work, int]], logits: torch.Tensor) -> Sampled:
 
 def _not_finite(rows: _Rows, sampled: Sampled | None) -> set[Sequence]:
     """The sequences whose sample has no finite log-probability."""
-    if sampled is None:
+    if sampled is None or all(map(math.isfinite, sampled.logprobs)):
         return set()
     pairs = zip(rows.samples, sampled.logprobs, strict=True)
     return {work.seq for (work, _), logprob in pairs if not math.isfinite(logprob)}
 
 
 def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...]:
-    return tuple(TopLogprob(token, value) for token, value in pairs)
+    return tuple(TopLogprob(token, value) for token, value in pairs) if pairs else ()
 
 
 def _route_dtype(model: LoadedModel) -> np.dtype[np.unsignedinteger]:

@@ -4,7 +4,8 @@ Owns: the waiting queue, the running set, each sequence's blocks and its place i
 Always holds:
 - A sequence's tokens are prompt + generated; KV is valid for positions 0..computed-1, in its own blocks or shared ones.
 - Sequences with one token to compute (decode) go first, so a long prompt never keeps a stream out of a step; what is
-  left of the token budget goes to prefills in arrival order.
+  left of the token budget goes to prefills in arrival order, beside a decode at most `max_prefill_tokens` of it, so that
+  a long prompt never makes a stream's step long either.
 - When blocks run out a running sequence is preempted, the youngest that has not crossed a swap if there is one: its
   blocks are released, its tokens stay, and it recomputes later. Nothing already reported changes.
 - An admitted sequence can always finish: a request that could outgrow the pool is refused by `check_fits`.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from midstream.engine.embedded.blocks import BlockPool, OutOfBlocks, block_hash, root_hash
 from midstream.types import GenerateRequest, TopLogprob
@@ -40,7 +41,7 @@ class Sequence:
     computed: int = 0
     cursor: int = 0  # next position to run; below `computed` only to get logits there again
     cached_tokens: int | None = None  # set at first admission
-    last_sampled: tuple[float, int, Any] | None = (
+    last_sampled: tuple[float, int, bytes | None] | None = (
         None  # of the last generated token: raw logprob, snapshot, route
     )
     prompt_tops: dict[int, tuple[TopLogprob, ...]] = field(
@@ -51,13 +52,11 @@ class Sequence:
     announced: bool = False  # the event with cached_tokens and prompt records is out
     done: bool = False
     matcher: Matcher | None = None  # what its next tokens must match
+    prompt_len: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
+        self.prompt_len = len(self.tokens)
 
     @property
     def generated(self) -> int:
@@ -71,8 +70,7 @@ class Sequence:
         return max(1, self.prompt_len - self.request.prompt_records)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Compute positions first..last-1 of a sequence; those below `write_from` already have KV and write to scratch."""
 
     seq: Sequence
@@ -93,6 +91,7 @@ class Scheduler:
         pool: BlockPool,
         *,
         max_batch_tokens: int,
+        max_prefill_tokens: int,
         max_running: int,
         scored: Callable[[int, int], bool],
         on_allocate: Callable[[int], None],
@@ -102,6 +101,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.epoch = 0  # raised at every swap
         self._budget = max_batch_tokens
+        self._prefill_budget = max_prefill_tokens
         self._max_running = max_running
         self._scored = scored
         self._on_allocate = on_allocate
@@ -132,16 +132,24 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """The next step's work, decodes first. Allocates blocks, may preempt and admit."""
+        waiting = len(self.waiting)
         decodes: list[Work] = []
         prefills: list[Work] = []
         budget = self._budget
-        waiting = len(self.waiting)
-        for seq in sorted(self.running, key=_remaining_is_one, reverse=True):
+        unfinished = []  # prefills
+        for seq in tuple(self.running):
+            if len(seq.tokens) - seq.cursor > 1:
+                unfinished.append(seq)
+            elif budget > 0 and self._has_room(seq, 1):
+                decodes.append(_work(seq, 1))
+                budget -= 1
+        if decodes:
+            budget = min(budget, self._prefill_budget)
+        for seq in unfinished:
             size = min(budget, len(seq.tokens) - seq.cursor)
-            if size <= 0 or seq not in self.running or not self._ensure_blocks(seq, seq.cursor + size):
-                continue
-            budget -= size
-            (decodes if size == 1 else prefills).append(_work(seq, size))
+            if size > 0 and self._has_room(seq, size):
+                (decodes if size == 1 else prefills).append(_work(seq, size))
+                budget -= size
         preempted = len(self.waiting) > waiting
         while budget > 0 and self.waiting and not preempted and len(self.running) < self._max_running:
             seq = self.waiting[0]
@@ -151,7 +159,7 @@ class Scheduler:
             budget -= size
             (decodes if size == 1 else prefills).append(_work(seq, size))
         works = decodes + prefills
-        return [w for w in works if w.seq in self.running] if preempted else works
+        return [w for w in works if w.seq.blocks] if preempted else works
 
     def advance(self, work: Work) -> list[tuple[int, int]]:
         """Note that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
@@ -230,9 +238,12 @@ class Scheduler:
         self._on_allocate(block)
         return block
 
-    def _ensure_blocks(self, seq: Sequence, length: int) -> bool:
-        """Room for positions 0..length-1, preempting younger sequences if need be; False: `seq` itself was preempted."""
-        while len(seq.blocks) * self.pool.block_size < length:
+    def _has_room(self, seq: Sequence, size: int) -> bool:
+        """Make room for `size` more positions, preempting younger sequences if need be; False: `seq` was preempted, now or for
+        one before it (only then a running sequence holds no block)."""
+        if not seq.blocks:
+            return False
+        while len(seq.blocks) * self.pool.block_size < seq.cursor + size:
             try:
                 seq.blocks.append(self._allocate())
             except OutOfBlocks:
@@ -257,10 +268,6 @@ class Scheduler:
             self.pool.release(block)
         seq.blocks = []
         seq.indexed = seq.computed = seq.cursor = 0
-
-
-def _remaining_is_one(seq: Sequence) -> bool:
-    return len(seq.tokens) - seq.cursor == 1
 
 
 def _work(seq: Sequence, size: int) -> Work:

@@ -31,13 +31,21 @@ class ScoreStore:
         self._route = np.zeros((slots, moe_layers, top_k if moe_layers else 1), dtype=route_dtype)
 
     def write(
-        self, slots: np.ndarray | int, logprobs: np.ndarray | float, routes: np.ndarray | None, snapshot: int
+        self,
+        slots: np.ndarray,
+        logprobs: np.ndarray,
+        routes: np.ndarray | None,
+        snapshots: np.ndarray | int,
     ) -> None:
-        """routes: [len(slots), moe_layers, top_k], or of one slot without the first axis; None on a dense model."""
+        """logprobs: [len(slots)]; routes: [len(slots), moe_layers, top_k], None on a dense model; snapshots: one or of each."""
         self._logprob[slots] = logprobs
-        self._snapshot[slots] = snapshot
+        self._snapshot[slots] = snapshots
         if routes is not None:
             self._route[slots] = routes
+
+    def routes_of(self, packed: bytes) -> np.ndarray:
+        """[tokens, moe_layers, top_k] from the routes of tokens as `read` gives them, one after the other."""
+        return np.frombuffer(packed, dtype=self._route.dtype).reshape(-1, *self._route.shape[1:])
 
     def read(self, slot: int) -> tuple[float, int, bytes | None]:
         """(logprob, snapshot, route); the snapshot is NO_SNAPSHOT where nothing was scored."""

@@ -1,0 +1,83 @@
+"""What the scheduler puts into a step, without a model: sequences are advanced by hand."""
+
+from __future__ import annotations
+
+from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
+from midstream.types import GenerateRequest, SamplingParams
+
+
+def make_scheduler(
+    *, blocks: int = 129, max_batch_tokens: int = 256, max_prefill_tokens: int = 64
+) -> Scheduler:
+    return Scheduler(
+        BlockPool(blocks, 16),
+        max_batch_tokens=max_batch_tokens,
+        max_prefill_tokens=max_prefill_tokens,
+        max_running=8,
+        scored=lambda block, offset: False,
+        on_allocate=lambda block: None,
+    )
+
+
+def sequence(name: str, prompt: int, max_tokens: int = 100) -> Sequence:
+    """A salt of its own, so that no prefix is shared."""
+    sampling = SamplingParams(max_tokens=max_tokens)
+    request = GenerateRequest(
+        request_id=name, prompt=tuple(range(prompt)), sampling=sampling, salt=name.encode()
+    )
+    return Sequence(request, 0)
+
+
+def step(scheduler: Scheduler) -> list[tuple[str, int]]:
+    """Plan a step and pretend it was computed; (request, tokens of it in this step), in the plan's order."""
+    works = scheduler.plan()
+    for work in works:
+        scheduler.advance(work)
+        if work.last == len(work.seq.tokens):
+            work.seq.tokens.append(0)
+    return [(work.seq.request.request_id, work.size) for work in works]
+
+
+def test_a_long_prompt_beside_a_decoding_stream_is_computed_in_chunks_of_the_prefill_budget() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(sequence("stream", 10))
+    assert step(scheduler) == [("stream", 10)]
+    scheduler.add(sequence("long", 150))
+    assert [step(scheduler) for _ in range(4)] == [
+        [("stream", 1), ("long", 64)],
+        [("stream", 1), ("long", 64)],
+        [("stream", 1), ("long", 22)],
+        [("stream", 1), ("long", 1)],
+    ]
+
+
+def test_prompts_share_the_prefill_budget_in_the_order_they_came() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(sequence("stream", 10))
+    step(scheduler)
+    scheduler.add(sequence("first", 40))
+    scheduler.add(sequence("second", 40))
+    assert step(scheduler) == [("stream", 1), ("first", 40), ("second", 24)]
+    assert step(scheduler) == [("stream", 1), ("first", 1), ("second", 16)]
+
+
+def test_without_a_decoding_stream_prompts_take_the_whole_batch() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(sequence("a", 200))
+    scheduler.add(sequence("b", 200))
+    assert step(scheduler) == [("a", 200), ("b", 56)]
+    assert step(scheduler) == [("a", 1), ("b", 64)]
+
+
+def test_a_sequence_preempted_for_one_before_it_is_in_no_later_place_of_the_same_plan() -> None:
+    scheduler = make_scheduler(blocks=4)
+    for name in ("old", "young"):
+        scheduler.add(sequence(name, 16, max_tokens=30))
+    assert step(scheduler) == [("old", 16), ("young", 16)]
+    works = scheduler.plan()  # both need a second block, one is left
+    assert [(w.seq.request.request_id, w.size) for w in works] == [("old", 1)]
+    assert [s.request.request_id for s in scheduler.waiting] == ["young"]
+    assert isinstance(works[0], Work)
+    assert works[0].seq.blocks != []
+    scheduler.pool.check()
