@@ -232,7 +232,8 @@ class EngineCore:
         self._keep_last_sampled([work.seq for work, _ in rows.samples if work.seq not in broken])
         for work in works:
             if work.seq not in broken:
-                self._advance(work)
+                for own, holder in self.scheduler.advance(work):
+                    self._scores.copy(own, holder, self._ordinal)
         return self._report(rows, sampled, broken, routes)
 
     def _keep_scores(
@@ -262,20 +263,14 @@ class EngineCore:
             np.array(ordinals),
         )
 
-    def _advance(self, work: Work) -> None:
-        for own, holder in self.scheduler.advance(work):
-            self._scores.copy(own, holder, self._ordinal)
-
     def _report(
         self, rows: _Rows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
     ) -> list[Output]:
         if sampled is None:
             return []
         outputs: list[Output] = []
-        taken = None if routes is None else routes[[row for _, row in rows.samples]]
-        width = 0 if taken is None else taken[0].nbytes
-        packed = None if taken is None else taken.tobytes()
-        for i, (work, _) in enumerate(rows.samples):
+        packed, width = (None, 0) if routes is None else (routes.tobytes(), routes[0].nbytes)
+        for i, (work, row) in enumerate(rows.samples):
             seq = work.seq
             if seq.done:
                 continue  # another choice of its request failed in this step
@@ -288,7 +283,7 @@ class EngineCore:
                     [work], f"snapshot {self.snapshot} gave a logit that is not finite"
                 )
                 continue
-            route = None if packed is None else packed[i * width : (i + 1) * width]
+            route = None if packed is None else packed[row * width : (row + 1) * width]
             outputs.append((seq.request.request_id, self._event(seq, sampled, i, route)))
         return outputs
 

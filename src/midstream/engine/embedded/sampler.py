@@ -35,7 +35,7 @@ def _mix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made per token, and freezing doubles what that costs
 class SampleRow:
     """What the sampler needs to know of one sequence. history: prompt then generated tokens.
 

@@ -163,13 +163,9 @@ class Scheduler:
 
     def advance(self, work: Work) -> list[tuple[int, int]]:
         """Note that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
-        seq = work.seq
+        seq, size = work.seq, self.pool.block_size
         seq.cursor = work.last
         seq.computed = max(seq.computed, work.last)
-        return self._index_full_blocks(seq)
-
-    def _index_full_blocks(self, seq: Sequence) -> list[tuple[int, int]]:
-        size = self.pool.block_size
         duplicates = []
         while (seq.indexed + 1) * size <= seq.computed:
             number = seq.indexed
