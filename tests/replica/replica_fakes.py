@@ -13,16 +13,15 @@ from typing import Any
 
 import httpx
 import openai
-import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.errors import SnapshotCorrupt
 from midstream.names import ServedNames
-from midstream.replica.app import create_app
 from midstream.replica.chat import TextModel
 from midstream.replica.replica import Replica
 from midstream.replica.runner import SnapshotSource
+from midstream.replica.server import ReplicaServer
 from midstream.types import (
     BASE_SNAPSHOT,
     Desired,
@@ -294,6 +293,7 @@ class FakeSource(SnapshotSource):
 @dataclass
 class Running:
     replica: Replica
+    server: ReplicaServer
     engine: FakeEngine
     source: FakeSource
     url: str
@@ -330,28 +330,25 @@ def make_replica(directory: Path, engine: FakeEngine, source: FakeSource, **more
 
 
 @asynccontextmanager
-async def running(directory: Path, engine: FakeEngine, **more: Any) -> AsyncIterator[Running]:
+async def running(
+    directory: Path, engine: FakeEngine, token: str = "", **more: Any
+) -> AsyncIterator[Running]:
     source = FakeSource()
     replica = make_replica(directory, engine, source, **more)
     await replica.start()
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(
-        create_app(replica), lifespan="off", ws="none", log_level="warning", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    server = ReplicaServer(replica, listener, token)
+    await server.start()
     http = httpx.AsyncClient(base_url=url, timeout=20)
     sdk = openai.AsyncOpenAI(api_key="k", base_url=f"{url}/v1", max_retries=0, timeout=20)
     try:
-        yield Running(replica, engine, source, url, http, sdk)
+        yield Running(replica, server, engine, source, url, http, sdk)
     finally:
         await http.aclose()
         await sdk.close()
         await replica.close()
-        server.should_exit = True
-        await serving
-        listener.close()
+        await server.close()
 
 
 def sse(text: str) -> list[Any]:

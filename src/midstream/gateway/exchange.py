@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from midstream.errors import EngineFailed, MidstreamError, ReplicaUnavailable
-from midstream.gateway.http1 import ClientConnection, Request, error_response
 from midstream.gateway.metrics import Histogram
 from midstream.gateway.upstream import UpstreamConnection
+from midstream.http1 import ClientConnection, Request, error_response
 from midstream.types import HEADER_TENANT
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from midstream.config import GatewaySettings
 from midstream.errors import MidstreamError, NotFound, ReplicaUnavailable
 from midstream.gateway.auth import Authenticator
 from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
-from midstream.gateway.http1 import ClientConnection, Exchange, Request
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Candidate, Decision, Session, place_request, place_session, stays
 from midstream.gateway.replicas import ReplicaSet, ReplicaView, token_header
 from midstream.gateway.sessions import SessionTable, session_key
 from midstream.gateway.upstream import UpstreamPool
+from midstream.http1 import ClientConnection, Exchange, Request
 from midstream.names import ServedNames
 from midstream.types import HEADER_SESSION
 

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from midstream.config import GatewaySettings
-from midstream.gateway.http1 import ClientConnection, Limits
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.proxy import Proxy
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.upstream import UpstreamPool
+from midstream.http1 import ClientConnection, Limits
 from midstream.names import ServedNames
 
 LISTEN_BACKLOG = 4096

@@ -1,18 +1,17 @@
 """One replica process: the embedded engine, its files, and the HTTP app around them.
 
-Owns: wiring concrete classes, and the uvicorn server. Run as `python -m midstream.launch.replica` by the supervisor.
+Owns: wiring concrete classes. Run as `python -m midstream.launch.replica` by the supervisor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from midstream.engine.base import EngineDied
@@ -30,11 +29,10 @@ from midstream.launch.child import (
 )
 from midstream.names import ServedNames
 from midstream.replica.admission import Door
-from midstream.replica.app import create_app
 from midstream.replica.chat import TextModel
 from midstream.replica.replica import Replica
 from midstream.replica.runner import SnapshotSource
-from midstream.replica.token import TokenGuard
+from midstream.replica.server import ReplicaServer
 from midstream.snapshots.cache import SnapshotCache
 from midstream.snapshots.layout import CheckpointSpec
 from midstream.snapshots.layout import read_spec as read_checkpoint
@@ -68,12 +66,6 @@ class CachedSource(SnapshotSource):
         await asyncio.to_thread(self._cache.prune, keep)
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # stop_requested() has them
-
-
 async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
     model_dir = Path(spec.model_dir)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
@@ -88,19 +80,12 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,
     )
-    server = _Server(
-        uvicorn.Config(
-            TokenGuard(create_app(replica), spec.token),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=3600,  # the gateway decides when its connections end
-            timeout_graceful_shutdown=1,  # requests have ended by then; event streams never do
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    server = ReplicaServer(replica, sock, spec.token)
     try:
+        await server.start()
         await replica.start()
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection needs to look at it while streams wait
         announce(Listening(port=sock.getsockname()[1]))
         await stop_requested()
         replica.gate.set(Door.DOWN)
@@ -108,9 +93,8 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
             async with asyncio.timeout(STOP_GRACE_S):
                 await replica.gate.drained()
     finally:
-        server.should_exit = True
         await replica.close()
-        await asyncio.gather(serving, return_exceptions=True)
+        await server.close()
     return 0
 
 

@@ -1,239 +1,325 @@
-"""The HTTP server of one replica: inference paths, report, events, desired snapshot.
+"""What each path of a replica's port does: inference, report, events, desired snapshot.
 
-Owns: the mapping between ASGI and replica/service.py, and nothing else.
-Always holds: every error has the one shape of errors.py; the head of a stream is sent with its first event, so an error
-before that has its own status; a stream that fails after it ends with an error event and without [DONE]; a client that
-disconnects ends its generation at once, streaming or not.
+Owns: the mapping between HTTP exchanges (http1.py) and replica/service.py, and nothing else.
+Always holds: without the right token no request gets as far as its body; every error has the one shape of errors.py; the
+head of a stream is sent with its first event, so an error before that has its own status; a stream that fails after it ends
+with an error event and without [DONE]; a client that disconnects ends its generation at once, streaming or not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from email.utils import formatdate
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from midstream.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
+from midstream.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
+from midstream.http1 import ClientConnection, Exchange, Request, response_head
 from midstream.replica.checked import Kind
 from midstream.replica.encode import error_event
 from midstream.replica.replica import Replica
 from midstream.replica.service import Generation
-from midstream.types import Desired
+from midstream.types import HEADER_TOKEN, Desired
 
 log = logging.getLogger(__name__)
 
 REPORT_GAP_S = 0.05  # changes closer together than this share one line of the event stream
 REPORT_AT_LEAST_EVERY_S = 1.0
-_PREFIXES = ("/v1", "/inference/v1")
+_PREFIXES = (b"/v1", b"/inference/v1")
 _JSON = "application/json"
+_TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
+
+Answer = tuple[int, Any]  # status, and what the JSON body says
 
 
 class MethodNotAllowed(MidstreamError):
     status = 405
     code = "method_not_allowed"
 
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self._allowed = allowed
 
-def create_app(replica: Replica) -> Starlette:
-    """The replica must be started and closed by the caller."""
-    routes = [
-        Route("/health", _health(replica), methods=["GET"]),
-        Route("/replica/report", _report(replica), methods=["GET"]),
-        Route("/replica/events", _events(replica), methods=["GET"]),
-        Route("/replica/desired", _post_desired(replica), methods=["POST"]),
-    ]
-    for prefix in _PREFIXES:
-        chat, completion = InferenceEndpoint(replica, "chat"), InferenceEndpoint(replica, "completion")
-        routes.append(Route(f"{prefix}/chat/completions", chat, methods=["POST"]))
-        routes.append(Route(f"{prefix}/completions", completion, methods=["POST"]))
-        routes.append(Route(f"{prefix}/models", _models(replica), methods=["GET"]))
-    handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-        HTTPException: _on_error,
-        MidstreamError: _on_error,
-    }
-    return Starlette(routes=routes, exception_handlers=handlers)
+    def headers(self) -> dict[str, str]:
+        return {"allow": self._allowed}
 
 
-class InferenceEndpoint:
-    """An ASGI app for one kind of request, so that nothing stands between the engine's events and `send`."""
+class ReplicaApp:
+    """The http1.Service of one replica, which the caller starts and closes. token: what a caller must send; "": nothing."""
 
-    def __init__(self, replica: Replica, kind: Kind) -> None:
+    def __init__(self, replica: Replica, token: str = "") -> None:
+        self.draining = False
+        self.clients: set[ClientConnection] = set()
+        self._all_left = asyncio.Event()
+        self._all_left.set()
+        self._token = token.encode()
+        get, post = b"GET", b"POST"
+        self._routes: dict[bytes, tuple[bytes, Callable[[Request, ClientConnection], Exchange]]] = {
+            b"/health": (get, _at_once(lambda _: _health(replica))),
+            b"/replica/report": (get, _at_once(lambda _: (200, replica.report()))),
+            b"/replica/events": (get, lambda request, client: EventsExchange(request, client, replica)),
+            b"/replica/desired": (post, _at_once(lambda request: _desire(replica, request))),
+        }
+        for prefix in _PREFIXES:
+            self._routes |= {
+                prefix + b"/chat/completions": (post, _inference(replica, "chat")),
+                prefix + b"/completions": (post, _inference(replica, "completion")),
+                prefix + b"/models": (get, _at_once(lambda _: _models(replica))),
+            }
+
+    def __repr__(self) -> str:
+        return f"ReplicaApp({len(self.clients)} connections)"
+
+    def connected(self, client: ClientConnection) -> None:
+        self.clients.add(client)
+        self._all_left.clear()
+
+    def disconnected(self, client: ClientConnection) -> None:
+        self.clients.discard(client)
+        if not self.clients:
+            self._all_left.set()
+
+    async def all_left(self) -> None:
+        """Wait until no client connection is open."""
+        await self._all_left.wait()
+
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
+        if self._token and not hmac.compare_digest(headers.get(_TOKEN, b""), self._token):
+            raise Unauthorized("this replica answers its gateway only")
+
+    def refused(self, error: MidstreamError) -> None:
+        log.debug("refused: %s", error)
+
+    def exchange(self, request: Request, client: ClientConnection) -> Exchange:
+        path = request.target.partition(b"?")[0]
+        method, make = self._routes.get(path, (request.method, _nothing_here))
+        if method != request.method:
+            error = MethodNotAllowed(f"{_line(request)}: Method Not Allowed", method.decode())
+            return FailedExchange(request, client, error)
+        return make(request, client)
+
+
+class BaseExchange:
+    """What every exchange does: a head and a body, whole or in chunks. `fixed`: headers the response has in any case."""
+
+    def __init__(self, request: Request, client: ClientConnection) -> None:
+        self._request = request
+        self._client = client
+        self._fixed: dict[str, str] = {}
+        self._started = False
+        self._writable = asyncio.Event()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def client_paused(self) -> None:
+        self._writable.clear()
+
+    def client_resumed(self) -> None:
+        self._writable.set()
+
+    def client_gone(self) -> None:
+        """Nothing is under way."""
+
+    def cut(self, reason: str) -> None:
+        self._client.reset()
+
+    def _whole(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        head = {"content-type": _JSON, "content-length": str(len(data)), **headers}
+        self._head(status, head, data)
+
+    def _begin(self, headers: Mapping[str, str], data: bytes) -> None:
+        """The head of a response of unknown length, with its first data."""
+        framing = {} if self._request.http10 else {"transfer-encoding": "chunked"}
+        self._head(200, {**framing, **headers}, self._framed(data))
+
+    def _head(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self._started = True
+        headers = {"date": formatdate(usegmt=True), **headers, **self._fixed}
+        head = response_head(status, headers, close=self._client.closes_after_response)
+        self._client.write(head + body)
+
+    def _framed(self, data: bytes) -> bytes:
+        return data if self._request.http10 else b"%x\r\n%b\r\n" % (len(data), data)
+
+    def _end(self, last: bytes = b"") -> None:
+        """The end of a response that `_begin` began."""
+        last = self._framed(last) if last else b""
+        self._client.write(last if self._request.http10 else last + b"0\r\n\r\n")
+
+    def _fail(self, error: MidstreamError) -> None:
+        if self._started:
+            self._end(error_event(error.body()))
+        else:
+            self._whole(error.status, msgspec.json.encode(error.body()), error.headers())
+
+
+class FailedExchange(BaseExchange):
+    def __init__(self, request: Request, client: ClientConnection, error: MidstreamError) -> None:
+        super().__init__(request, client)
+        self._error = error
+
+    def start(self) -> None:
+        self._fail(self._error)
+        self._client.finish()
+
+
+class InstantExchange(BaseExchange):
+    """A question whose answer is known."""
+
+    def __init__(
+        self, request: Request, client: ClientConnection, answer: Callable[[Request], Answer]
+    ) -> None:
+        super().__init__(request, client)
+        self._answer = answer
+
+    def start(self) -> None:
+        try:
+            status, value = self._answer(self._request)
+            self._whole(status, msgspec.json.encode(value), {})
+        except MidstreamError as error:
+            self._fail(error)
+        self._client.finish()
+
+
+class TaskExchange(BaseExchange):
+    """A response that takes its time, in a task that ends when the client leaves."""
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def client_gone(self) -> None:
+        self._task.cancel()
+
+    def cut(self, reason: str) -> None:
+        self._task.cancel()
+        self._client.reset()
+
+    async def _run(self) -> None:
+        try:
+            await self._answer()
+        except MidstreamError as error:
+            self._fail(error)
+        except Exception:  # a bug: the client still gets the one error shape and no stream ends silently
+            log.exception("%s: unexpected failure", _line(self._request))
+            self._fail(MidstreamError("internal error; see the replica's log"))
+        self._client.finish()
+
+    async def _answer(self) -> None:
+        raise NotImplementedError
+
+    async def _drained(self) -> None:
+        """Returns when the client takes more."""
+        if not self._client.writable:
+            await self._writable.wait()
+
+
+class InferenceExchange(TaskExchange):
+    def __init__(self, request: Request, client: ClientConnection, replica: Replica, kind: Kind) -> None:
+        super().__init__(request, client)
         self._replica = replica
         self._kind: Kind = kind
+        self._headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in request.first.items()}
+        self._fixed = {
+            "x-request-id": self._headers.get("x-request-id") or uuid.uuid4().hex,
+            "fireworks-backend-host": replica.name,
+            "fireworks-deployment": replica.names.deployment,
+        }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        try:
-            body = await request.body()
-        except ClientDisconnect:
-            return
-        exchange = _Exchange(
-            send,
-            {
-                "x-request-id": request.headers.get("x-request-id") or uuid.uuid4().hex,
-                "fireworks-backend-host": self._replica.name,
-                "fireworks-deployment": self._replica.names.deployment,
-            },
-        )
-        answer = asyncio.create_task(self._answer(exchange, request, body))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            answer_done = answer.done()
-            for task in (answer, gone):
-                task.cancel()
-            await asyncio.wait((answer, gone))
-        if answer_done:
-            answer.result()
+    async def _answer(self) -> None:
+        service = self._replica.service
+        if service is None:
+            raise ReplicaUnavailable("the engine is starting; retry this request")
+        async with service.admitted(self._kind, self._request.body, self._headers) as generation:
+            if generation.checked.stream:
+                await self._stream(generation)
+            else:
+                data = await generation.plain()
+                self._whole(200, data, generation.headers(done=True))
 
-    async def _answer(self, exchange: _Exchange, request: Request, body: bytes) -> None:
-        try:
-            service = self._replica.service
-            if service is None:
-                raise ReplicaUnavailable("the engine is starting; retry this request")
-            async with service.admitted(self._kind, body, request.headers) as generation:
-                if generation.checked.stream:
-                    await exchange.stream(generation)
-                else:
-                    data = await generation.plain()
-                    await exchange.whole(200, data, generation.headers(done=True))
-        except MidstreamError as error:
-            await exchange.fail(error)
-        except OSError:  # the connection broke under `send`
-            log.debug("%s: the client went away", exchange.request_id)
-        except Exception:  # a bug: the client still gets the one error shape and no stream ends silently
-            log.exception("%s: unexpected failure", exchange.request_id)
-            await exchange.fail(MidstreamError("internal error; see the replica's log"))
-
-
-class _Exchange:
-    """The response of one inference request, whichever way it goes. `fixed`: headers it has in any case."""
-
-    def __init__(self, send: Send, fixed: dict[str, str]) -> None:
-        self._send = send
-        self._started = False
-        self._fixed = fixed
-
-    @property
-    def request_id(self) -> str:
-        return self._fixed["x-request-id"]
-
-    async def whole(self, status: int, data: bytes, headers: dict[str, str]) -> None:
-        headers = {"content-type": _JSON, "content-length": str(len(data)), **headers}
-        await self._start(status, headers)
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
-
-    async def stream(self, generation: Generation) -> None:
+    async def _stream(self, generation: Generation) -> None:
         async with aclosing(generation.stream()) as events:
             async for data in events:
-                if not self._started:
+                if self._started:
+                    self._client.write(self._framed(data))
+                else:
                     fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                    await self._start(200, {**fixed, **generation.headers(done=False)})
-                await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def fail(self, error: MidstreamError) -> None:
-        if not self._started:
-            await self.whole(error.status, msgspec.json.encode(error.body()), error.headers())
-            return
-        event = error_event(error.body())
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
-
-    async def _start(self, status: int, headers: dict[str, str]) -> None:
-        self._started = True
-        headers = headers | self._fixed
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+                    self._begin({**fixed, **generation.headers(done=False)}, data)
+                await self._drained()
+        self._end()
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class EventsExchange(TaskExchange):
+    """The report as a line of JSON, now and after every change, until the replica is closed."""
 
+    def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
+        super().__init__(request, client)
+        self._replica = replica
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def _health(replica: Replica) -> Handler:
-    async def health(_: Request) -> Response:
-        if replica.ready:
-            return _json(200, {"status": "ok"})
-        raise ReplicaUnavailable("the engine is not ready")
-
-    return health
-
-
-def _models(replica: Replica) -> Handler:
-    async def models(_: Request) -> Response:
-        report = replica.report()
-        model = {
-            "id": replica.names.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "midstream",
-            "snapshot": report.snapshot,
-        }
-        return _json(200, {"object": "list", "data": [model]})
-
-    return models
-
-
-def _report(replica: Replica) -> Handler:
-    async def report(_: Request) -> Response:
-        return _json(200, replica.report())
-
-    return report
-
-
-def _events(replica: Replica) -> Handler:
-    async def lines() -> AsyncIterator[bytes]:
+    async def _answer(self) -> None:
+        replica = self._replica
         while not replica.closed:
             changed = asyncio.create_task(replica.changed(REPORT_AT_LEAST_EVERY_S))
             try:
-                yield msgspec.json.encode(replica.report()) + b"\n"
+                line = msgspec.json.encode(replica.report()) + b"\n"
+                if self._started:
+                    self._client.write(self._framed(line))
+                else:
+                    self._begin({"content-type": "application/x-ndjson"}, line)
+                await self._drained()
                 await asyncio.sleep(REPORT_GAP_S)
                 await changed
             finally:
                 changed.cancel()
-
-    async def events(_: Request) -> Response:
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
-
-    return events
+        if not self._started:
+            raise ReplicaUnavailable("the replica is closed")
+        self._end()
 
 
-def _post_desired(replica: Replica) -> Handler:
-    async def desired(request: Request) -> Response:
-        try:
-            wanted = _desired.decode(await request.body())
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"not a desired snapshot: {error}") from error
-        replica.desire(wanted)
-        return _json(202, replica.report())
-
-    return desired
+def _at_once(answer: Callable[[Request], Answer]) -> Callable[[Request, ClientConnection], Exchange]:
+    return lambda request, client: InstantExchange(request, client, answer)
 
 
-def _json(status: int, value: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, media_type=_JSON)
+def _inference(replica: Replica, kind: Kind) -> Callable[[Request, ClientConnection], Exchange]:
+    return lambda request, client: InferenceExchange(request, client, replica, kind)
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers = dict(error.headers or {})  # allow, with a 405
-        kind = MethodNotAllowed if error.status_code == 405 else NotFound
-        error = kind(f"{request.method} {request.url.path}: {error.detail}")
-    assert isinstance(error, MidstreamError)
-    return _json(error.status, error.body(), headers | error.headers())
+def _nothing_here(request: Request, client: ClientConnection) -> Exchange:
+    return FailedExchange(request, client, NotFound(f"{_line(request)}: Not Found"))
+
+
+def _line(request: Request) -> str:
+    return f"{request.method.decode()} {request.target.partition(b'?')[0].decode('latin-1')}"
+
+
+def _health(replica: Replica) -> Answer:
+    if not replica.ready:
+        raise ReplicaUnavailable("the engine is not ready")
+    return 200, {"status": "ok"}
+
+
+def _models(replica: Replica) -> Answer:
+    model = {
+        "id": replica.names.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "midstream",
+        "snapshot": replica.report().snapshot,
+    }
+    return 200, {"object": "list", "data": [model]}
+
+
+def _desire(replica: Replica, request: Request) -> Answer:
+    try:
+        wanted = _desired.decode(request.body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"not a desired snapshot: {error}") from error
+    replica.desire(wanted)
+    return 202, replica.report()

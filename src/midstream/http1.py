@@ -1,7 +1,7 @@
-"""The client side of the data path: HTTP/1.1 requests in, bytes out, on a raw asyncio protocol.
+"""HTTP/1.1 requests in, bytes out, on a raw asyncio protocol: the server side of the gateway's and the replicas' ports.
 
 Owns: one client connection: parsing, limits, refusals, keep-alive, pipelining order, and its timeouts. What a request
-means is the service's business (gateway/proxy.py).
+means is the service's business (gateway/proxy.py, replica/app.py).
 Always holds:
 - Requests of a connection are served one at a time, in the order they came.
 - A request that two parsers could frame differently is refused and its connection closed.
@@ -90,14 +90,15 @@ def error_response(
 ) -> bytes:
     """A whole HTTP response in the API's error shape; `extra` holds further header lines."""
     body = msgspec.json.encode(error.body())
-    lines = [
-        _STATUS_LINES[error.status],
-        b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body),
-        *(f"{name}: {value}\r\n".encode() for name, value in error.headers().items()),
-        extra,
-        b"connection: close\r\n\r\n" if close else b"\r\n",
-    ]
-    return b"".join(lines) + (body if with_body else b"")
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    return response_head(error.status, headers, close=close, extra=extra) + (body if with_body else b"")
+
+
+def response_head(status: int, headers: Mapping[str, str], *, close: bool, extra: bytes = b"") -> bytes:
+    """Status line and headers up to the blank line; `extra` holds further header lines."""
+    lines = [f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items()]
+    end = b"connection: close\r\n\r\n" if close else b"\r\n"
+    return b"".join((_STATUS_LINES[status], *lines, extra, end))
 
 
 class ClientConnection(asyncio.Protocol):
