@@ -17,6 +17,7 @@ from midstream.errors import ConfigError
 
 EngineKind = Literal["embedded", "vllm"]
 Dtype = Literal["bfloat16", "float32"]
+Kernels = Literal["auto", "native", "torch"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +25,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     dtype: Dtype | None = None  # None: the checkpoint's own
     device: str = "cpu"
+    kernels: Kernels = "auto"  # native: our compiled CPU kernels or no start; torch: never; auto: where they can
     block_size: int = 16
     kv_cache_tokens: int = 65536  # capacity of the paged KV cache
     kv_cache_memory: str | None = None  # its size instead, e.g. "512MiB" or "4GiB"; wins over kv_cache_tokens

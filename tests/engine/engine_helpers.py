@@ -8,11 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.native.library import NoCompiler
+from midstream.engine.embedded.native.library import kernels as native_kernels
 from midstream.types import GenerateRequest, SamplingParams, TokenRecord
+
+
+def needs_compiler(kernels: str) -> None:
+    """Skip what needs the native kernels on a machine that cannot build them."""
+    if kernels == "native":
+        try:
+            native_kernels("f32")
+        except NoCompiler as error:
+            pytest.skip(str(error))
 
 
 @dataclass

@@ -5,22 +5,40 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from engine_helpers import Collected, Reference, reference, request, run
+from engine_helpers import Collected, Reference, needs_compiler, reference, request, run
 from safetensors.torch import load_file, save_file
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.runner import UnsupportedModel
+from midstream.engine.embedded.fused import FusedDecoder
+from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.errors import ConfigError
 from midstream.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds for both ways of running the model."""
+    needs_compiler(request.param)
+    KERNELS.append(request.param)
+    yield
+    KERNELS.pop()
+
+
+KERNELS: list[Any] = []
+
+
+def settings(**changes: Any) -> EngineSettings:
+    return EngineSettings(kernels=KERNELS[-1], **changes)
 
 
 def prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
@@ -47,7 +65,7 @@ def test_records_equal_a_plain_forward_cold_and_warm(
     tiny_model: Callable[..., Path], batch_tokens: int, count: int
 ) -> None:
     model = tiny_model()
-    core = EngineCore(model, EngineSettings(max_batch_tokens=batch_tokens, max_running=batch_tokens))
+    core = EngineCore(model, settings(max_batch_tokens=batch_tokens, max_running=batch_tokens))
     ref = reference(model)
     given = prompts(count, 1, 120)
     cold = run(core, [request(f"cold{i}", p, seed=i) for i, p in enumerate(given)])
@@ -61,8 +79,8 @@ def test_records_equal_a_plain_forward_cold_and_warm(
 def test_bfloat16_tokens_do_not_depend_on_batch_chunks_or_cache(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(dtype="bfloat16")
     given = prompts(12, 1, 140)
-    alone = EngineCore(model, EngineSettings())
-    together = EngineCore(model, EngineSettings(max_batch_tokens=48))
+    alone = EngineCore(model, settings())
+    together = EngineCore(model, settings(max_batch_tokens=48))
     expected = [
         run(alone, [request(f"{i}", p, seed=i, max_tokens=24, salt=b"%d" % i)])[f"{i}", 0]
         for i, p in enumerate(given)
@@ -78,8 +96,8 @@ def test_preempted_sequences_report_the_same_records(tiny_model: Callable[..., P
     model = tiny_model(dtype="bfloat16")
     given = prompts(6, 20, 40)
     wanted = [request(f"{i}", p, seed=i, max_tokens=60, echo=0) for i, p in enumerate(given)]
-    roomy = run(EngineCore(model, EngineSettings()), wanted)
-    tight_core = EngineCore(model, EngineSettings(kv_cache_tokens=256))
+    roomy = run(EngineCore(model, settings()), wanted)
+    tight_core = EngineCore(model, settings(kv_cache_tokens=256))
     preemptions = 0
     release = tight_core.scheduler._preempt
 
@@ -98,7 +116,7 @@ def test_preempted_sequences_report_the_same_records(tiny_model: Callable[..., P
 def test_a_swap_labels_each_token_with_the_weights_that_made_it(tiny_model: Callable[..., Path]) -> None:
     """Recomputed by hand: positions before the switch keep the KV of the old weights, later ones use the new."""
     old, new = tiny_model(seed=0), tiny_model(seed=1)
-    core = EngineCore(old, EngineSettings())
+    core = EngineCore(old, settings())
     given = prompts(4, 30, 60)
 
     def swap(step: int) -> None:
@@ -133,7 +151,7 @@ def test_an_echo_after_a_swap_is_scored_by_the_snapshot_it_is_labelled_with(
     tiny_model: Callable[..., Path],
 ) -> None:
     old, new = tiny_model(seed=0), tiny_model(seed=1)
-    core = EngineCore(old, EngineSettings())
+    core = EngineCore(old, settings())
     (prompt,) = prompts(1, 64, 65)
     before = run(core, [request("before", prompt)])["before", 0]
     core.set_staged(core.stage(new))
@@ -152,7 +170,7 @@ def test_an_echo_after_a_swap_is_scored_by_the_snapshot_it_is_labelled_with(
 
 
 def test_no_cache_hit_crosses_a_salt(tiny_model: Callable[..., Path]) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     (prompt,) = prompts(1, 80, 81)
     run(core, [request("a", prompt, salt=b"one", echo=0)])
     other = run(core, [request("b", prompt, salt=b"two", echo=0)])["b", 0]
@@ -163,7 +181,7 @@ def test_no_cache_hit_crosses_a_salt(tiny_model: Callable[..., Path]) -> None:
 def test_choices_share_one_prefill_and_differ_by_their_random_stream(
     tiny_model: Callable[..., Path],
 ) -> None:
-    core = EngineCore(tiny_model(dtype="bfloat16"), EngineSettings())
+    core = EngineCore(tiny_model(dtype="bfloat16"), settings())
     (prompt,) = prompts(1, 64, 65)
     both = run(core, [request("n", prompt, n=3, echo=0, max_tokens=16)])
     assert [both["n", i].cached for i in range(3)] == [0, 64, 64]
@@ -176,7 +194,7 @@ def test_a_turn_that_continues_a_rollout_finds_its_generated_tokens_cached_with_
     tiny_model: Callable[..., Path],
 ) -> None:
     model = tiny_model()
-    core = EngineCore(model, EngineSettings())
+    core = EngineCore(model, settings())
     (prompt,) = prompts(1, 40, 41)
     first = run(core, [request("t1", prompt, max_tokens=40)])["t1", 0]
     second_prompt = prompt + [r.token_id for r in first.tokens] + [10, 11, 12]
@@ -187,7 +205,7 @@ def test_a_turn_that_continues_a_rollout_finds_its_generated_tokens_cached_with_
 
 def test_scoring_without_generation_returns_the_prompt_alone(tiny_model: Callable[..., Path]) -> None:
     model = tiny_model()
-    core = EngineCore(model, EngineSettings())
+    core = EngineCore(model, settings())
     (prompt,) = prompts(1, 48, 49)
     got = run(core, [request("score", prompt, max_tokens=0)])["score", 0]
     assert (got.tokens, got.finish) == ([], "length")
@@ -195,7 +213,7 @@ def test_scoring_without_generation_returns_the_prompt_alone(tiny_model: Callabl
 
 
 def test_echo_last_returns_only_the_last_records_aligned(tiny_model: Callable[..., Path]) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     (prompt,) = prompts(1, 50, 51)
     whole = run(core, [request("whole", prompt, salt=b"w")])["whole", 0]
     last = run(core, [request("last", prompt, echo=7)])["last", 0]
@@ -205,7 +223,7 @@ def test_echo_last_returns_only_the_last_records_aligned(tiny_model: Callable[..
 
 
 def test_generation_ends_at_a_stop_token_and_keeps_it(tiny_model: Callable[..., Path]) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     free = run(core, [request("free", [1, 2, 3], max_tokens=12)])["free", 0]
     stop = free.tokens[5].token_id
     first = [r.token_id for r in free.tokens].index(stop)
@@ -217,7 +235,7 @@ def test_generation_ends_at_a_stop_token_and_keeps_it(tiny_model: Callable[..., 
 def test_an_aborted_request_gives_its_blocks_back_and_the_others_go_on(
     tiny_model: Callable[..., Path],
 ) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     core.add(request("gone", list(range(100)), max_tokens=500, n=2))
     core.add(request("stays", [7, 8, 9], max_tokens=20))
     for _ in range(5):
@@ -241,7 +259,7 @@ def test_an_aborted_request_gives_its_blocks_back_and_the_others_go_on(
 def test_a_request_that_can_never_run_is_refused_with_the_reason(
     tiny_model: Callable[..., Path], bad: object, message: str
 ) -> None:
-    core = EngineCore(tiny_model(), EngineSettings(kv_cache_tokens=4096))
+    core = EngineCore(tiny_model(), settings(kv_cache_tokens=4096))
     ((request_id, event),) = core.add(bad)  # type: ignore[arg-type]
     assert request_id == "r"
     assert message in (event.error or "")
@@ -252,7 +270,7 @@ def test_after_a_preemption_a_kept_logprob_still_comes_with_the_route_of_its_own
     tiny_model: Callable[..., Path],
 ) -> None:
     """Recomputed under other weights, a position takes another route; what was reported once must not change."""
-    core = EngineCore(tiny_model(dtype="bfloat16"), EngineSettings())
+    core = EngineCore(tiny_model(dtype="bfloat16"), settings())
     (prompt,) = prompts(1, 40, 41)
     wanted = request("r", prompt, max_tokens=24)
     core.add(wanted)
@@ -280,7 +298,7 @@ def test_after_a_preemption_a_kept_logprob_still_comes_with_the_route_of_its_own
 def test_alternatives_of_prompt_tokens_survive_chunked_prefill(
     tiny_model: Callable[..., Path], batch_tokens: int
 ) -> None:
-    core = EngineCore(tiny_model(), EngineSettings(max_batch_tokens=batch_tokens, max_running=16))
+    core = EngineCore(tiny_model(), settings(max_batch_tokens=batch_tokens, max_running=16))
     (prompt,) = prompts(1, 64, 65)
     wanted = GenerateRequest(
         request_id="r",
@@ -298,7 +316,7 @@ def test_alternatives_of_prompt_tokens_survive_chunked_prefill(
 def test_a_snapshot_with_weights_that_are_not_finite_is_not_staged(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model(seed=1), broken)
     tensors = load_file(broken / "model.safetensors")
@@ -312,7 +330,7 @@ def test_staging_leaves_the_default_dtype_alone_and_gives_the_serving_dtypes(
     tiny_model: Callable[..., Path],
 ) -> None:
     """torch's default dtype is process-wide: a load that changes it would change what a running step samples."""
-    core = EngineCore(tiny_model(dtype="bfloat16"), EngineSettings())
+    core = EngineCore(tiny_model(dtype="bfloat16"), settings())
     seen: set[torch.dtype] = set()
     done = threading.Event()
 
@@ -326,13 +344,16 @@ def test_staging_leaves_the_default_dtype_alone_and_gives_the_serving_dtypes(
     done.set()
     watcher.join()
     assert seen == {torch.float32}
-    serving = {n: p.dtype for n, p in core.runner.model.module.named_parameters()}
+    assert {dtype for _, dtype in core.runner.model.shapes.values()} == {
+        torch.bfloat16,
+        torch.float32,
+    }  # inv_freq
     for model in models:
-        assert {n: p.dtype for n, p in model.module.named_parameters()} == serving
+        assert model.shapes == core.runner.model.shapes
 
 
 def test_sampling_does_not_depend_on_the_default_dtype(tiny_model: Callable[..., Path]) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     wanted = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "top_k": 50, "max_tokens": 12, "seed": 4}
     expected = run(core, [request("a", [1, 2, 3], **wanted)])["a", 0].tokens
     torch.set_default_dtype(torch.bfloat16)
@@ -347,7 +368,7 @@ def test_sampling_does_not_depend_on_the_default_dtype(tiny_model: Callable[...,
 
 
 def test_one_choice_can_be_ended_while_the_others_go_on(tiny_model: Callable[..., Path]) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     core.add(request("r", [1, 2, 3], n=3, max_tokens=30, echo=0))
     seen = [output for _ in range(6) for output in core.step()]
     core.abort("r", 1)
@@ -362,7 +383,7 @@ def test_one_choice_can_be_ended_while_the_others_go_on(tiny_model: Callable[...
 def test_kv_provenance_names_the_snapshot_that_computed_each_position_cached_or_not(
     tiny_model: Callable[..., Path],
 ) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     (prompt,) = prompts(1, 40, 41)
 
     def provenance(name: str, given: list[int], swap_at: int | None = None) -> list[tuple[str, int, int]]:
@@ -389,21 +410,24 @@ def test_kv_provenance_names_the_snapshot_that_computed_each_position_cached_or_
 
 def test_the_kv_cache_takes_the_memory_it_was_given(tiny_model: Callable[..., Path]) -> None:
     """tiny-moe in float32: 4 layers x keys and values x 2 heads x 32 x 4 bytes = 2 KiB a token."""
-    core = EngineCore(tiny_model(), EngineSettings(kv_cache_memory="1MiB"))
+    core = EngineCore(tiny_model(), settings(kv_cache_memory="1MiB"))
     assert core.runner.cache.bytes_per_token == 2048
     assert core.pool.total * core.pool.block_size == 512
     assert core.info().max_model_len == 512
     with pytest.raises(ConfigError, match="holds 15 tokens of 2048 bytes, fewer than two blocks of 16"):
-        EngineCore(tiny_model(), EngineSettings(kv_cache_memory="30.5KiB"))
+        EngineCore(tiny_model(), settings(kv_cache_memory="30.5KiB"))
 
 
 def test_kv_of_a_forward_pass_that_was_not_finite_is_never_reused(tiny_model: Callable[..., Path]) -> None:
-    core = EngineCore(tiny_model(), EngineSettings())
+    core = EngineCore(tiny_model(), settings())
     (prompt,) = prompts(1, 64, 65)
     core.set_staged(core.stage(tiny_model(seed=1)))
     core.commit("broken")
-    for parameter in core.runner.model.module.model.layers[0].parameters():
-        parameter.data.fill_(float("nan"))  # past what staging checks
+    decoder: Any = core.runner.model.decoder  # past what staging checks
+    if isinstance(decoder, FusedDecoder):
+        decoder.layers[0].input_norm.fill_(float("nan"))
+    else:
+        decoder.module.model.layers[0].input_layernorm.weight.fill_(float("nan"))
     failed = run(core, [request("r", prompt, echo=0)])["r", 0]
     assert failed.error == "snapshot broken gave a logit that is not finite"
     core.set_staged(core.stage(tiny_model()))  # checked before it serves, beside broken weights

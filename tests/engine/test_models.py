@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_helpers import request, run
+from engine_helpers import needs_compiler, request, run
 from transformers import AutoModelForCausalLM
 
 from midstream.config import EngineSettings
+from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.runner import LoadedModel, UnsupportedModel, check_against_plain_forward
+from midstream.engine.embedded.loading import checked_decoder
+from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 
 torch.set_num_threads(1)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -48,19 +50,29 @@ MLA = {
     "v_head_dim": 16,
 }
 WINDOW = {"sliding_window": 24}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 GPT_OSS_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+FUSED = ("qwen2", "qwen2-window", "qwen3", "qwen3-moe", "llama", "mistral", "mixtral")
 #: config class, what differs from SIZES, MoE layers
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen2": ("Qwen2Config", {}, 0),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}, 0),
-    "qwen3": ("Qwen3Config", {"head_dim": 16}, 0),
+    "qwen3": ("Qwen3Config", {"head_dim": 64}, 0),
     "qwen3-moe": (
         "Qwen3MoeConfig",
-        {"moe_intermediate_size": 32, "num_experts": 20, "num_experts_per_tok": 3},
+        {"moe_intermediate_size": 32, "num_experts": 20, "num_experts_per_tok": 3, "head_dim": 32},
         3,
     ),
-    "llama": ("LlamaConfig", {}, 0),
+    "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}, 0),
+    "mistral": ("MistralConfig", {**WINDOW}, 0),
     "gemma2": ("Gemma2Config", {"head_dim": 16, **WINDOW}, 0),
     "mixtral": ("MixtralConfig", MOE, 3),
     "deepseek-v3": ("DeepseekV3Config", MLA, 2),
@@ -83,14 +95,18 @@ def write_model(family: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("batch_tokens", [48, 1024], ids=["chunked", "whole"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kernels"), [*((f, "torch") for f in FAMILIES), *((f, "native") for f in FUSED)]
+)
 def test_logprobs_and_routes_equal_a_plain_forward_cold_and_warm(
-    family: str, batch_tokens: int, tmp_path: Path
+    family: str, kernels: Any, batch_tokens: int, tmp_path: Path
 ) -> None:
+    needs_compiler(kernels)
     directory = write_model(family, tmp_path)
-    core = EngineCore(
-        directory, EngineSettings(max_batch_tokens=batch_tokens, max_running=32, kv_cache_tokens=8192)
+    settings = EngineSettings(
+        max_batch_tokens=batch_tokens, max_running=32, kv_cache_tokens=8192, kernels=kernels
     )
+    core = EngineCore(directory, settings)
     assert core.info().moe_layers == FAMILIES[family][2]
     plain = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
@@ -132,9 +148,10 @@ def sorted_rows(route: bytes | None, shape: tuple[int, ...]) -> list[list[int]]:
 
 def test_an_architecture_with_attention_we_do_not_know_is_refused(tmp_path: Path) -> None:
     """Here: a model whose attention ignores what it is given beyond a trick of its own."""
-    core = EngineCore(write_model("qwen2", tmp_path), EngineSettings(kv_cache_tokens=1024))
-    model: LoadedModel = core.runner.model
-    for layer in model.module.model.layers:
+    module = AutoModelForCausalLM.from_pretrained(
+        write_model("qwen2", tmp_path), attn_implementation=IMPLEMENTATION
+    )
+    for layer in module.model.layers:
         layer.self_attn.scaling = 3.0  # as the plain forward reads it ...
         forward = layer.self_attn.forward
 
@@ -144,4 +161,36 @@ def test_an_architecture_with_attention_we_do_not_know_is_refused(tmp_path: Path
 
         layer.self_attn.forward = odd
     with pytest.raises(UnsupportedModel, match="Qwen2ForCausalLM: logits over the paged cache differ"):
-        check_against_plain_forward(model)
+        checked_decoder(module, EngineSettings(kv_cache_tokens=1024, kernels="torch"))
+
+
+def test_a_fused_decoder_whose_numbers_are_not_the_models_own_does_not_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here: a module that scales its attention in a way the fused decoder does not see."""
+    needs_compiler("native")
+    module = AutoModelForCausalLM.from_pretrained(
+        write_model("qwen3", tmp_path), attn_implementation=IMPLEMENTATION
+    )
+    for layer in module.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(lambda _module, _inputs, output: output * 3)
+    with pytest.raises(
+        UnsupportedModel, match="kernels = native, but its logits differ from the model's own"
+    ):
+        checked_decoder(module, EngineSettings(kernels="native"))
+    assert isinstance(checked_decoder(module, EngineSettings()), ModuleDecoder)
+    assert "the native kernels are not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("gemma2", {}, "Gemma2ForCausalLM is not a family the kernels know"),
+        ("qwen3", {"block_size": 24}, "block_size 24 is not a multiple of 16"),
+    ],
+)
+def test_what_the_native_kernels_cannot_run_is_said_at_start(
+    family: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        EngineCore(write_model(family, tmp_path), EngineSettings(kernels="native", **settings))

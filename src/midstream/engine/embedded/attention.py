@@ -107,6 +107,13 @@ class KVCache:
         self.keys[layer].index_copy_(0, slots, key)
         self.values[layer].index_copy_(0, slots, value)
 
+    def resized(self, slots: int) -> KVCache:
+        """An empty cache of other size for the same layers."""
+        other = KVCache(slots)
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            theirs.update({layer: t.new_zeros((slots, *t.shape[1:])) for layer, t in mine.items()})
+        return other
+
     @property
     def bytes_per_token(self) -> int:
         tensors = [*self.keys.values(), *self.values.values()]

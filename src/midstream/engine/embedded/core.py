@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from midstream.config import EngineSettings, parse_size
-from midstream.engine.embedded.attention import KVCache
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, Matcher
-from midstream.engine.embedded.runner import LoadedModel, Runner, load_beside, load_model, probe
+from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
+from midstream.engine.embedded.runner import Runner
 from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, score
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
 from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
@@ -71,12 +71,10 @@ class _Rows:
 class EngineCore:
     def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
         self._settings = settings
-        dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
-        model = load_model(model_dir, dtype, settings.device)
+        model = load_model(model_dir, settings)
+        decoder = model.decoder
         num_blocks = _cache_tokens(model, settings) // settings.block_size + 1
-        self.runner = Runner(
-            model, block_size=settings.block_size, num_blocks=num_blocks, device=settings.device
-        )
+        self.runner = Runner(model, block_size=settings.block_size, num_blocks=num_blocks)
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -88,11 +86,15 @@ class EngineCore:
         )
         self.snapshots = [BASE_SNAPSHOT]  # by ordinal; the last one serves
         self._scores = ScoreStore(
-            num_blocks, settings.block_size, model.routers, model.top_k, _route_dtype(model)
+            num_blocks,
+            settings.block_size,
+            decoder.moe_layers,
+            decoder.top_k,
+            _route_dtype(decoder.num_experts),
         )
         self._kv_snapshot = np.full(num_blocks * settings.block_size, NO_SNAPSHOT, dtype=np.int32)
         self._constraints = Constraints.load(
-            model_dir, model.module.config.vocab_size, self.runner.info(0).eos_token_ids
+            model_dir, model.config.vocab_size, self.runner.info(0).eos_token_ids
         )
         self._handles: dict[str, Handle] = {}
         self._failed_steps = 0
@@ -112,7 +114,7 @@ class EngineCore:
         return not self.scheduler.running and not self.scheduler.waiting
 
     def info(self) -> ModelInfo:
-        config = self.runner.model.module.config
+        config = self.runner.model.config
         capacity = self.pool.total * self.pool.block_size
         info = self.runner.info(min(int(config.max_position_embeddings), capacity))
         return msgspec.structs.replace(info, grammars=self._constraints is not None)
@@ -174,7 +176,7 @@ class EngineCore:
 
     def stage(self, directory: Path) -> LoadedModel:
         """Load a snapshot's files; touches nothing that serves. May run on another thread."""
-        return load_beside(self.runner.model, directory, self._settings.device)
+        return load_beside(self.runner.model, directory, self._settings)
 
     def set_staged(self, model: LoadedModel | None) -> None:
         self.runner.staged = model
@@ -200,7 +202,7 @@ class EngineCore:
             return "the prompt is empty"
         if request.request_id in self._handles:
             return f"request id {request.request_id} is already running"
-        vocab = self.runner.model.module.config.vocab_size
+        vocab = self.runner.model.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
             return f"prompt token ids must be 0 to {vocab - 1}"
         try:
@@ -392,12 +394,11 @@ def _cache_tokens(model: LoadedModel, settings: EngineSettings) -> int:
     """How many tokens the KV cache holds. Raises ConfigError when that is less than two blocks."""
     if settings.kv_cache_memory is None:
         return settings.kv_cache_tokens
-    trial = KVCache(2)
-    probe(model, trial)
-    tokens = parse_size("kv_cache_memory", settings.kv_cache_memory) // trial.bytes_per_token
+    per_token: int = model.decoder.new_cache(settings.block_size).bytes_per_token
+    tokens = parse_size("kv_cache_memory", settings.kv_cache_memory) // per_token
     if tokens < 2 * settings.block_size:
         raise ConfigError(
-            f"kv_cache_memory {settings.kv_cache_memory}: holds {tokens} tokens of {trial.bytes_per_token} bytes, "
+            f"kv_cache_memory {settings.kv_cache_memory}: holds {tokens} tokens of {per_token} bytes, "
             f"fewer than two blocks of {settings.block_size}"
         )
     return tokens
@@ -447,5 +448,5 @@ def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...
     return tuple(TopLogprob(token, value) for token, value in pairs) if pairs else ()
 
 
-def _route_dtype(model: LoadedModel) -> np.dtype[np.unsignedinteger]:
-    return np.dtype(np.uint8) if model.num_experts <= 256 else np.dtype("<u2")
+def _route_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype("<u2")

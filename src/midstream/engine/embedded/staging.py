@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.messages import StageSnapshot
-from midstream.engine.embedded.runner import LoadedModel
 
 logger = logging.getLogger(__name__)
 

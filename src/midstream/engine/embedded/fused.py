@@ -1,0 +1,374 @@
+"""A Llama-like decoder as a few native kernels per layer instead of a module tree.
+
+Owns: the packed weights of one model, its scratch memory, and the paged KV cache in the layout the kernels read.
+Always holds:
+- Every output is a sum in one fixed order (native/*.h), so a token's numbers depend on its own sequence alone: not on the
+  batch, the chunking, the cache or the number of threads.
+- Values are rounded to the model's dtype where transformers rounds them: after each linear map, norm, product and residual.
+- A model that differs in anything this does not know is refused with NotFused and runs as its own module.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.engine.embedded.batch import StepBatch
+from midstream.engine.embedded.native.library import Kernels, NoCompiler, kernels
+
+GROUP = 16  # tokens that share a group of the cache; blocks are made of whole groups
+PANEL = 32  # outputs packed side by side
+STORE, ADD, SILU_MUL = 0, 1, 2
+RENORMALISE, ROUND_WEIGHTS = 1, 2
+SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})  # whose tables depend on the position alone
+
+# Class of the causal model: where a layer's sliding window is written, and whether router weights are rounded to the dtype.
+FAMILIES = {
+    "LlamaForCausalLM": ("none", False),
+    "MistralForCausalLM": ("config", False),
+    "MixtralForCausalLM": ("config", False),
+    "Qwen2ForCausalLM": ("layer", False),
+    "Qwen3ForCausalLM": ("layer", False),
+    "Qwen3MoeForCausalLM": ("layer", True),
+}
+
+
+class NotFused(Exception):
+    """The model has to run as its own module; the message says why."""
+
+
+class PackedCache:
+    """Keys [groups, kv_heads, units of head_dim, 16] and values [groups, kv_heads, units of 16 tokens, head_dim] per layer."""
+
+    def __init__(self, decoder: FusedDecoder, slots: int) -> None:
+        groups = -(-slots // GROUP)
+        words = groups * decoder.kv_heads * GROUP * decoder.head_dim * decoder.dtype.itemsize // 4
+        self.keys = [_big(words) for _ in decoder.layers]
+        self.values = [_big(words) for _ in decoder.layers]
+        self.bytes_per_token = 2 * len(self.keys) * words * 4 // (groups * GROUP)
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A linear map's packed weight; outputs n, inputs k."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    n: int
+    k: int
+
+    @property
+    def pointers(self) -> tuple[int, int | None]:
+        return self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    gate_up: _Map
+    down: _Map
+
+
+@dataclass(frozen=True)
+class _Experts:
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    count: int
+    top_k: int
+    inner: int
+    flags: int
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: _Map
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    window: int
+    out: _Map
+    post_norm: torch.Tensor
+    feed_forward: _Mlp | _Experts
+
+
+class FusedDecoder:
+    """Weights are copied out of `module`, which is not needed afterwards. Raises NotFused."""
+
+    def __init__(self, module: Any, max_positions: int, threads: int) -> None:
+        family = FAMILIES.get(type(module).__name__)
+        if family is None:
+            raise NotFused(f"{type(module).__name__} is not a family the kernels know")
+        base, config = module.model, module.config
+        attention = base.layers[0].self_attn
+        self.dtype: torch.dtype = base.embed_tokens.weight.dtype
+        self.threads = threads
+        self.hidden = int(config.hidden_size)
+        self.head_dim = int(attention.head_dim)
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.scale = float(attention.scaling)
+        self.eps = float(config.rms_norm_eps)
+        self.vocab = module.lm_head.out_features
+        _check(module, self.dtype, self.head_dim)
+        try:
+            self._kernels: Kernels = kernels(SUFFIX[self.dtype])
+        except NoCompiler as error:
+            raise NotFused(str(error)) from error
+        self._packer = _Packer(self._kernels)
+        self._embedding = base.embed_tokens.weight.data
+        self.cos, self.sin = _rope_tables(base.rotary_emb, max_positions, self.dtype)
+        self.layers = [self._layer(layer, config, *family) for layer in base.layers]
+        self._norm = _floats(base.norm.weight)
+        self._head = self._packer.linear([module.lm_head])
+        moe = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, _Experts)]
+        self.moe_layers = len(moe)
+        self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
+        self._route_dtype = np.uint8 if self.num_experts <= 256 else np.dtype("<u2")
+        self._scratch = _Scratch(self, 0)
+
+    def __repr__(self) -> str:
+        return f"FusedDecoder({len(self.layers)} layers, {self.dtype}, threads={self.threads})"
+
+    def forward(
+        self, batch: StepBatch, cache: PackedCache, rows: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Logits [len(rows), vocab] of packed rows (int64) in the model's dtype, and routes [tokens, moe_layers, top_k]."""
+        batch = _in_groups(batch)
+        tokens = len(batch.positions)
+        if tokens > self._scratch.tokens:
+            self._scratch = _Scratch(self, tokens)
+        scratch = self._scratch
+        torch.index_select(self._embedding, 0, torch.from_numpy(batch.ids), out=scratch.residual[:tokens])
+        routes = np.empty((tokens, self.moe_layers, self.top_k), self._route_dtype)
+        moe_layer = 0
+        for number, layer in enumerate(self.layers):
+            self._attend(layer, batch, tokens, cache.keys[number].data_ptr(), cache.values[number].data_ptr())
+            self._normalise(scratch.residual, None, layer.post_norm, tokens, scratch.normed)
+            if isinstance(layer.feed_forward, _Mlp):
+                self._mlp(layer.feed_forward, tokens)
+            else:
+                self._moe(layer.feed_forward, tokens, routes, moe_layer)
+                moe_layer += 1
+        picked = torch.empty((len(rows), self.hidden), dtype=self.dtype)
+        self._normalise(scratch.residual, rows, self._norm, len(rows), picked)
+        logits = torch.empty((len(rows), self.vocab), dtype=self.dtype)
+        self._linear(self._head, picked.data_ptr(), len(rows), STORE, logits.data_ptr(), self.vocab)
+        return logits, routes if self.moe_layers else None
+
+    def new_cache(self, slots: int) -> PackedCache:
+        return PackedCache(self, slots)
+
+    def release(self) -> None:
+        """Let the weights go."""
+        self.layers = []
+        del self._embedding, self._head
+
+    def _attend(self, layer: _Layer, batch: StepBatch, tokens: int, keys: int, values: int) -> None:
+        scratch, call = self._scratch, self._kernels
+        shape = (self.heads, self.kv_heads, self.head_dim)
+        self._normalise(scratch.residual, None, layer.input_norm, tokens, scratch.normed)
+        self._linear(layer.qkv, scratch.normed_at, tokens, STORE, scratch.qkv_at, layer.qkv.n)
+        call.prepare(
+            *(scratch.qkv_at, tokens, *shape, _pointer(layer.q_norm), _pointer(layer.k_norm), self.eps),
+            *(self.cos.data_ptr(), self.sin.data_ptr(), 2 * self.cos.shape[1]),
+            *(batch.positions.ctypes.data, batch.slots.ctypes.data, keys, values, self.threads),
+        )
+        call.attention(
+            *(scratch.qkv_at, layer.qkv.n, scratch.attended_at, *shape, keys, values),
+            *(batch.spans.ctypes.data, len(batch.spans), batch.blocks.ctypes.data),
+            *(layer.window, self.scale, self.threads),
+        )
+        self._linear(layer.out, scratch.attended_at, tokens, ADD, scratch.residual_at, self.hidden)
+
+    def _mlp(self, mlp: _Mlp, tokens: int) -> None:
+        scratch = self._scratch
+        self._linear(mlp.gate_up, scratch.normed_at, tokens, SILU_MUL, scratch.active_at, mlp.down.k)
+        self._linear(mlp.down, scratch.active_at, tokens, ADD, scratch.residual_at, self.hidden)
+
+    def _moe(self, moe: _Experts, tokens: int, routes: np.ndarray, number: int) -> None:
+        weights = (moe.router.data_ptr(), moe.gate_up.data_ptr(), moe.down.data_ptr())
+        stride = self.moe_layers * self.top_k
+        self._kernels.moe(
+            *(
+                self._scratch.normed_at,
+                *weights,
+                tokens,
+                self.hidden,
+                moe.inner,
+                moe.count,
+                moe.top_k,
+                moe.flags,
+            ),
+            *(self._scratch.residual_at, routes.ctypes.data + number * self.top_k * routes.itemsize),
+            *(stride, self.threads),
+        )
+
+    def _linear(self, linear: _Map, x: int, tokens: int, mode: int, out: int, width: int) -> None:
+        weight, bias = linear.pointers
+        self._kernels.linear(x, weight, bias, tokens, linear.n, linear.k, mode, out, width, self.threads)
+
+    def _normalise(
+        self,
+        x: torch.Tensor,
+        rows: np.ndarray | None,
+        weight: torch.Tensor,
+        count: int,
+        out: torch.Tensor,
+    ) -> None:
+        chosen = None if rows is None else rows.ctypes.data
+        args = (x.data_ptr(), chosen, weight.data_ptr(), count, self.hidden, self.eps, out.data_ptr())
+        self._kernels.rms_norm(*args, self.threads)
+
+    def _layer(self, layer: Any, config: Any, window_at: str, round_weights: bool) -> _Layer:
+        attention, mlp, packer = layer.self_attn, layer.mlp, self._packer
+        window = {"none": None, "config": getattr(config, "sliding_window", None)}.get(
+            window_at, getattr(attention, "sliding_window", None)
+        )
+        dense = hasattr(mlp, "gate_proj")
+        return _Layer(
+            input_norm=_floats(layer.input_layernorm.weight),
+            qkv=packer.linear([attention.q_proj, attention.k_proj, attention.v_proj]),
+            q_norm=_floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            k_norm=_floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            window=window or 0,
+            out=packer.linear([attention.o_proj]),
+            post_norm=_floats(layer.post_attention_layernorm.weight),
+            feed_forward=packer.mlp(mlp) if dense else self._experts(mlp, round_weights),
+        )
+
+    def _experts(self, mlp: Any, round_weights: bool) -> _Experts:
+        gate, experts = mlp.gate, mlp.experts
+        up, down = experts.gate_up_proj.data, experts.down_proj.data
+        inner = up.shape[1] // 2
+        order = _gate_up_order(inner)
+        renormalise = RENORMALISE if getattr(gate, "norm_topk_prob", True) else 0
+        return _Experts(
+            router=self._packer.pack(gate.weight.data, None),
+            gate_up=torch.cat([self._packer.pack(up[e], order) for e in range(len(up))]),
+            down=torch.cat([self._packer.pack(down[e], None) for e in range(len(down))]),
+            count=len(up),
+            top_k=int(gate.top_k),
+            inner=inner,
+            flags=renormalise | (ROUND_WEIGHTS if round_weights else 0),
+        )
+
+
+class _Scratch:
+    """Memory a forward works in, for up to `tokens` tokens."""
+
+    def __init__(self, decoder: FusedDecoder, tokens: int) -> None:
+        def rows(width: int) -> torch.Tensor:
+            return torch.empty((tokens, width), dtype=decoder.dtype)
+
+        self.tokens = tokens
+        dense = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, _Mlp)]
+        inner = max((mlp.down.k for mlp in dense), default=0)
+        self.residual, self.normed = rows(decoder.hidden), rows(decoder.hidden)
+        self._qkv, self._attended = rows(decoder.layers[0].qkv.n), rows(decoder.heads * decoder.head_dim)
+        self._active = rows(inner)
+        self.residual_at, self.normed_at = self.residual.data_ptr(), self.normed.data_ptr()
+        self.qkv_at, self.attended_at = self._qkv.data_ptr(), self._attended.data_ptr()
+        self.active_at = self._active.data_ptr()
+
+
+class _Packer:
+    def __init__(self, call: Kernels) -> None:
+        self._call = call
+
+    def pack(self, weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        """weight: [n, k]; order: the row of `weight` each packed output takes, default all in order."""
+        n, k = weight.shape
+        order = torch.arange(n, dtype=torch.int32) if order is None else order
+        panels = -(-n // PANEL)
+        rows = torch.full((panels * PANEL,), -1, dtype=torch.int32)
+        rows[:n] = order
+        weight = weight.contiguous()
+        packed = _big(panels * PANEL * k * weight.element_size() // 4)
+        self._call.pack(weight.data_ptr(), rows.data_ptr(), panels, k, packed.data_ptr())
+        return packed
+
+    def linear(self, modules: list[Any], order: torch.Tensor | None = None) -> _Map:
+        """Linear modules of equal input as one map, their outputs side by side."""
+        weights = [m.weight.data for m in modules]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        n, k = weight.shape
+        bias = None
+        if any(m.bias is not None for m in modules):
+            parts = [torch.zeros(m.out_features) if m.bias is None else m.bias.data.float() for m in modules]
+            bias = torch.zeros(-(-n // PANEL) * PANEL)
+            bias[:n] = torch.cat(parts) if order is None else torch.cat(parts)[order.long()]
+        return _Map(self.pack(weight, order), bias, n, k)
+
+    def mlp(self, mlp: Any) -> _Mlp:
+        order = _gate_up_order(mlp.gate_proj.out_features)
+        return _Mlp(self.linear([mlp.gate_proj, mlp.up_proj], order), self.linear([mlp.down_proj]))
+
+
+def _in_groups(batch: StepBatch) -> StepBatch:
+    """The same batch with its blocks as groups of 16 slots."""
+    per_block = batch.block_size // GROUP
+    if per_block == 1:
+        return batch
+    spans = batch.spans * np.array([1, 1, 1, per_block], dtype=np.int32)
+    groups = (batch.blocks[:, None] * per_block + np.arange(per_block, dtype=np.int32)).reshape(-1)
+    return replace(batch, spans=spans, blocks=groups, block_size=GROUP)
+
+
+def _gate_up_order(inner: int) -> torch.Tensor:
+    """Rows of [gate; up] so that a panel holds 16 of the gate and their 16 of up."""
+    pairs = torch.arange(2 * inner, dtype=torch.int32).view(2, inner // 16, 16)
+    return pairs.transpose(0, 1).reshape(-1).contiguous()
+
+
+def _check(module: Any, dtype: torch.dtype, head_dim: int) -> None:
+    """Raises NotFused."""
+    config, base = module.config, module.model
+    rope = getattr(base.rotary_emb, "rope_type", "default")
+    inner = [w.shape[0] for n, w in module.named_parameters() if n.endswith("gate_proj.weight")]
+    inner += [w.shape[1] // 2 for n, w in module.named_parameters() if n.endswith("gate_up_proj")]
+    checks = [
+        (dtype in SUFFIX, f"dtype {dtype}"),
+        ({p.dtype for p in module.parameters()} == {dtype}, "parameters of several dtypes"),
+        ({p.device.type for p in module.parameters()} == {"cpu"}, "not on the CPU"),
+        (config.hidden_act == "silu", f"activation {config.hidden_act}"),
+        (rope in ROPE_TYPES, f"rotary embedding of type {rope}"),
+        (head_dim % 32 == 0 and head_dim <= 256, f"head_dim {head_dim}, not 32 to 256 in steps of 32"),
+        (config.hidden_size % 16 == 0, f"hidden_size {config.hidden_size}, not a multiple of 16"),
+        (all(i % 16 == 0 for i in inner), f"inner sizes {sorted(set(inner))}, not multiples of 16"),
+    ]
+    for holds, reason in checks:
+        if not holds:
+            raise NotFused(reason)
+
+
+def _rope_tables(rotary: Any, positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin [positions, rotary / 2] float32, rounded to `dtype` as the module rounds them. Raises NotFused."""
+    at = torch.arange(positions).unsqueeze(0)
+    cos, sin = (t[0].float() for t in rotary(torch.empty(0, dtype=dtype), at))
+    half = cos.shape[1] // 2
+    if half % 16 or not (
+        torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])
+    ):
+        raise NotFused("a rotary embedding of another layout")
+    return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+
+
+def _big(words: int) -> torch.Tensor:
+    """int32 zeros in huge pages: reading all over 4 KiB pages costs more in address translation than in transfer."""
+    memory = mmap.mmap(-1, max(words, 1) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.int32, count=words)
+
+
+def _floats(weight: torch.Tensor) -> torch.Tensor:
+    return weight.data.float().contiguous()
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

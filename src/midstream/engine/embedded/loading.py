@@ -1,0 +1,179 @@
+"""From a Hugging Face directory to a decoder that may serve.
+
+Owns: reading checkpoints, the choice between the fused decoder and the module itself, and the check that what will serve
+computes what transformers computes.
+Always holds: a model beside a serving one has its dtypes, its shapes and its kind of decoder, and has been run once;
+nothing is unpickled (safetensors only).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from midstream.config import EngineSettings
+from midstream.engine.embedded.attention import IMPLEMENTATION
+from midstream.engine.embedded.batch import StepBatch, alone
+from midstream.engine.embedded.fused import GROUP, FusedDecoder, NotFused
+from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+CHECK_TOKENS = 48
+CHECK_KL_MAX = 0.1  # bfloat16 rounding gives under 0.01, a missing window or cap over 1
+
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class Cache(Protocol):
+    @property
+    def bytes_per_token(self) -> int: ...
+
+
+class Decoder(Protocol):
+    """A model that runs packed batches over a cache of its own making."""
+
+    moe_layers: int
+    top_k: int  # 0 on a dense model
+    num_experts: int
+
+    def new_cache(self, slots: int) -> Any: ...
+
+    def forward(
+        self, batch: StepBatch, cache: Any, rows: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Logits [len(rows), vocab] of packed rows (int64) in the model's dtype, and routes [tokens, moe_layers, top_k]."""
+
+    def release(self) -> None: ...
+
+
+@dataclass
+class LoadedModel:
+    name: str  # of its class
+    config: Any
+    generation_config: Any
+    shapes: Shapes
+    decoder: Decoder
+
+
+def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
+    """The first model of an engine. Raises UnsupportedModel."""
+    dtype = "auto" if settings.dtype is None else getattr(torch, settings.dtype)
+    module = _read(directory, dtype, settings.device)
+    loaded = _loaded(module, checked_decoder(module, settings))
+    probe(loaded)
+    return loaded
+
+
+def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings) -> LoadedModel:
+    """Load a snapshot to take the serving model's place while that one serves. Raises UnsupportedModel.
+
+    transformers sets the process-wide default dtype to the one it loads in while it builds the module, which a step on
+    another thread would see. So load in float32, the default anyway, and cast each tensor: casting up and back is exact.
+    """
+    module = _read(directory, torch.float32, settings.device)
+    if {n: s for n, (s, _) in _shapes(module).items()} != {n: s for n, (s, _) in serving.shapes.items()}:
+        raise UnsupportedModel("its parameters are not those of the serving model")
+    for name, tensor in _tensors(module):
+        tensor.data = tensor.data.to(serving.shapes[name][1])
+    if isinstance(serving.decoder, FusedDecoder):
+        try:
+            loaded = _loaded(module, _fused(module, settings))
+        except NotFused as error:
+            raise UnsupportedModel(f"it cannot run as the serving model does: {error}") from error
+    else:
+        loaded = _loaded(module, ModuleDecoder(module))
+    probe(loaded)
+    return loaded
+
+
+def probe(model: LoadedModel) -> None:
+    """One token through the model. Raises UnsupportedModel on logits not finite."""
+    if not torch.isfinite(logits_alone(model.decoder, np.zeros(1, dtype=np.int64))).all():
+        raise UnsupportedModel("the model's logits are not finite")
+
+
+@torch.inference_mode()
+def logits_alone(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
+    """Float32 logits [tokens, vocab] of one sequence over a cache of its own. ids: [tokens] int64."""
+    cache = decoder.new_cache(-(-len(ids) // 16) * 16)
+    return decoder.forward(alone(ids, 16), cache, np.arange(len(ids)))[0].float()
+
+
+@torch.inference_mode()
+def divergence(module: Any, decoder: Decoder) -> float:
+    """Mean Kullback-Leibler divergence, in nats, of the decoder from the module's own eager forward on a short sequence."""
+    ids = np.arange(CHECK_TOKENS) * 7919 % module.config.vocab_size
+    ours = logits_alone(decoder, ids).log_softmax(-1)
+    module.set_attn_implementation("eager")
+    try:
+        inputs = torch.from_numpy(ids).to(ours.device).unsqueeze(0)
+        plain = module(input_ids=inputs, use_cache=False).logits[0].float().log_softmax(-1)
+    finally:
+        module.set_attn_implementation(IMPLEMENTATION)
+    return float((plain.exp() * (plain - ours)).sum(-1).mean().item())
+
+
+def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
+    """The fastest decoder whose numbers are the module's own. Raises UnsupportedModel."""
+    if settings.kernels != "torch":
+        try:
+            fused = _fused(module, settings)
+            differs = divergence(module, fused)
+            if differs < CHECK_KL_MAX:
+                return fused
+            raise NotFused(f"its logits differ from the model's own by {differs:.3g} nats")
+        except NotFused as error:
+            if settings.kernels == "native":
+                raise UnsupportedModel(f"kernels = native, but {error}") from error
+            logger.warning("the native kernels are not used, steps will be slower: %s", error)
+    decoder = ModuleDecoder(module)
+    differs = divergence(module, decoder)
+    if not differs < CHECK_KL_MAX:
+        name = type(module).__name__
+        raise UnsupportedModel(
+            f"{name}: logits over the paged cache differ from the model's own by {differs:.3g} nats"
+        )
+    return decoder
+
+
+def _fused(module: Any, settings: EngineSettings) -> FusedDecoder:
+    if settings.block_size % GROUP:
+        raise NotFused(f"block_size {settings.block_size} is not a multiple of {GROUP}")
+    positions = int(module.config.max_position_embeddings)
+    if settings.kv_cache_memory is None:
+        positions = min(positions, settings.kv_cache_tokens)
+    return FusedDecoder(module, positions, settings.threads)
+
+
+def _read(directory: Path, dtype: torch.dtype | str, device: str) -> Any:
+    module = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True
+    )
+    module = module.to(device).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        # Off the file mapping: the first step must not wait for the disk.
+        parameter.data = parameter.data.clone()
+    return module
+
+
+def _loaded(module: Any, decoder: Decoder) -> LoadedModel:
+    shapes = _shapes(module)
+    if isinstance(decoder, FusedDecoder):  # has its own copy
+        for _, tensor in _tensors(module):
+            tensor.data = tensor.data.new_empty(0)
+    return LoadedModel(type(module).__name__, module.config, module.generation_config, shapes, decoder)
+
+
+def _shapes(module: Any) -> Shapes:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in _tensors(module)}
+
+
+def _tensors(module: Any) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]

@@ -1,0 +1,160 @@
+"""A Hugging Face model run as it is, its attention replaced by ours: what any supported class can do.
+
+Owns: the module, the hooks that note each router's choice, and the way MoE experts are computed.
+Always holds: a token's result does not depend on what else is in the batch as far as torch's kernels allow (attention.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from midstream.engine.embedded.attention import KVCache, PackedBatch, prefill_span, round_up
+from midstream.engine.embedded.batch import StepBatch, alone
+from midstream.engine.embedded.blocks import PAD_SLOT
+
+DENSE_EXPERTS = "midstream_dense"
+# With few small experts, computing all of them is cheaper than sorting tokens by expert.
+DENSE_EXPERTS_MAX = 16
+
+
+class UnsupportedModel(Exception):
+    """The checkpoint's architecture cannot run here; the message says why."""
+
+
+class ModuleDecoder:
+    def __init__(self, module: Any) -> None:
+        """Raises UnsupportedModel."""
+        config = module.config
+        self.module = module
+        self.num_experts = int(
+            getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0
+        )
+        self.moe_layers = 0
+        self._captured: list[torch.Tensor] = []  # per MoE layer: [tokens, top_k], of the last forward
+        if 0 < self.num_experts <= DENSE_EXPERTS_MAX:
+            module.set_experts_implementation(DENSE_EXPERTS)
+        self._hook_routers()
+        self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0) if self.moe_layers else 0
+        if self.num_experts and not self.moe_layers:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: has experts, but no router module was found to record"
+            )
+
+    def __repr__(self) -> str:
+        return f"ModuleDecoder({type(self.module).__name__})"
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.module.parameters()).device
+        return device
+
+    def new_cache(self, slots: int) -> KVCache:
+        trial = KVCache(1)
+        self.forward(alone(np.zeros(1, dtype=np.int64), 1), trial, np.zeros(1, dtype=np.int64))
+        return trial.resized(slots)
+
+    def forward(
+        self, batch: StepBatch, cache: KVCache, rows: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Logits [len(rows), vocab] of packed rows in the model's dtype, and routes [tokens, moe_layers, top_k]."""
+        self._captured.clear()
+        device = self.device
+        output = self.module(
+            input_ids=torch.from_numpy(batch.ids).to(device).unsqueeze(0),
+            position_ids=torch.from_numpy(batch.positions).to(device).unsqueeze(0),
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(rows).to(device),
+            midstream_batch=packed(batch, device),
+            midstream_cache=cache,
+        )
+        return output.logits[0], self._routes()
+
+    def release(self) -> None:
+        """Let the weights go."""
+        self._captured.clear()
+        self.module = None
+
+    def _routes(self) -> np.ndarray | None:
+        if not self.moe_layers:
+            return None
+        assert len(self._captured) == self.moe_layers, "a router did not run in this forward"
+        stacked = torch.stack(self._captured, dim=1)  # [tokens, moe_layers, top_k]
+        self._captured.clear()
+        kind = np.uint8 if self.num_experts <= 256 else np.dtype("<u2")
+        return stacked.cpu().numpy().astype(kind)
+
+    def _hook_routers(self) -> None:
+        module = self.module
+        recorder = getattr(module, "_can_record_outputs", None) or {}
+        if "router_logits" not in recorder:
+            base = getattr(module, module.base_model_prefix, module)
+            recorder = getattr(base, "_can_record_outputs", None) or {}
+        target = getattr(recorder.get("router_logits"), "target_class", None)
+        if target is None:
+            return
+
+        def note(_module: Any, _inputs: Any, output: Any) -> None:
+            chosen = [t for t in output if isinstance(t, torch.Tensor) and not t.is_floating_point()]
+            if len(chosen) != 1:
+                raise UnsupportedModel(f"{target.__name__}: its output does not hold the chosen experts")
+            self._captured.append(chosen[0].reshape(-1, chosen[0].shape[-1]))
+
+        for part in module.modules():
+            if isinstance(part, target):
+                part.register_forward_hook(note)
+                self.moe_layers += 1
+
+
+def packed(batch: StepBatch, device: torch.device) -> PackedBatch:
+    """The batch as attention.py wants it: leading sequences of one row are decodes, the others prefills."""
+    sizes = batch.spans[:, 1]
+    longer = np.flatnonzero(sizes > 1)
+    decodes = int(longer[0]) if len(longer) else len(sizes)
+    tables = [batch.table(i) for i in range(len(sizes))]
+    longest = round_up(max((len(t) for t in tables[:decodes]), default=0), batch.block_size)
+    padded = np.full((decodes, longest), PAD_SLOT, dtype=np.int64)
+    for row, table in zip(padded, tables, strict=False):
+        row[: len(table)] = table
+    lengths = np.array([len(t) for t in tables[:decodes]], dtype=np.int64)
+    prefills = [
+        prefill_span(int(first), int(first + size), torch.from_numpy(table).to(device))
+        for (first, size, _, _), table in zip(batch.spans[decodes:], tables[decodes:], strict=True)
+    ]
+    return PackedBatch(
+        write_slots=torch.from_numpy(batch.slots).to(device),
+        decodes=decodes,
+        decode_slots=torch.from_numpy(padded).to(device),
+        decode_lengths=torch.from_numpy(lengths).to(device),
+        prefills=tuple(prefills),
+    )
+
+
+def dense_experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """All experts on all tokens, combined by router weight. hidden_states: [tokens, hidden]; index, weights: [tokens, top_k].
+
+    A token's result does not depend on what else is in the batch.
+    """
+    tokens = hidden_states.shape[0]
+    up = _every_expert(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states.unsqueeze(0))
+    inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # [experts, tokens, inner]
+    down = _every_expert(self, "down_proj", inner)  # [experts, tokens, hidden]
+    if self.has_post_expert_norm:
+        down = self.post_expert_norm(down)
+    picked = down[top_k_index.T, torch.arange(tokens, device=down.device)]  # [top_k, tokens, hidden]
+    return (picked * top_k_weights.T.unsqueeze(-1)).sum(dim=0).to(hidden_states.dtype)
+
+
+def _every_expert(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
+    weight = getattr(experts, name)
+    output = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(1, 2))
+    return output + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output
+
+
+ALL_EXPERTS_FUNCTIONS.register(DENSE_EXPERTS, dense_experts)

@@ -1,0 +1,94 @@
+// Mixture of experts: which experts a token goes to, and what they make of it.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+
+// Softmax over all experts, then the k best (the lower id first when equal), optionally renormalised to sum 1.
+template <class T>
+static void route(const typename T::elem *logits, int64_t experts, int64_t k, bool renormalise, bool round_weights,
+                  int32_t *chosen, float *weights) {
+  float top = -INFINITY, total = 0, kept = 0;
+  for (int64_t e = 0; e < experts; ++e) top = std::max(top, T::up(logits[e]));
+  static thread_local std::vector<float> probability;
+  probability.resize(experts);
+  for (int64_t e = 0; e < experts; ++e) total += probability[e] = exp_one(T::up(logits[e]) - top);
+  for (int64_t j = 0; j < k; ++j) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < experts; ++e)
+      if (probability[e] >= 0 && (best < 0 || probability[e] > probability[best])) best = e;
+    if (best < 0) best = j;  // logits that are not numbers: the token fails later, with its log-probability
+    chosen[j] = (int32_t)best;
+    kept += weights[j] = probability[best] / total;
+    probability[best] = -1;
+  }
+  for (int64_t j = 0; j < k; ++j) {
+    if (renormalise) weights[j] /= kept;
+    if (round_weights) weights[j] = T::rounded(weights[j]);
+  }
+}
+
+template <class T>
+struct Experts {
+  typedef typename T::elem elem;
+  const elem *x;  // [m, hidden]
+  int64_t m, hidden, inner, experts, k;
+  const int32_t *chosen;  // [m, k]
+  const float *weights;  // [m, k]
+  const uint32_t *gate_up, *down;  // packed, one expert after the other
+  elem *residual;  // [m, hidden], the result is added to it
+
+  // Calls run(expert, first, last) tasks: the (token, choice) pairs of an expert stand together.
+  void run(int threads) const {
+    const int64_t pairs = m * k;
+    std::vector<int32_t> starts(experts + 1, 0), token(pairs), place(pairs);
+    for (int64_t i = 0; i < pairs; ++i) ++starts[chosen[i] + 1];
+    for (int64_t e = 0; e < experts; ++e) starts[e + 1] += starts[e];
+    std::vector<int32_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t i = 0; i < pairs; ++i) {
+      place[i] = next[chosen[i]]++;
+      token[place[i]] = (int32_t)(i / k);
+    }
+    std::vector<elem> active(pairs * inner), result(pairs * hidden);
+    const auto up_units = packed_units(2 * inner, hidden), down_units = packed_units(hidden, inner);
+    std::vector<Linear<T>> ups, downs;
+    for (int64_t e = 0; e < experts; ++e) {
+      const int64_t first = starts[e], count = starts[e + 1] - first;
+      if (!count) continue;
+      ups.push_back({x, hidden, token.data() + first, gate_up + e * up_units, nullptr, count, 2 * inner, hidden,
+                     SILU_MUL, active.data() + first * inner, inner});
+      downs.push_back({active.data() + first * inner, inner, nullptr, down + e * down_units, nullptr, count, hidden,
+                       inner, STORE, result.data() + first * hidden, hidden});
+    }
+    all(ups, threads);
+    all(downs, threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && (double)pairs * hidden > PARALLEL_MIN)
+    for (int64_t t = 0; t < m; ++t) combine(t, place.data(), result.data());
+  }
+
+  static int64_t packed_units(int64_t n, int64_t k) { return (n + PANEL - 1) / PANEL * PANEL * (k / T::PER_UNIT); }
+
+  static void all(const std::vector<Linear<T>> &ops, int threads) {
+    std::vector<std::pair<int32_t, int32_t>> tasks;
+    double work = 0;
+    for (size_t i = 0; i < ops.size(); ++i) {
+      work += ops[i].work();
+      for (int64_t t = 0; t < ops[i].tasks(); ++t) tasks.push_back({(int32_t)i, (int32_t)t});
+    }
+    const int64_t count = (int64_t)tasks.size();
+#pragma omp parallel for schedule(dynamic, 8) num_threads(threads) if (threads > 1 && work > PARALLEL_MIN)
+    for (int64_t i = 0; i < count; ++i) ops[tasks[i].first].run(tasks[i].second);
+  }
+
+  // residual += sum over a token's choices, in their order.
+  void combine(int64_t t, const int32_t *place, const elem *result) const {
+    for (int64_t d = 0; d < hidden; d += LANES) {
+      vf sum = {};
+      for (int64_t j = 0; j < k; ++j)
+        sum += weights[t * k + j] * T::load16(result + (int64_t)place[t * k + j] * hidden + d);
+      elem *to = residual + t * hidden + d;
+      T::store16(to, T::load16(to) + T::rounded(sum));
+    }
+  }
+};

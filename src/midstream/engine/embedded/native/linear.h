@@ -1,0 +1,149 @@
+// y = x W^T over packed weights.
+//
+// Weights are packed once, when a snapshot is loaded: panels of 32 outputs, [panels][units of k][32] units, so that a kernel reads
+// them front to back. A panel may mix rows: for gate/up projections it holds 16 gate rows and then their 16 up rows.
+#pragma once
+
+#include <algorithm>
+
+#include "vec.h"
+
+constexpr int PANEL = 2 * LANES;
+constexpr int TILE_ROWS = 12;  // 24 of the 32 vector registers accumulate
+constexpr double PARALLEL_MIN = 1 << 20;  // multiply-adds below which waking a thread costs more than it gains
+
+enum Mode { STORE = 0, ADD = 1, SILU_MUL = 2 };
+
+// w: [n, k] elements; rows: which row of w each packed output takes, -1 for none, a whole number of panels.
+template <class T>
+static void pack(const typename T::elem *w, const int32_t *rows, int64_t panels, int64_t k, uint32_t *out) {
+  const int64_t units = k / T::PER_UNIT;
+  for (int64_t p = 0; p < panels; ++p)
+    for (int c = 0; c < PANEL; ++c) {
+      const int32_t row = rows[p * PANEL + c];
+      for (int64_t u = 0; u < units; ++u) {
+        uint32_t bits = 0;
+        if (row >= 0) std::memcpy(&bits, w + row * k + u * T::PER_UNIT, 4);
+        out[(p * units + u) * PANEL + c] = bits;
+      }
+    }
+}
+
+// R rows of x times P panels. acc: [2 P][R].
+template <class T, int R, int P>
+static inline void multiply(const uint32_t *const *x, const vu *w, int64_t units, vf (*acc)[R]) {
+  vf c[2 * P][R] = {};
+  const int64_t stride = 2 * units;  // vectors per panel
+  for (int64_t u = 0; u < units; ++u) {
+    vu b[2 * P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      b[2 * p] = w[p * stride + 2 * u];
+      b[2 * p + 1] = w[p * stride + 2 * u + 1];
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const vu a = splat_unit(x[r][u]);
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * P; ++j) c[j][r] = T::dot(c[j][r], a, b[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < 2 * P; ++j)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc[j][r] = c[j][r];
+}
+
+template <class T>
+struct Linear {
+  typedef typename T::elem elem;
+  const elem *x;
+  int64_t ldx;  // elements from row to row
+  const int32_t *rows;  // rows of x to take, or null: all in order
+  const uint32_t *packed;
+  const float *bias;  // [panels * 32] in packed order, or null
+  int64_t m, n, k;  // n: outputs that exist, in packed order
+  Mode mode;
+  elem *out;
+  int64_t ldo;
+
+  int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+  int64_t tiles() const { return (m + TILE_ROWS - 1) / TILE_ROWS; }
+  // Small batches take several panels at a time: one row alone would wait for its own accumulator.
+  int group() const { return m <= 2 ? 4 : m <= 6 ? 2 : 1; }
+  int64_t groups() const { return (panels() + group() - 1) / group(); }
+  int64_t tasks() const { return groups() * tiles(); }
+  double work() const { return (double)m * n * k; }
+
+  void run(int64_t task) const {
+    const int64_t g = task / tiles(), tile = task % tiles();
+    const int64_t first = m * tile / tiles(), last = m * (tile + 1) / tiles();
+    const int64_t panel = g * group(), end = std::min(panel + group(), panels());
+    if (end - panel == 4) return rows_of<4>(panel, first, last);
+    if (end - panel == 2 && group() == 2) return rows_of<2>(panel, first, last);
+    for (int64_t p = panel; p < end; ++p) rows_of<1>(p, first, last);
+  }
+
+  template <int P>
+  void rows_of(int64_t panel, int64_t first, int64_t last) const {
+    switch (last - first) {
+#define CASE(R) \
+  case R: return compute<R, P>(panel, first);
+      CASE(1) CASE(2)
+      default: break;
+    }
+    if constexpr (P <= 2) switch (last - first) {
+      CASE(3) CASE(4) CASE(5) CASE(6)
+      default: break;
+    }
+    if constexpr (P == 1) switch (last - first) {
+      CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+      default: break;
+    }
+  }
+
+  template <int R, int P>
+  void compute(int64_t panel, int64_t first) const {
+    const int64_t units = k / T::PER_UNIT;
+    const uint32_t *a[R];
+    for (int r = 0; r < R; ++r)
+      a[r] = (const uint32_t *)(x + (rows ? rows[first + r] : first + r) * ldx);
+    vf acc[2 * P][R];
+    multiply<T, R, P>(a, (const vu *)packed + panel * 2 * units, units, acc);
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r) finish(panel + p, first + r, acc[2 * p][r], acc[2 * p + 1][r]);
+  }
+
+  void finish(int64_t panel, int64_t row, vf low, vf high) const {
+    if (bias) {
+      low += load(bias + panel * PANEL);
+      high += load(bias + panel * PANEL + LANES);
+    }
+    if (mode == SILU_MUL) {
+      const vf gate = T::rounded(low), up = T::rounded(high);
+      put(row, panel * LANES, n / 2, T::rounded(gate / (1.0f + exp_of(-gate))) * up);
+    } else {
+      put(row, panel * PANEL, n, low);
+      put(row, panel * PANEL + LANES, n, high);
+    }
+  }
+
+  void put(int64_t row, int64_t column, int64_t width, vf v) const {
+    if (column >= width) return;
+    elem *to = out + row * ldo + column;
+    if (column + LANES <= width) {
+      T::store16(to, mode == ADD ? T::load16(to) + T::rounded(v) : v);
+      return;
+    }
+    for (int i = 0; i < width - column; ++i)
+      to[i] = T::down(mode == ADD ? T::up(to[i]) + T::rounded(v[i]) : v[i]);
+  }
+};
+
+template <class T>
+static void linear(const Linear<T> &op, int threads) {
+  const int64_t tasks = op.tasks();
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && op.work() > PARALLEL_MIN)
+  for (int64_t i = 0; i < tasks; ++i) op.run(i);
+}
