@@ -87,8 +87,13 @@ def test_an_unknown_field_is_refused_in_the_words_clients_match() -> None:
         ({"suffix": "x"}, "suffix: not supported by this server; leave it out", "suffix"),
         ({"best_of": 3}, "best_of: not supported by this server; leave it out", "best_of"),
         (
-            {"response_format": {"type": "json_object"}},
-            "response_format: not supported by this server; leave it out",
+            {"response_format": {"type": "grammar"}},
+            "response_format.type: invalid value 'grammar'",
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+            "response_format.json_schema.name: expected str matching regex '^[a-zA-Z0-9_-]{1,64}$'",
             "response_format",
         ),
     ],
@@ -107,10 +112,9 @@ def test_routes_of_a_dense_model_are_refused_with_the_reason() -> None:
     assert param == "include_routing_matrix"
 
 
-def test_tools_are_refused_but_their_neutral_values_are_not() -> None:
-    message, param = refusal(chat, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert (message, param) == ("tools: not supported by this server; leave it out", "tools")
-    assert chat(tools=[], tool_choice="none", response_format={"type": "text"}, best_of=None).n == 1
+def test_the_neutral_values_of_optional_fields_ask_for_nothing() -> None:
+    neutral = chat(tools=[], tool_choice="none", response_format={"type": "text"}, best_of=None)
+    assert (neutral.n, neutral.tools, neutral.schema) == (1, None, None)
 
 
 def test_fields_that_change_no_token_are_ignored() -> None:

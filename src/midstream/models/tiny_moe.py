@@ -39,8 +39,25 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 HEAD_DIM = 32
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0]['role'] == 'system' -%}{{- messages[0]['content'] + '\\n\\n' -}}{%- endif -%}
+{{- 'Functions that may be called:\\n<tools>\\n' -}}
+{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}
+{{- '</tools>\\nA call is written as\\n<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>\\n' -}}
+{%- if not (tools and loop.first and message['role'] == 'system') -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set arguments = call['function']['arguments'] -%}
+{{- '\\n' if message['content'] or not loop.first else '' -}}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- arguments if arguments is string else arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}

@@ -1,6 +1,6 @@
 """The tokenizer and chat template of a model directory: prompts in, token ids out. Does not import torch.
 
-Owns: reading `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
+Owns: reading `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; what the template does with tools.
 Always holds: `encode` adds the special tokens the tokenizer's own post-processor adds; a rendered chat is tokenized
 without adding any, since a template writes its own.
 """
@@ -8,6 +8,8 @@ without adding any, since a template writes its own.
 from __future__ import annotations
 
 import json
+import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.errors import ConfigError, InvalidRequest
 from midstream.replica.text import Vocabulary
+from midstream.replica.toolformat import TemplateTools, examine
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
@@ -28,6 +31,8 @@ class TextModel:
         self.vocabulary = Vocabulary(tokenizer)
         self._template = template
         self._special_tokens = special_tokens
+        added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self._added = {name: added[name] for name in sorted(added, key=len, reverse=True)}
 
     @classmethod
     def load(cls, directory: Path) -> TextModel:
@@ -49,7 +54,31 @@ class TextModel:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text).ids)
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    @cached_property
+    def tools(self) -> TemplateTools:
+        """How the chat template treats tools and tool calls."""
+        if self._template is None:
+            return TemplateTools(False, None, None)
+        return examine(lambda messages, tools: self.render(messages, tools, generation_prompt=False))
+
+    def literally(self, text: str) -> str:
+        """`text` in the grammar language: its added tokens by id, the rest quoted."""
+        names = "|".join(re.escape(name) for name in self._added)
+        parts = re.split(f"({names})", text) if names else [text]
+        return " ".join(
+            f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts if part
+        )
+
+    def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
+        return frozenset(self._added[name] for name in markers if name in self._added)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
         """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest(
@@ -58,8 +87,9 @@ class TextModel:
         try:
             rendered, _ = render_jinja_template(
                 conversations=[messages],
+                tools=tools,
                 chat_template=self._template,
-                add_generation_prompt=True,
+                add_generation_prompt=generation_prompt,
                 **self._special_tokens,
             )
         except Exception as error:  # a template may raise anything on messages it does not take

@@ -13,7 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from midstream.errors import InvalidRequest
+from midstream.replica.grammar import response_schema
 from midstream.replica.schema import MAX_STOPS, ChatBody, CompletionBody, InferenceBody
+from midstream.replica.tools import ToolPlan, plan_tools
 from midstream.types import ModelInfo, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat goes up to the context
@@ -56,6 +58,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     isolation_key: str | None
     prompt_cache_key: str | None
     user: str | None
+    schema: dict[str, Any] | None  # of the JSON that the answer must be
+    tools: ToolPlan | None
 
 
 def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
@@ -88,6 +92,8 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
         isolation_key=body.prompt_cache_isolation_key or None,
         prompt_cache_key=body.prompt_cache_key,
         user=body.user,
+        schema=response_schema(body.response_format),
+        tools=plan_tools(body) if isinstance(body, ChatBody) else None,
     )
 
 

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
+import msgspec
+
 from midstream.replica.text import StopStrings, Vocabulary
 from midstream.types import FinishReason, TokenRecord
 
@@ -22,18 +24,33 @@ class Scored(NamedTuple):
     text_offset: int
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """index: within the message. arguments: JSON text, as generated."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
 class Piece(NamedTuple):
     snapshot: str
     text: str
     tokens: tuple[Scored, ...]
     echoed: bool = False
+    calls: tuple[ToolCall, ...] = ()
 
 
 class Choice:
-    """`silent` tokens (the ones that end generation) have a record but no text."""
+    """`silent` tokens (the ones that end generation) have a record but no text; `shown` ones have text though special."""
 
     def __init__(
-        self, index: int, vocabulary: Vocabulary, stops: tuple[str, ...], silent: Collection[int]
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        stops: tuple[str, ...],
+        silent: Collection[int],
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.index = index
         self.finish: FinishReason | None = None
@@ -42,7 +59,7 @@ class Choice:
         self.snapshot: str | None = None  # of the newest record
         self.spans: list[tuple[str, int, int]] = []  # snapshot, start, end over the generated tokens
         self.kv: list[tuple[str, int, int]] = []  # the same over all positions, by what computed their KV
-        self._detokenizer = vocabulary.detokenizer()
+        self._detokenizer = vocabulary.detokenizer(shown)
         self._stops = StopStrings(stops) if stops else None
         self._silent = silent
         self._held: deque[tuple[str, int]] = deque()  # snapshot and length of text the stop filter holds back

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from midstream.errors import EngineFailed
 from midstream.replica.checked import Checked, Prompt
-from midstream.replica.choice import Choice, Piece, Scored
+from midstream.replica.choice import Choice, Piece, Scored, ToolCall
 from midstream.replica.text import Vocabulary
 from midstream.types import FinishReason, TokenRecord, served_model_name
 
@@ -104,9 +104,22 @@ class TextChoice(_ChoiceTail, kw_only=True):
     text: str
 
 
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class CallEntry(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | UnsetType = UNSET  # in deltas
+
+
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallEntry] | UnsetType = UNSET
 
 
 class DeltaChoice(_ChoiceTail, kw_only=True):
@@ -116,7 +129,8 @@ class DeltaChoice(_ChoiceTail, kw_only=True):
 
 class Message(msgspec.Struct):
     role: str
-    content: str
+    content: str | None
+    tool_calls: list[CallEntry] | UnsetType = UNSET
 
 
 class MessageChoice(_ChoiceTail, kw_only=True):
@@ -151,9 +165,11 @@ class Kept(msgspec.Struct):
     text: list[str]
     echoed: list[Scored]
     generated: list[Scored]
+    calls: list[ToolCall] = []
 
     def keep(self, piece: Piece) -> None:
         self.text.append(piece.text)
+        self.calls.extend(piece.calls)
         (self.echoed if piece.echoed else self.generated).extend(piece.tokens)
 
 
@@ -196,6 +212,8 @@ class Encoder:
         choice: AnyChoice
         if self._chat:
             delta = Delta("assistant" if first is not None else UNSET, piece.text)
+            if checked.tools is not None:
+                _set_calls(delta, piece)
             choice = DeltaChoice(
                 index=index, delta=delta, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
             )
@@ -256,7 +274,10 @@ class Encoder:
         text = "".join(kept.text)
         encoded: AnyChoice
         if self._chat:
-            encoded = MessageChoice(index=choice.index, message=Message("assistant", text))
+            message = Message("assistant", text)
+            if kept.calls:
+                message.content, message.tool_calls = text or None, [_call(call) for call in kept.calls]
+            encoded = MessageChoice(index=choice.index, message=message)
         else:
             encoded = TextChoice(index=choice.index, text=text)
             if self._checked.token_ids:
@@ -338,6 +359,18 @@ class Encoder:
         if name is None:
             name = self._model_names[snapshot] = served_model_name(self._model, snapshot)
         return name
+
+
+def _set_calls(delta: Delta, piece: Piece) -> None:
+    """With tools, a delta without text has no content: a message that is calls only ends up with none."""
+    if not piece.text:
+        delta.content = UNSET
+    if piece.calls:
+        delta.tool_calls = [msgspec.structs.replace(_call(call), index=call.index) for call in piece.calls]
+
+
+def _call(call: ToolCall) -> CallEntry:
+    return CallEntry(call.id, FunctionCall(call.name, call.arguments))
 
 
 def _kv_snapshots(choice: Choice) -> list[SnapshotSpan] | UnsetType:

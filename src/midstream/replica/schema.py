@@ -78,8 +78,9 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
 
+    response_format: dict[str, Any] | None = None  # grammar.py
+
     # Refused unless neutral, see _NEUTRAL.
-    response_format: Any = None
     best_of: Any = None
     typical_p: Any = None
     mirostat_lr: Any = None
@@ -97,10 +98,10 @@ class CompletionBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fi
 
 class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]]
-    parallel_tool_calls: Any = None  # says nothing where there are no tools
-
-    tools: Any = None
+    tools: list[dict[str, Any]] | None = None  # tools.py
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -113,7 +114,6 @@ class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 #: The values of unsupported fields that ask for nothing; any other value is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}),
     "best_of": (None, 1),
     "typical_p": (None, 1),
     "mirostat_lr": (None,),
@@ -123,8 +123,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": (None, {"type": "disabled"}),
     "suffix": (None, ""),
     "images": (None, []),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),

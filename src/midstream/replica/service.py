@@ -23,7 +23,8 @@ from msgspec import UNSET, UnsetType
 from midstream.engine.base import Engine, EngineDied
 from midstream.errors import EngineFailed, InvalidRequest, ReplicaUnavailable
 from midstream.names import ServedNames
-from midstream.replica import admission
+from midstream.replica import admission, grammar
+from midstream.replica.calling import CallStage, id_maker
 from midstream.replica.chat import TextModel
 from midstream.replica.checked import (
     Checked,
@@ -39,6 +40,8 @@ from midstream.replica.choice import Choice, Piece
 from midstream.replica.encode import DONE, CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
 from midstream.replica.namespaces import Namespaces, Session, cache_salt
 from midstream.replica.schema import ChatBody, CompletionBody, parse_chat, parse_completion
+from midstream.replica.toolformat import ToolFormat
+from midstream.replica.tools import check_template, prepare_history
 from midstream.sessionkey import session_from_body, session_from_headers
 from midstream.types import (
     HEADER_SESSION,
@@ -98,19 +101,21 @@ class Service:
         wanted = self._wanted(checked.model, headers)
         patience = admission.patience(headers.get(admission.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
-        given, size, read = self._unread(parsed, len(body))
+        tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
+        given, size, read = self._unread(parsed, checked, len(body))
         choices = check_choices(given, checked.n)
         self.gate.check(choices)
+        answer = await self._grammar(checked, tool_format)
         prompts = read() if size < _LONG_TEXT else await asyncio.to_thread(read)
         seed = self.random_seed() if checked.seed is None else checked.seed
-        requests = self._requests(checked, prompts, seed)
+        requests = self._requests(checked, prompts, seed, answer)
         await self.gate.enter(patience, choices)
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         self.names.check_snapshot(wanted, self.serving())
         salt = self._salt(checked, session, headers)
         requests = [msgspec.structs.replace(request, salt=salt) for request in requests]
         with self.gate.admitted(choices):
-            yield Generation(self, checked, prompts, requests, timings)
+            yield Generation(self, checked, prompts, requests, timings, tool_format)
 
     def _wanted(self, model: str, headers: Mapping[str, str]) -> str | None:
         """The snapshot asked for by name: in the body's model, or else in the header's."""
@@ -123,17 +128,31 @@ class Service:
         return wanted
 
     def _unread(
-        self, body: CompletionBody | ChatBody, body_size: int
+        self, body: CompletionBody | ChatBody, checked: Checked, body_size: int
     ) -> tuple[int, int, Callable[[], list[Prompt]]]:
         """How many prompts there are, about how many characters to tokenize, and what does it; any thread may call it."""
         if isinstance(body, ChatBody):
-            return 1, body_size, partial(self._read_chat, check_messages(body.messages))
+            messages = check_messages(body.messages)
+            if any("tool_calls" in message or "function_call" in message for message in messages):
+                messages = prepare_history(messages, self.text.tools.arguments)
+            tools = None if checked.tools is None else checked.tools.given
+            return 1, body_size, partial(self._read_chat, messages, tools)
         prompts = split_prompts(body.prompt, self.info.vocab_size)
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         return len(prompts), size, partial(self._read_prompts, prompts)
 
-    def _read_chat(self, messages: list[dict[str, Any]]) -> list[Prompt]:
-        text = self.text.render(messages)
+    async def _grammar(self, checked: Checked, tool_format: ToolFormat | None) -> str | None:
+        """What the answer must match, compiled once here so that a mistake in it is the client's to see."""
+        if checked.schema is None and (checked.tools is None or not checked.tools.forced):
+            return None
+        param = "tool_choice" if checked.schema is None else "response_format"
+        if not self.info.grammars:
+            raise InvalidRequest(f"{param}: this engine or tokenizer does not support it", param=param)
+        build = partial(grammar.build, checked.schema, checked.tools, tool_format, self.text.literally)
+        return await asyncio.to_thread(build)
+
+    def _read_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[Prompt]:
+        text = self.text.render(messages, tools)
         return _not_empty([Prompt(self.text.encode_rendered(text), text)])
 
     def _read_prompts(self, prompts: list[str | tuple[int, ...]]) -> list[Prompt]:
@@ -144,7 +163,9 @@ class Service:
             ]
         )
 
-    def _requests(self, checked: Checked, prompts: list[Prompt], seed: int) -> list[GenerateRequest]:
+    def _requests(
+        self, checked: Checked, prompts: list[Prompt], seed: int, answer: str | None
+    ) -> list[GenerateRequest]:
         engine_id = uuid.uuid4().hex  # x-request-id may repeat: a retry carries it again
         return [
             GenerateRequest(
@@ -157,6 +178,7 @@ class Service:
                 # Without log-probabilities an echo shows nothing that the prompt itself does not say.
                 prompt_records=echoed_tokens(checked, prompt) if checked.logprobs else 0,
                 want_kv_snapshots=checked.perf_metrics,
+                grammar=answer,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -198,6 +220,7 @@ class Generation:
         prompts: list[Prompt],
         requests: list[GenerateRequest],
         timings: Timings,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self._service = service
         self.checked = checked
@@ -208,8 +231,15 @@ class Generation:
         self._final_metrics: dict[str, Any] | None = None  # measured once, for body and headers alike
         stops, silent = checked.stops, frozenset(requests[0].sampling.stop_token_ids)
         vocabulary = service.text.vocabulary
+        shown, stages = frozenset[int](), None
+        if checked.tools is not None and tool_format is not None:
+            # Forced calls end where their grammar ends.
+            dialect, parallel = tool_format.dialect, checked.tools.parallel or checked.tools.forced
+            shown, new_id = service.text.marker_ids(dialect.markers), id_maker(dialect.id_length)
+            stages = [CallStage(dialect, parallel, new_id) for _ in range(len(prompts) * checked.n)]
+        self._stages = stages  # of choices that may call tools
         self._choices = [
-            Choice(index, vocabulary, stops, silent) for index in range(len(prompts) * checked.n)
+            Choice(index, vocabulary, stops, silent, shown) for index in range(len(prompts) * checked.n)
         ]
         self._echoed = [echoed_tokens(checked, prompt) for prompt in prompts]
         self._open = [checked.n] * len(prompts)  # choices without a finish reason, by prompt
@@ -300,19 +330,28 @@ class Generation:
         if event.kv_snapshots is not None:
             choice.kv = list(event.kv_snapshots)
         pieces = self._echo(prompt, choice, event)
+        stage = None if self._stages is None else self._stages[choice.index]
         if event.tokens and self._timings.first_token is None:
             self._timings.first_token = self._service.monotonic()
         for record in event.tokens:
             if self.checked.routes and record.route is None:
                 raise EngineFailed("the engine returned a token without its route")
             self._note(choice.snapshot, record.snapshot)
-            pieces += choice.feed(record)
+            new = choice.feed(record)
+            pieces += new if stage is None else stage.feed(new)
+            if stage is not None and stage.complete and choice.finish is None:
+                choice.finish = "stop"  # at the end of the only call
             if choice.finish is not None:
                 break
         if event.finish is not None and choice.finish is None:
             if event.finish == "abort":
                 raise EngineFailed("the engine aborted the request")
-            pieces += choice.end(event.finish)
+            new = choice.end(event.finish)
+            pieces += new if stage is None else stage.feed(new)
+        if choice.finish is not None and stage is not None:
+            pieces += stage.end()
+            if stage.called and choice.finish == "stop":
+                choice.finish = "tool_calls"
         if choice.finish is not None:
             choice.close_kv(len(self._prompts[prompt].token_ids))
             self._ended(prompt, event)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -40,7 +40,9 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.byte_level = _is_byte_level(tokenizer)
-        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = frozenset(
+            i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
         self._bytes: dict[int, bytes] = {}
         self._labels: dict[int, tuple[str, msgspec.Raw]] = {}
         self._legacy_labels: dict[int, str] = {}
@@ -90,8 +92,10 @@ class Vocabulary:
             return bytes([int(found[1], 16)])
         return token.replace("\u2581", " ").encode()
 
-    def detokenizer(self) -> Detokenizer:
-        return ByteLevelDetokenizer(self) if self.byte_level else WindowedDetokenizer(self.tokenizer)
+    def detokenizer(self, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """`shown`: special tokens that stand in the text by name."""
+        shown = shown & self._special
+        return ByteLevelDetokenizer(self, shown) if self.byte_level else WindowedDetokenizer(self, shown)
 
     def raw_text(self, token_ids: Iterable[int]) -> str:
         """All tokens as text, special ones by name."""
@@ -115,8 +119,11 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """Exact: the bytes of each token through an incremental UTF-8 decoder."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._text_bytes = vocabulary.text_bytes
+    def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
+        bytes_of, text_bytes = vocabulary.bytes_of, vocabulary.text_bytes
+        self._text_bytes: Callable[[int], bytes] = text_bytes
+        if shown:
+            self._text_bytes = lambda i: bytes_of(i) if i in shown else text_bytes(i)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
@@ -132,13 +139,17 @@ class WindowedDetokenizer:
     A run of byte tokens that is not UTF-8 may be cut differently than a decode of the whole does it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = vocabulary.tokenizer
+        self._special = shown
         self._window: list[int] = []
         self._shown_text = ""  # decode of the first _shown tokens of the window
         self._shown = 0
 
     def push(self, token_id: int) -> str:
+        if token_id in self._special:  # a decode leaves it out, so it comes between what was and what follows
+            return self.flush() + self._vocabulary.raw_text([token_id])
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         waiting = len(self._window) - self._shown

@@ -1,0 +1,132 @@
+"""What an answer must match, as a grammar for the engine: response formats and forced tool calls. Imports no torch.
+
+Always holds: a grammar that this module returns has been compiled by the library once, so the engine can compile it too, but
+for what depends on the tokenizer; a schema that cannot be compiled is refused with the field it stands in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+from llguidance import LLMatcher
+from msgspec import Meta
+
+from midstream.errors import InvalidRequest
+from midstream.replica.toolformat import ToolFormat
+from midstream.replica.tools import ToolPlan
+
+GRAMMAR_MAX = 1 << 18  # characters
+_SPACE_BETWEEN = r"[ \t\r\n]{1,32}"  # without a bound a model may go on with blanks for ever
+_COMPILE = re.compile(r"failed to compile JSON schema: (?P<why>.*)")
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Literally = Callable[[str], str]  # text to Lark, with special tokens as such
+
+
+class _JsonSchema(msgspec.Struct, frozen=True):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _SchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    json_schema: _JsonSchema
+
+
+class _ObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
+    schema: dict[str, Any] | None = None
+
+
+class _TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    pass
+
+
+def response_schema(response_format: Any) -> dict[str, Any] | None:
+    """The JSON schema of the answer, not compiled yet; None: any text. Raises InvalidRequest."""
+    if response_format is None:
+        return None
+    param = "response_format"
+    try:
+        wanted = msgspec.convert(response_format, _SchemaFormat | _ObjectFormat | _TextFormat)
+    except msgspec.ValidationError as error:
+        what, _, at = str(error).replace("`", "").partition(" - at $")
+        raise InvalidRequest(f"{param}{at}: {what[:1].lower()}{what[1:]}", param=param) from error
+    if isinstance(wanted, _TextFormat):
+        return None
+    schema = wanted.json_schema.schema if isinstance(wanted, _SchemaFormat) else wanted.schema
+    return {"type": "object"} if schema is None else schema
+
+
+def build(
+    schema: dict[str, Any] | None,
+    plan: ToolPlan | None,
+    tool_format: ToolFormat | None,
+    literally: Literally,
+) -> str | None:
+    """The grammar of an answer, None where any text will do. Raises InvalidRequest."""
+    rules: list[str] = []
+    starts: list[str] = []
+    if schema is not None and not (plan and plan.forced):
+        _check_schema(schema, "response_format: the schema", "response_format")
+        rules.append(f"body: %json {_json(schema, whitespace_pattern=_SPACE_BETWEEN)}")
+        starts.append("body")
+    if plan is not None and tool_format is not None and (plan.forced or schema is not None):
+        rules += _calls(plan, tool_format, literally)
+        starts.append("calls")
+    if not starts:
+        return None
+    grammar = "\n".join([f"start: {' | '.join(starts)}", *rules])
+    param = "tools" if "calls" in starts else "response_format"
+    if len(grammar) > GRAMMAR_MAX:
+        message = f"{param}: the schemas make a grammar of {len(grammar)} characters, at most {GRAMMAR_MAX}"
+        raise InvalidRequest(message, param=param)
+    problem = _problem(grammar)
+    if problem is not None:
+        raise InvalidRequest(f"{param}: {problem}", param=param)
+    return grammar
+
+
+def _calls(plan: ToolPlan, tool_format: ToolFormat, literally: Literally) -> list[str]:
+    """Rules for one call or several, in the template's own spelling."""
+    f = tool_format
+    item, key = f.separators
+    rules = []
+    for index in plan.callable:
+        function = plan.tools[index].function
+        schema = _NO_ARGUMENTS if function.parameters is None else {"type": "object"} | function.parameters
+        _check_schema(schema, f"tools[{index}].function.parameters", "tools")
+        arguments = _json(schema, whitespace_flexible=False, item_separator=item, key_separator=key)
+        head, tail = literally(f.open + function.name + f.between), literally(f.close)
+        rules += [f"call_{index}: {head} arguments_{index} {tail}", f"arguments_{index}: %json {arguments}"]
+    several = f" ({literally(f.joint)} call)*" if plan.parallel and f.joint is not None else ""
+    begin, end = (literally(text) if text else "" for text in (f.begin, f.end))
+    call = " | ".join(f"call_{index}" for index in plan.callable)
+    return [f"calls: {begin} call{several} {end}", f"call: {call}", *rules]
+
+
+def _json(schema: dict[str, Any], **options: Any) -> str:
+    return json.dumps(schema | {"x-guidance": options}, ensure_ascii=False)
+
+
+def _check_schema(schema: dict[str, Any], where: str, param: str) -> None:
+    problem = _problem(f"start: %json {_json(schema)}")
+    if problem is not None:
+        raise InvalidRequest(f"{where}: {problem}", param=param)
+
+
+@lru_cache(maxsize=256)
+def _problem(grammar: str) -> str | None:
+    """Why the grammar does not compile; the messages of the library begin with the place in our text."""
+    if len(grammar) > GRAMMAR_MAX:
+        return f"longer than {GRAMMAR_MAX} characters"
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if not failed:
+        return None
+    found = _COMPILE.search(messages[0])
+    return found["why"] if found else messages[0].partition("\n")[0]
