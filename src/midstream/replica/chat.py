@@ -69,6 +69,14 @@ class TextModel:
             f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts if part
         )
 
+    def specials(self, without: frozenset[int]) -> str:
+        """The added tokens in the grammar language, but for those; empty if there are none."""
+        ids = sorted(set(self._added.values()) - without)
+        starts = [i for i in ids if i - 1 not in set(ids)]
+        ends = [i for i in ids if i + 1 not in set(ids)]
+        ranges = ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+        return f"<[{ranges}]>" if ranges else ""
+
     def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._added[name] for name in markers if name in self._added)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from llguidance import LLMatcher
@@ -25,7 +24,18 @@ _SPACE_BETWEEN = r"[ \t\r\n]{1,32}"  # without a bound a model may go on with bl
 _COMPILE = re.compile(r"failed to compile JSON schema: (?P<why>.*)")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-Literally = Callable[[str], str]  # text to Lark, with special tokens as such
+
+class Lexicon(Protocol):
+    """The tokenizer's part in a grammar (TextModel is one)."""
+
+    def literally(self, text: str) -> str:
+        """`text` in the grammar language, with special tokens as such."""
+
+    def specials(self, without: frozenset[int]) -> str:
+        """Any special token but those."""
+
+    def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
+        """The ids of the tags that are tokens of their own."""
 
 
 class _JsonSchema(msgspec.Struct, frozen=True):
@@ -67,7 +77,8 @@ def build(
     schema: dict[str, Any] | None,
     plan: ToolPlan | None,
     tool_format: ToolFormat | None,
-    literally: Literally,
+    lexicon: Lexicon,
+    eos_token_ids: tuple[int, ...],
 ) -> str | None:
     """The grammar of an answer, None where any text will do. Raises InvalidRequest."""
     rules: list[str] = []
@@ -76,13 +87,17 @@ def build(
         _check_schema(schema, "response_format: the schema", "response_format")
         rules.append(f"body: %json {_json(schema, whitespace_pattern=_SPACE_BETWEEN)}")
         starts.append("body")
-    if plan is not None and tool_format is not None and (plan.forced or schema is not None):
-        rules += _calls(plan, tool_format, literally)
-        starts.append("calls")
+    if plan is not None and tool_format is not None and (plan.constrained or schema is not None):
+        rules += _calls(plan, tool_format, lexicon)
+        if plan.forced or schema is not None:
+            starts.append("calls")
+        else:
+            rules += _text_and_calls(plan, tool_format, lexicon, eos_token_ids)
+            starts.append("text_and_calls")
     if not starts:
         return None
     grammar = "\n".join([f"start: {' | '.join(starts)}", *rules])
-    param = "tools" if "calls" in starts else "response_format"
+    param = "response_format" if starts == ["body"] else "tools"
     if len(grammar) > GRAMMAR_MAX:
         message = f"{param}: the schemas make a grammar of {len(grammar)} characters, at most {GRAMMAR_MAX}"
         raise InvalidRequest(message, param=param)
@@ -92,9 +107,9 @@ def build(
     return grammar
 
 
-def _calls(plan: ToolPlan, tool_format: ToolFormat, literally: Literally) -> list[str]:
+def _calls(plan: ToolPlan, tool_format: ToolFormat, lexicon: Lexicon) -> list[str]:
     """Rules for one call or several, in the template's own spelling."""
-    f = tool_format
+    f, literally = tool_format, lexicon.literally
     item, key = f.separators
     rules = []
     for index in plan.callable:
@@ -108,6 +123,26 @@ def _calls(plan: ToolPlan, tool_format: ToolFormat, literally: Literally) -> lis
     begin, end = (literally(text) if text else "" for text in (f.begin, f.end))
     call = " | ".join(f"call_{index}" for index in plan.callable)
     return [f"calls: {begin} call{several} {end}", f"call: {call}", *rules]
+
+
+def _text_and_calls(
+    plan: ToolPlan, tool_format: ToolFormat, lexicon: Lexicon, eos_token_ids: tuple[int, ...]
+) -> list[str]:
+    """Rules for any text in which whatever begins as a call is one."""
+    opening = tool_format.dialect.opening
+    own = lexicon.marker_ids(tool_format.dialect.markers)
+    special = lexicon.specials(own | frozenset(eos_token_ids))
+    rules = [r"TEXT: /(.|\n)*/", f"text: TEXT ({special} TEXT)*" if special else "text: TEXT"]
+    if opening is None:  # an answer that begins as an object is a call
+        plain = r"PLAIN: /[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"
+        first = f"PLAIN ({special} TEXT)* | {special} text" if special else "PLAIN"
+        return [*rules, plain, f"text_and_calls: {first} | calls"]
+    if not lexicon.marker_ids((opening,)):
+        message = f"tools: strict needs tool_choice required or a named function here, since {opening} is not a token"
+        raise InvalidRequest(message, param="tools")
+    if tool_format.begin:
+        return [*rules, "text_and_calls: text calls?"]
+    return [*rules, f"text_and_calls: text (call text){'*' if plan.parallel else '?'}"]
 
 
 def _json(schema: dict[str, Any], **options: Any) -> str:

@@ -143,13 +143,16 @@ class Service:
 
     async def _grammar(self, checked: Checked, tool_format: ToolFormat | None) -> str | None:
         """What the answer must match, compiled once here so that a mistake in it is the client's to see."""
-        if checked.schema is None and (checked.tools is None or not checked.tools.forced):
+        if checked.schema is None and (checked.tools is None or not checked.tools.constrained):
             return None
-        param = "tool_choice" if checked.schema is None else "response_format"
+        param = "tools" if checked.schema is None else "response_format"
         if not self.info.grammars:
-            raise InvalidRequest(f"{param}: this engine or tokenizer does not support it", param=param)
-        build = partial(grammar.build, checked.schema, checked.tools, tool_format, self.text.literally)
-        return await asyncio.to_thread(build)
+            what = "answers that must match a grammar" if param == "tools" else "it"
+            raise InvalidRequest(f"{param}: this engine or tokenizer does not support {what}", param=param)
+        eos = self.info.eos_token_ids
+        return await asyncio.to_thread(
+            grammar.build, checked.schema, checked.tools, tool_format, self.text, eos
+        )
 
     def _read_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[Prompt]:
         text = self.text.render(messages, tools)

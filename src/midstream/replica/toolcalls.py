@@ -294,11 +294,13 @@ class Dialect:
 
     pattern: finds the calls named `first` and `second` (or the first alone) in a rendered conversation; its groups are the
         literal text around names and arguments. markers: tags that may be special tokens, which detokenizing would leave out.
+        opening: the one that begins calls wherever it stands; None: calls are known by being all of the answer.
     """
 
     name: str
     pattern: re.Pattern[str]
     markers: tuple[str, ...]
+    opening: str | None
     parser: Callable[[], ToolParser]
     id_length: int | None = None  # of ids, where templates insist on one
 
@@ -332,8 +334,16 @@ DIALECTS = (
         "hermes",
         re.compile(_HERMES),
         ("<tool_call>", "</tool_call>"),
+        "<tool_call>",
         lambda: TaggedParser("<tool_call>", "</tool_call>"),
     ),
-    Dialect("mistral", re.compile(_MISTRAL), ("[TOOL_CALLS]",), lambda: ArrayParser("[TOOL_CALLS]"), 9),
-    Dialect("llama3", re.compile(_LLAMA), ("<|python_tag|>",), lambda: ObjectParser("<|python_tag|>")),
+    Dialect(
+        "mistral",
+        re.compile(_MISTRAL),
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]",
+        lambda: ArrayParser("[TOOL_CALLS]"),
+        id_length=9,
+    ),
+    Dialect("llama3", re.compile(_LLAMA), ("<|python_tag|>",), None, lambda: ObjectParser("<|python_tag|>")),
 )

@@ -56,7 +56,7 @@ class _EarlierCall(msgspec.Struct, frozen=True):
 
 class ToolPlan(msgspec.Struct, frozen=True):
     """given: the tools as the template gets them. forced: the answer must be calls, of the tools in `callable` only.
-    strict: calls must match their schemas though none is forced."""
+    strict: calls match their schemas also where none is forced."""
 
     given: list[dict[str, Any]]
     tools: tuple[Tool, ...]
@@ -64,6 +64,10 @@ class ToolPlan(msgspec.Struct, frozen=True):
     forced: bool
     strict: bool
     parallel: bool
+
+    @property
+    def constrained(self) -> bool:
+        return self.forced or self.strict
 
 
 def plan_tools(body: ChatBody) -> ToolPlan | None:

@@ -58,17 +58,16 @@ class Constraints:
             if len(self._compiled) > COMPILED_MAX:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return Matcher(compiled.deep_copy(), self._tokenizer.eos_tokens, stop_token_ids)
+        return Matcher(compiled.deep_copy(), self._tokenizer, stop_token_ids)
 
 
 class Matcher:
     """Where one sequence stands in its grammar. `error` says why it cannot go on."""
 
-    def __init__(
-        self, matcher: LLMatcher, eos_token_ids: Sequence[int], stop_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
-        self._eos = tuple(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._eos = tuple(tokenizer.eos_tokens)
         self._stops = tuple(stop_token_ids)
         self.error: str | None = None
 
@@ -87,13 +86,28 @@ class Matcher:
         if accepting:
             for token in self._stops:
                 mask[token >> 3] |= 1 << (token & 7)
-        if mask.count(0) == len(mask):
+        bytes_set = len(mask) - mask.count(0)
+        if bytes_set == 1:
+            self._spell_out(mask)
+        elif bytes_set == 0:
             if not accepting:
                 self.error = "no token of the vocabulary continues the grammar"
                 return None
             for token in self._eos:  # the end was not seen coming; the model's own end token marks it
                 mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask)
+
+    def _spell_out(self, mask: bytearray) -> None:
+        """Forced text that spells the name of a special token comes as that token, which the grammar then refuses: allow
+        the first of the tokens that really spell it."""
+        at = next(i for i, bits in enumerate(mask) if bits)
+        token = at * 8 + mask[at].bit_length() - 1
+        if mask[at].bit_count() > 1 or token in self._stops or self._matcher.validate_tokens([token]):
+            return
+        spelled = self._tokenizer.greedy_tokenize(self._matcher.compute_ff_bytes().decode(errors="ignore"))
+        mask[at] = 0
+        for first in spelled[:1]:
+            mask[first >> 3] |= 1 << (first & 7)
 
     def accept(self, token: int) -> bool:
         """Take a token allowed by `mask`. True: the grammar has ended and no stop token is waited for."""
