@@ -1,22 +1,38 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from engine_helpers import needs_compiler
 
-from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, uniform
+from midstream.engine.embedded.native.sampling import NativeSampler
+from midstream.engine.embedded.sampler import Sampled, SampleRow, TorchSampler, sample, uniform
 from midstream.types import SamplingParams
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds for both samplers."""
+    needs_compiler(request.param)
+    SAMPLER.append(NativeSampler(threads=2) if request.param == "native" else TorchSampler())
+    yield
+    SAMPLER.pop()
+
+
+SAMPLER: list[Any] = []
 
 
 def draw(
     position: int = 0, *, history: list[int] | None = None, prompt_len: int = 0, **params: Any
 ) -> Sampled:
     row = SampleRow(SamplingParams(max_tokens=1, **params), 0, position, history or [], prompt_len, 0)
-    return sample(LOGITS, [row])
+    return SAMPLER[-1].sample(LOGITS, [row])
 
 
 def distribution(**params: Any) -> dict[int, float]:
@@ -90,12 +106,73 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits[0, 500] = 0.0
     for position in range(200):
         row = SampleRow(SamplingParams(max_tokens=1, seed=3), 0, position, [], 0, 0)
-        assert sample(logits, [row]).tokens == [500]
+        assert SAMPLER[-1].sample(logits, [row]).tokens == [500]
 
 
 def test_alternatives_are_the_best_raw_tokens_in_order() -> None:
     row = SampleRow(SamplingParams(max_tokens=1, temperature=0.3), 0, 0, [], 0, 3)
-    (top,) = sample(LOGITS, [row]).top
+    (top,) = SAMPLER[-1].sample(LOGITS, [row]).top
     raw = torch.log_softmax(LOGITS[0], -1)
     assert [token for token, _ in top] == [0, 1, 2]
     assert [value for _, value in top] == pytest.approx(raw[:3].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 264, 1024, 5001])
+def test_both_samplers_draw_the_same_tokens(dtype: torch.dtype, vocab: int) -> None:
+    """Rows of every kind in one batch, wherever the kernel's lanes and chunks end."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn((60, vocab), generator=generator) * 3).to(dtype)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 2},
+        {"temperature": 1.3, "logit_bias": {1: 2.0}},
+    ]
+    rows = [
+        SampleRow(
+            SamplingParams(max_tokens=1, seed=-i if i % 2 else 2**63 + i, **kinds[i % 5]),
+            i % 3,
+            i,
+            [1],
+            1,
+            i % 4,
+        )
+        for i in range(60)
+    ]
+    got, expected = SAMPLER[-1].sample(logits, rows), sample(logits, rows)
+    assert got.tokens == expected.tokens
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=2e-6)
+    assert got.sampling_logprobs == pytest.approx(expected.sampling_logprobs, abs=4e-6)
+    for row, top, wanted in zip(rows, got.top, expected.top, strict=True):
+        assert len(top) == min(row.top_logprobs, vocab)
+        assert [value for _, value in top] == pytest.approx([value for _, value in wanted], abs=2e-6)
+    targets = [i % vocab for i in range(60)]
+    scored = SAMPLER[-1].score(logits, targets, [2] * 60)
+    raw = logits.float().log_softmax(-1)
+    assert scored.logprobs == pytest.approx([raw[i, t].item() for i, t in enumerate(targets)], abs=2e-6)
+    assert [t[0][1] for t in scored.top] == pytest.approx(raw.max(-1).values.tolist(), abs=2e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_logit_that_is_not_a_number_gives_a_logprob_that_is_not_one(bad: float) -> None:
+    logits = torch.zeros((2, 300))
+    logits[1, 250] = bad
+    rows = [
+        SampleRow(SamplingParams(max_tokens=1, seed=1, temperature=t), 0, 0, [], 0, 0) for t in (1.0, 0.0)
+    ]
+    for order in (rows, rows[::-1]):
+        got = SAMPLER[-1].sample(logits, order)
+        assert math.isfinite(got.logprobs[0])
+        assert not math.isfinite(got.logprobs[1])
+
+
+def test_two_equal_tokens_share_the_probability_when_all_others_have_none() -> None:
+    logits = torch.full((1, 40), -float("inf"))
+    logits[0, [7, 33]] = 0.0
+    for position in range(200):
+        row = SampleRow(SamplingParams(max_tokens=1, seed=3), 0, position, [], 0, 0)
+        got = SAMPLER[-1].sample(logits, [row])
+        assert got.tokens[0] in (7, 33)
+        assert got.logprobs[0] == pytest.approx(math.log(0.5))

@@ -26,8 +26,10 @@ from midstream.config import EngineSettings, parse_size
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
+from midstream.engine.embedded.native.library import NoCompiler
+from midstream.engine.embedded.native.sampling import NativeSampler
 from midstream.engine.embedded.runner import Runner
-from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, score
+from midstream.engine.embedded.sampler import Sampled, SampleRow, TorchSampler
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
 from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
 from midstream.errors import ConfigError
@@ -96,6 +98,7 @@ class EngineCore:
         self._constraints = Constraints.load(
             model_dir, model.config.vocab_size, self.runner.info(0).eos_token_ids
         )
+        self._sampler = _sampler(settings)
         self._handles: dict[str, Handle] = {}
         self._failed_steps = 0
         self._step_ended = 0.0
@@ -229,7 +232,7 @@ class EngineCore:
         for first in range(0, split, SCORED_ROWS_MAX):
             last = min(first + SCORED_ROWS_MAX, split)
             self._keep_scores(rows.scores[first:last], logits[first:last], routes)
-        sampled = _sample(rows.samples, logits[split:]) if rows.samples else None
+        sampled = self._sampler.sample(logits[split:], _sample_rows(rows)) if rows.samples else None
         broken = _not_finite(rows, sampled)  # their KV must not be found by anybody
         self._keep_last_sampled([work.seq for work, _ in rows.samples if work.seq not in broken])
         for work in works:
@@ -243,7 +246,7 @@ class EngineCore:
     ) -> None:
         """scores: (work, position, packed row), the pass at `position` scores the token after it."""
         targets = [work.seq.tokens[position + 1] for work, position, _ in scores]
-        scored = score(logits, targets, [work.seq.request.top_logprobs for work, _, _ in scores])
+        scored = self._sampler.score(logits, targets, [work.seq.request.top_logprobs for work, _, _ in scores])
         slots = np.array([self._slot(work.seq, position + 1) for work, position, _ in scores])
         taken = None if routes is None else routes[[row for _, _, row in scores]]
         self._scores.write(slots, np.array(scored.logprobs), taken, self._ordinal)
@@ -419,8 +422,8 @@ def _rows_needed(works: list[Work]) -> _Rows:
     return _Rows(scores, samples)
 
 
-def _sample(samples: list[tuple[Work, int]], logits: torch.Tensor) -> Sampled:
-    rows = [
+def _sample_rows(rows: _Rows) -> list[SampleRow]:
+    return [
         SampleRow(
             params=work.seq.request.sampling,
             index=work.seq.index,
@@ -430,10 +433,17 @@ def _sample(samples: list[tuple[Work, int]], logits: torch.Tensor) -> Sampled:
             top_logprobs=work.seq.request.top_logprobs,
             mask=None if work.seq.matcher is None else work.seq.matcher.mask(),
         )
-        for work, _ in samples
+        for work, _ in rows.samples
     ]
-    with torch.inference_mode():
-        return sample(logits, rows)
+
+
+def _sampler(settings: EngineSettings) -> NativeSampler | TorchSampler:
+    if settings.kernels == "torch" or settings.device != "cpu":
+        return TorchSampler()
+    try:
+        return NativeSampler(settings.threads)
+    except NoCompiler:
+        return TorchSampler()  # loading.py has said so
 
 
 def _not_finite(rows: _Rows, sampled: Sampled | None) -> set[Sequence]:

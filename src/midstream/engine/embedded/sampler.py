@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +20,22 @@ import torch
 from midstream.types import SamplingParams
 
 GREEDY_BELOW = 1e-5  # dividing logits by less overflows float32
-_MASK = (1 << 64) - 1
+SEED_MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: SplitMix64 over the counter (Steele et al., 2014)."""
-    state = _mix64((seed & _MASK) ^ _mix64((index + 1) * 0x9E3779B97F4A7C15))
+    """A number in [0, 1) with 53 random bits: SplitMix64 over the counter (Steele et al., 2014).
+
+    native/sample.h has the same function.
+    """
+    state = _mix64((seed & SEED_MASK) ^ _mix64((index + 1) * 0x9E3779B97F4A7C15))
     return (_mix64(state + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
 def _mix64(z: int) -> int:
-    z &= _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z &= SEED_MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & SEED_MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & SEED_MASK
     return z ^ (z >> 31)
 
 
@@ -58,7 +62,17 @@ class Sampled:
     sampling_logprobs: list[float]
     top: list[list[tuple[int, float]]]  # per row, best first; empty when not asked for
 
+    @property
+    def columns(self) -> tuple[list[Any], ...]:
+        return self.tokens, self.logprobs, self.sampling_logprobs, self.top
 
+
+def is_plain(row: SampleRow, vocab: int) -> bool:
+    """Whether the row is drawn from its logits with no more than a temperature."""
+    return row.mask is None and not _has_penalty(row.params) and not _has_filter(row.params, vocab)
+
+
+@torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     """One token per row. logits: [rows, vocab], any float dtype, unmodified model output."""
     raw = torch.log_softmax(logits.float(), dim=-1)
@@ -82,12 +96,20 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     )
 
 
+@torch.inference_mode()
 def score(logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Sampled:
     """Raw log-probability of a given next token per row: prompt scoring. logits: [rows, vocab]."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     picked = torch.tensor(list(targets), device=logits.device).unsqueeze(1)
     values = raw.gather(1, picked)[:, 0].tolist()
     return Sampled(list(targets), values, values, _top(raw, top_logprobs))
+
+
+class TorchSampler:
+    """The functions of this module, where there are no native kernels."""
+
+    sample = staticmethod(sample)
+    score = staticmethod(score)
 
 
 def _top(raw: torch.Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
@@ -145,12 +167,7 @@ def _has_penalty(params: SamplingParams) -> bool:
 def _filtered(probs: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Zero what top-k, then top-p, then min-p exclude, and renormalise; rows without a filter are untouched."""
     vocab = probs.shape[-1]
-    limited = [
-        i
-        for i, r in enumerate(rows)
-        if r.params.temperature >= GREEDY_BELOW
-        and (0 < r.params.top_k < vocab or r.params.top_p < 1 or r.params.min_p > 0)
-    ]
+    limited = [i for i, r in enumerate(rows) if _has_filter(r.params, vocab)]
     if not limited:
         return probs
     where = torch.tensor(limited, device=probs.device)
@@ -172,6 +189,11 @@ def _filtered(probs: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     result = probs.clone()
     result[where] = torch.zeros_like(ordered).scatter(1, order, ordered)
     return result
+
+
+def _has_filter(params: SamplingParams, vocab: int) -> bool:
+    limits = 0 < params.top_k < vocab or params.top_p < 1 or params.min_p > 0
+    return limits and params.temperature >= GREEDY_BELOW
 
 
 def _inverse_cdf(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -34,12 +34,12 @@ static void moe(const typename T::elem *x, const uint32_t *router, const uint32_
 
 template <class T>
 static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, const float *temperature,
-                   const double *uniform, const int64_t *wanted, int32_t *token, float *logprob,
+                   const uint64_t *counters, const int64_t *wanted, int32_t *token, float *logprob,
                    float *sampling_logprob, int64_t n, int32_t *ids, float *values, int threads) {
   const Sampler<T> sampler{vocab};
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && (double)m * vocab > PARALLEL_MIN)
   for (int64_t i = 0; i < m; ++i)
-    sampler.row(logits + i * vocab, temperature[i], uniform[i], wanted[i], token + i, logprob + i,
+    sampler.row(logits + i * vocab, temperature[i], counters + 3 * i, wanted[i], token + i, logprob + i,
                 sampling_logprob + i, n, ids + i * n, values + i * n);
 }
 
@@ -76,10 +76,10 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
     moe<T>((const T::elem *)x, router, gate_up, down, m, hidden, inner, experts, k, flags, (T::elem *)residual,        \
            routes, route_stride, threads);                                                                             \
   }                                                                                                                    \
-  void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const double *uniform,    \
+  void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const uint64_t *counters,\
                      const int64_t *wanted, int32_t *token, float *logprob, float *sampling_logprob, int64_t n,        \
                      int32_t *ids, float *values, int threads) {                                                       \
-    sample<T>((const T::elem *)logits, m, vocab, temperature, uniform, wanted, token, logprob, sampling_logprob, n,    \
+    sample<T>((const T::elem *)logits, m, vocab, temperature, counters, wanted, token, logprob, sampling_logprob, n,    \
               ids, values, threads);                                                                                   \
   }                                                                                                                    \
   }

@@ -80,11 +80,11 @@ class Kernels:
 @cache
 def kernels(suffix: str) -> Kernels:
     """Raises NoCompiler."""
-    return Kernels(_library(), suffix)
+    return Kernels(load_library(), suffix)
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     compiler = _compiler()
     target = _cache_dir() / f"kernels-{_key(compiler)}.so"
     if not target.exists():

@@ -8,6 +8,19 @@
 
 constexpr int64_t CHUNK = 1024;
 
+// A number in [0, 1) with 53 random bits that depends on (seed, choice index, position) alone: SplitMix64 (Steele et al., 2014)
+// over the counter. sampler.py has the same function.
+static inline uint64_t mix64(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+static inline double uniform(const uint64_t *counter) {
+  const uint64_t step = 0x9E3779B97F4A7C15u;
+  const uint64_t state = mix64(counter[0] ^ mix64((counter[1] + 1) * step));
+  return (double)(mix64(state + (counter[2] + 1) * step) >> 11) * 0x1p-53;
+}
+
 template <class T>
 struct Sampler {
   typedef typename T::elem elem;
@@ -81,7 +94,7 @@ struct Sampler {
   }
 
   // temperature <= 0: greedy. wanted >= 0: do not draw, score that token.
-  void row(const elem *x, float temperature, double uniform, int64_t wanted, int32_t *token, float *logprob,
+  void row(const elem *x, float temperature, const uint64_t *counter, int64_t wanted, int32_t *token, float *logprob,
            float *sampling_logprob, int64_t n, int32_t *ids, float *values) const {
     static thread_local std::vector<double> chunks;
     chunks.clear();
@@ -95,7 +108,7 @@ struct Sampler {
       const float inverse = 1.0f / temperature;
       const double sum = plain ? chunks.back() : total(x, top, inverse, &chunks);
       log_drawn = std::log(sum);
-      picked = draw(x, top, inverse, uniform * sum, chunks);
+      picked = draw(x, top, inverse, uniform(counter) * sum, chunks);
     }
     const double value = (double)T::up(x[picked]) - top;
     *token = (int32_t)picked;
