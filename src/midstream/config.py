@@ -36,6 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_running: int = 128  # sequences stepped together
     max_waiting: int = 4096  # requests queued before 429
     threads: int = 1  # intra-op threads of one replica's engine
+    load_s_max: float = 600.0  # an engine that has not loaded its model by then is given up
     silence_s_max: float = 60.0  # an engine not heard of for so long (it reports between steps) is replaced
 
 
@@ -145,6 +146,7 @@ def _checked(settings: Settings) -> Settings:
                 "max_running",
                 "max_waiting",
                 "threads",
+                "load_s_max",
                 "silence_s_max",
             )
         ),

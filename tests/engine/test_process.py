@@ -13,6 +13,7 @@ from engine_helpers import request
 
 from midstream.config import EngineSettings
 from midstream.engine.base import EngineDied, StagingFailed
+from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.process import EmbeddedEngine
 from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
@@ -137,6 +138,29 @@ def test_a_missing_model_is_reported_with_its_reason(tmp_path: Path) -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_an_engine_that_does_not_load_in_time_is_ended_and_the_reason_names_the_limit(
+    tiny_model: Callable[..., Path],
+) -> None:
+    async def main() -> None:
+        engine = EmbeddedEngine(tiny_model(), EngineSettings(load_s_max=0.01))  # an interpreter takes longer
+        with pytest.raises(EngineDied, match=r"not loaded within 0\.01 s \(load_s_max\)"):
+            await engine.start()
+        assert engine.pid is None
+        with pytest.raises(EngineDied, match="not running"):
+            await engine.pause()
+
+    asyncio.run(main())
+
+
+def test_messages_are_whole_however_the_socket_cuts_them() -> None:
+    sent = [m.Pause(1), m.Abort("r" * 300, 2), m.Resume(3)]
+    data = b"".join(map(m.frame, sent))
+    for size in (1, 3, 5, len(data)):
+        frames = m.Frames()
+        cut = [data[i : i + size] for i in range(0, len(data), size)]
+        assert [m.command_decoder.decode(body) for part in cut for body in frames.feed(part)] == sent
 
 
 def test_a_newer_staging_supersedes_the_one_before_and_only_it_can_be_committed(

@@ -7,6 +7,7 @@ number pairs a Done with its command. Nothing is pickled.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import msgspec
 
@@ -89,3 +90,22 @@ reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 def frame(message: Command | Reply) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts what arrives on a socket into message bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that `data` completes."""
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._buffer)
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[HEADER.size : end])
+            del self._buffer[:end]
+            yield body

@@ -13,8 +13,10 @@ import logging
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 from midstream.config import EngineSettings
 from midstream.engine.base import Engine, EngineDied, StagingFailed
@@ -27,11 +29,61 @@ STOP_GRACE_S = 5.0
 
 
 class _Stream:
-    """The events of one request on their way to its iterator; an int in the queue: that choice was ended here."""
+    """The events of one request on their way to its iterator. Of what arrives, an int is a choice that was ended here, None the
+    end of the engine."""
 
     def __init__(self, choices: int) -> None:
-        self.queue: asyncio.Queue[GenerationEvent | int | None] = asyncio.Queue()
+        self.arrived: deque[GenerationEvent | int | None] = deque()
         self.open = set(range(choices))
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: GenerationEvent | int | None) -> None:
+        self.arrived.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns when something has arrived."""
+        while not self.arrived:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+
+class _Wire(asyncio.Protocol):
+    """Our end of the socket: replies but the first are handed on in the turn of the loop that read them.
+
+    first: the first reply; None: there was none.
+    """
+
+    def __init__(self, on_reply: Callable[[m.Reply], None]) -> None:
+        self.transport: asyncio.Transport
+        self.first: asyncio.Future[m.Reply | None] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+        self._on_reply = on_reply
+        self._frames = m.Frames()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                reply = m.reply_decoder.decode(body)
+                if self.first.done():
+                    self._on_reply(reply)
+                else:
+                    self.first.set_result(reply)
+        except Exception:  # what cannot be understood cannot be trusted: the process will be replaced
+            logger.exception("the engine process said something unexpected")
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+        if not self.first.done():
+            self.first.set_result(None)
+
+    def send(self, command: m.Command) -> None:
+        self.transport.write(m.frame(command))
 
 
 class EmbeddedEngine(Engine):
@@ -39,16 +91,14 @@ class EmbeddedEngine(Engine):
         self._model_dir = model_dir
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reader_task: asyncio.Task[None] | None = None
-        self._watchdog: asyncio.Task[None] | None = None
+        self._wire: _Wire | None = None  # None or closing: the engine is not running
+        self._watchers: list[asyncio.Task[None]] = []  # for its death and its silence
         self._calls: dict[int, asyncio.Future[m.Done]] = {}
         self._numbers = itertools.count(1)
         self._streams: dict[str, _Stream] = {}
         self._heard_at = 0.0
         self._stats = EngineStats()
         self._death: Callable[[str], Awaitable[None]] | None = None
-        self._closing = False
 
     def __repr__(self) -> str:
         return f"EmbeddedEngine(streams={len(self._streams)}, calls={len(self._calls)}, pid={self.pid})"
@@ -59,7 +109,6 @@ class EmbeddedEngine(Engine):
 
     async def start(self) -> ModelInfo:
         await self._stop()
-        self._closing = False
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - fork and exec only; waiting is done in a thread
@@ -69,32 +118,44 @@ class EmbeddedEngine(Engine):
                 stdout=sys.stderr,  # this process's own standard output may be somebody's protocol
             )
         ours.setblocking(False)
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._send(m.Start(str(self._model_dir), self._settings))
+        loop = asyncio.get_running_loop()
+        _, wire = await loop.create_connection(lambda: _Wire(self._dispatch), sock=ours)
+        self._wire = wire
+        wire.send(m.Start(str(self._model_dir), self._settings))
+        info = await self._loaded(wire, self._process)
+        self._heard_at = loop.time()
+        watches = (self._watch_end(wire, self._process), self._watch_silence(self._process))
+        self._watchers = [asyncio.create_task(watch) for watch in watches]
+        return info
+
+    async def _loaded(self, wire: _Wire, process: subprocess.Popen[bytes]) -> ModelInfo:
+        reason = "the engine process ended while loading the model"
         try:
-            reply = await _receive(reader)
-        except (EOFError, OSError) as error:
-            raise EngineDied("the engine process ended while loading the model") from error
-        if isinstance(reply, m.Failed):
-            await self._stop()
-            raise EngineDied(reply.error)
-        assert isinstance(reply, m.Ready)
-        self._heard_at = asyncio.get_running_loop().time()
-        self._reader_task = asyncio.create_task(self._read(reader))
-        self._watchdog = asyncio.create_task(self._watch(self._process))
-        return reply.info
+            async with asyncio.timeout(self._settings.load_s_max):
+                reply = await wire.first
+        except TimeoutError:
+            reason = f"the model was not loaded within {self._settings.load_s_max:g} s (load_s_max)"
+            process.kill()
+        else:
+            if isinstance(reply, m.Ready):
+                return reply.info
+            if isinstance(reply, m.Failed):
+                reason = reply.error
+        await self._stop()
+        raise EngineDied(reason)
 
     async def close(self) -> None:
         await self._stop()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        if self._writer is None or self._writer.is_closing():
-            raise EngineDied("the engine is not running")
+        wire = self._running_wire()
         stream = self._streams[request.request_id] = _Stream(request.n)
-        self._send(m.Generate(request))
+        wire.send(m.Generate(request))
         try:
             while stream.open:
-                event = await stream.queue.get()
+                if not stream.arrived:
+                    await stream.wait()
+                event = stream.arrived.popleft()
                 if event is None:
                     raise EngineDied("the engine process died")
                 if isinstance(event, int):
@@ -115,7 +176,7 @@ class EmbeddedEngine(Engine):
     def end_choice(self, request_id: str, index: int) -> None:
         stream = self._streams.get(request_id)
         if stream is not None and index in stream.open:
-            stream.queue.put_nowait(index)
+            stream.put(index)
             self._send(m.Abort(request_id, index))
 
     async def stage(self, snapshot: str, directory: Path) -> None:
@@ -139,12 +200,11 @@ class EmbeddedEngine(Engine):
         self._death = callback
 
     async def _call(self, build: Callable[[int], m.Command]) -> m.Done:
-        if self._writer is None or self._writer.is_closing():
-            raise EngineDied("the engine is not running")
+        wire = self._running_wire()
         call = next(self._numbers)
         future: asyncio.Future[m.Done] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
-        self._send(build(call))
+        wire.send(build(call))
         try:
             done = await future
         finally:
@@ -153,24 +213,27 @@ class EmbeddedEngine(Engine):
             raise StagingFailed(done.error)
         return done
 
+    def _running_wire(self) -> _Wire:
+        if self._wire is None or self._wire.transport.is_closing():
+            raise EngineDied("the engine is not running")
+        return self._wire
+
     def _send(self, command: m.Command) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(m.frame(command))
+        if self._wire is not None and not self._wire.transport.is_closing():
+            self._wire.send(command)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                self._dispatch(await _receive(reader))
-        except (EOFError, OSError):
-            await self._died()
-        except Exception:  # what cannot be understood cannot be trusted: replace the process
-            logger.exception("the engine process said something unexpected; killing it")
-            if self._process is not None:
-                self._process.kill()
-            await self._died()
+    async def _watch_end(self, wire: _Wire, process: subprocess.Popen[bytes]) -> None:
+        """Tell everybody when the engine ends by itself."""
+        await wire.lost.wait()
+        process.kill()  # if it lives, it said what cannot be understood
+        self._end_everything()
+        code = await asyncio.to_thread(process.wait)
+        logger.error("engine process %s ended with code %s", process.pid, code)
+        if self._death is not None:
+            await self._death(f"the engine process ended with code {code}")
 
-    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill an engine that has not been heard of for too long; the reader then sees it end."""
+    async def _watch_silence(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill an engine that has not been heard of for too long; its end is then noticed."""
         loop = asyncio.get_running_loop()
         while (left_s := self._heard_at + self._settings.silence_s_max - loop.time()) > 0:  # noqa: ASYNC110 - there is no event for silence
             await asyncio.sleep(left_s)
@@ -187,29 +250,17 @@ class EmbeddedEngine(Engine):
                 for request_id, event in events:
                     stream = self._streams.get(request_id)
                     if stream is not None:  # None: aborted while this event was on its way
-                        stream.queue.put_nowait(event)
+                        stream.put(event)
             case m.Done(call):
                 future = self._calls.get(call)
                 if future is not None and not future.done():
                     future.set_result(reply)
 
-    async def _died(self) -> None:
-        self._end_everything()
-        if self._closing:
-            return
-        assert self._process is not None
-        code = await asyncio.to_thread(self._process.wait)
-        logger.error("engine process %s ended with code %s", self._process.pid, code)
-        if self._death is not None:
-            await self._death(f"the engine process ended with code {code}")
-
     def _end_everything(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        if self._writer is not None:
-            self._writer.close()
+        if self._wire is not None:
+            self._wire.transport.close()
         for stream in self._streams.values():
-            stream.queue.put_nowait(None)
+            stream.put(None)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDied("the engine process died"))
@@ -217,12 +268,11 @@ class EmbeddedEngine(Engine):
 
     async def _stop(self) -> None:
         """End the child: closing the socket asks it to leave, a kill follows if it does not."""
-        self._closing = True
-        self._end_everything()
-        tasks, self._reader_task, self._watchdog = (self._reader_task, self._watchdog), None, None
-        for task in tasks:
-            if task is not None and task is not asyncio.current_task():
+        watchers, self._watchers = self._watchers, []
+        for task in watchers:
+            if task is not asyncio.current_task():
                 task.cancel()
+        self._end_everything()
         process, self._process = self._process, None
         if process is None:
             return
@@ -232,11 +282,3 @@ class EmbeddedEngine(Engine):
             logger.warning("engine process %s did not end in %s s; killing it", process.pid, STOP_GRACE_S)
             process.kill()
             await asyncio.to_thread(process.wait)
-
-
-async def _receive(reader: asyncio.StreamReader) -> m.Reply:
-    try:
-        (length,) = m.HEADER.unpack(await reader.readexactly(m.HEADER.size))
-        return m.reply_decoder.decode(await reader.readexactly(length))
-    except asyncio.IncompleteReadError as error:
-        raise EOFError from error

@@ -39,7 +39,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._buffer = bytearray()
+        self._frames = m.Frames()
 
     def send(self, reply: m.Reply) -> None:
         try:
@@ -53,15 +53,7 @@ class Channel:
             data = self._sock.recv(1 << 20)
             if not data:
                 raise Disconnected
-            self._buffer += data
-        while len(self._buffer) >= m.HEADER.size:
-            (length,) = m.HEADER.unpack_from(self._buffer)
-            end = m.HEADER.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[m.HEADER.size : end])
-            del self._buffer[:end]
-            yield m.command_decoder.decode(body)
+            yield from map(m.command_decoder.decode, self._frames.feed(data))
 
 
 class Worker:
