@@ -316,11 +316,17 @@ class Running:
         await self.until(lambda: self.replica.runner.machine.serving == snapshot)
 
 
-def make_replica(directory: Path, engine: FakeEngine, source: FakeSource, **more: Any) -> Replica:
+def make_replica(
+    directory: Path,
+    engine: FakeEngine,
+    source: FakeSource,
+    write: Callable[[Path], Path] = write_tokenizer,
+    **more: Any,
+) -> Replica:
     return Replica(
         name="replica-0",
         engine=engine,
-        text=TextModel.load(write_tokenizer(directory)),
+        text=TextModel.load(write(directory)),
         source=source,
         names=ServedNames(MODEL, DEPLOYMENT),
         base_directory=directory,

@@ -1,0 +1,168 @@
+"""The parsers of tool-call markups: the same items however the text is cut, and not a character lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midstream.replica.toolcalls import DIALECTS, Item, ParsedCall
+
+BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<tool_", "call>", "</", "[TOOL_CALLS]", "[TOOL", "<|python_tag|>"),
+    *(
+        '{"name": "f", "arguments": {"x": 1}}',
+        '{"name": "g", "arguments": {"s": "</tool_call>\\" <tool_call>"}}',
+    ),
+    *('{"name": "f", "parameters": {"x": [1, {}]}}', '{"name": "", "arguments": {}}', '{"name": "f"}', "{}"),
+    *("{", "}", "[", "]", '"', "\\", ",", ", ", " ", "\n", "\n\n", "so", "é", "<", "1"),
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join) | st.text(max_size=20)
+OBJECTS = st.dictionaries(
+    st.text(max_size=4),
+    st.integers() | st.text(max_size=12) | st.lists(st.booleans(), max_size=2),
+    max_size=3,
+)
+Seen = list[str | tuple[ParsedCall, ...]]
+
+
+def parse(dialect: str, pieces: list[str]) -> list[Item]:
+    parser = BY_NAME[dialect].parser()
+    items = [item for piece in pieces for item in parser.push(piece)]
+    return items + parser.flush()
+
+
+def seen(items: list[Item]) -> Seen:
+    """Texts and calls in order, neighbouring texts joined."""
+    result: Seen = []
+    for item in items:
+        assert not (item.text and item.calls)
+        if item.calls:
+            result.append(item.calls)
+        elif item.text and result and isinstance(result[-1], str):
+            result[-1] += item.text
+        elif item.text:
+            result.append(item.text)
+    return result
+
+
+def cut(text: str, at: list[int]) -> list[str]:
+    edges = [0, *sorted(i % (len(text) + 1) for i in at), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("dialect", sorted(BY_NAME))
+@settings(max_examples=400)
+@given(text=TEXTS, at=st.lists(st.integers(min_value=0), max_size=8))
+def test_any_split_of_a_text_gives_the_same_and_loses_nothing(dialect: str, text: str, at: list[int]) -> None:
+    whole, parts, characters = (
+        parse(dialect, [text]),
+        parse(dialect, cut(text, at)),
+        parse(dialect, list(text)),
+    )
+    for items in (whole, parts, characters):
+        assert "".join(item.raw for item in items) == text
+        assert seen(items) == seen(whole)
+        for item in items:
+            assert item.text in ("", item.raw)
+            assert item.text or item.calls or not item.raw.strip()  # only blanks are left out
+
+
+@given(
+    before=st.text("ab {\n", max_size=6),
+    calls=st.lists(st.tuples(st.text("fgh_-.", min_size=1, max_size=5), OBJECTS), min_size=1, max_size=3),
+    spaced=st.booleans(),
+    ascii_only=st.booleans(),
+    at=st.lists(st.integers(min_value=0), max_size=8),
+)
+def test_whatever_arguments_hold_they_come_back_character_for_character(
+    before: str, calls: list[tuple[str, dict[str, Any]]], spaced: bool, ascii_only: bool, at: list[int]
+) -> None:
+    dump = json.JSONEncoder(ensure_ascii=ascii_only, indent=1 if spaced else None).encode
+    expected = tuple(ParsedCall(name, dump(arguments)) for name, arguments in calls)
+    bodies = [f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in expected]
+    hermes = before + "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    text = [before.rstrip()] if before.strip() else []
+    assert seen(parse("hermes", cut(hermes, at))) == [*text, *((call,) for call in expected)]
+    mistral = f"{before}[TOOL_CALLS] [{', '.join(bodies)}]"
+    assert seen(parse("mistral", cut(mistral, at))) == [*text, expected]
+    llama = f'{{"name": {json.dumps(calls[0][0])}, "parameters": {expected[0].arguments}}}'
+    assert seen(parse("llama3", cut(llama, at))) == [expected[:1]]
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+F1 = (ParsedCall("f", '{"x": 1}'),)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"so\n{CALL}\n{CALL}\n", ["so", F1, F1]),
+        (f"{CALL} and then", [F1, " and then"]),
+        (f"{CALL}{CALL[:-1]}", [F1, CALL[:-1]]),  # cut short
+        (f"<tool_call>{CALL}", ["<tool_call>", F1]),
+        ("<tool_call>f(x=1)</tool_call>", ["<tool_call>f(x=1)</tool_call>"]),
+        ('<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+        (CALL.replace("1", "NaN"), [CALL.replace("1", "NaN")]),
+        (CALL.replace('{"x": 1}', '"{}"'), [CALL.replace('{"x": 1}', '"{}"')]),  # arguments are an object
+        (CALL.replace("}}", "}} }"), [CALL.replace("}}", "}} }")]),
+        ("a < b and <tool", ["a < b and <tool"]),
+        ("  \n ", ["  \n "]),
+        ("", []),
+    ],
+)
+def test_hermes_calls_and_what_only_looks_like_one(text: str, expected: list[Any]) -> None:
+    assert seen(parse("hermes", [text])) == expected
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "expected"),
+    [
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name":"f","arguments":{},"id":"abc123DEF"}]',
+            [(ParsedCall("f", "{}", "abc123DEF"),)],
+        ),
+        ("mistral", "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name":"f","arguments":{}}',
+            ['[TOOL_CALLS] [{"name":"f","arguments":{}}'],
+        ),
+        ("mistral", "[TOOL] ok", ["[TOOL] ok"]),
+        ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}', [(ParsedCall("f", "{}"),)]),
+        ("llama3", ' {"name": "f", "parameters": {"x": 1}} \n', [F1]),
+        ("llama3", '{"answer": 42}', ['{"answer": 42}']),
+        ("llama3", 'It is {"name": "f", "parameters": {}}', ['It is {"name": "f", "parameters": {}}']),
+    ],
+)
+def test_calls_of_other_dialects(dialect: str, text: str, expected: list[Any]) -> None:
+    assert seen(parse(dialect, list(text))) == expected
+
+
+def test_text_flows_at_once_and_only_what_may_be_markup_waits() -> None:
+    parser = BY_NAME["hermes"].parser()
+    shown = [
+        [item.text for item in parser.push(piece)] for piece in ["Hi", " there", " <", "3", " <tool_ca", "n"]
+    ]
+    assert shown == [["Hi"], [" there"], [], [" <3"], [], [" <tool_can"]]
+    plain = BY_NAME["llama3"].parser()
+    assert [item.text for piece in ("It", " is {", "}") for item in plain.push(piece)] == ["It", " is {", "}"]
+
+
+def test_a_call_comes_out_with_its_last_character() -> None:
+    parser = BY_NAME["hermes"].parser()
+    assert [item for character in CALL[:-1] for item in parser.push(character)] == []
+    assert parser.push(CALL[-1]) == [Item(CALL, "", F1)]
+
+
+def test_deep_nesting_is_text_not_a_failure() -> None:
+    deep = '{"name": "f", "arguments": ' + '{"x":' * 5000 + "1" + "}" * 5000 + "}"
+    text = f"<tool_call>{deep}</tool_call>"
+    assert seen(parse("hermes", [text])) == [text]
+    assert seen(parse("llama3", [deep])) == [deep]
