@@ -13,7 +13,6 @@ import hmac
 import logging
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
 from email.utils import formatdate
 from typing import Any
 
@@ -114,16 +113,16 @@ class BaseExchange:
         self._client = client
         self._fixed: dict[str, str] = {}
         self._started = False
-        self._writable = asyncio.Event()
+        self._may_write = asyncio.Event()
 
     def start(self) -> None:
         raise NotImplementedError
 
     def client_paused(self) -> None:
-        self._writable.clear()
+        self._may_write.clear()
 
     def client_resumed(self) -> None:
-        self._writable.set()
+        self._may_write.set()
 
     def client_gone(self) -> None:
         """Nothing is under way."""
@@ -215,10 +214,13 @@ class TaskExchange(BaseExchange):
     async def _answer(self) -> None:
         raise NotImplementedError
 
-    async def _drained(self) -> None:
+    @property
+    def writable(self) -> bool:
+        return self._client.writable
+
+    async def drained(self) -> None:
         """Returns when the client takes more."""
-        if not self._client.writable:
-            await self._writable.wait()
+        await self._may_write.wait()
 
 
 class InferenceExchange(TaskExchange):
@@ -226,6 +228,7 @@ class InferenceExchange(TaskExchange):
         super().__init__(request, client)
         self._replica = replica
         self._kind: Kind = kind
+        self._generation: Generation
         self._headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in request.first.items()}
         self._fixed = {
             "x-request-id": self._headers.get("x-request-id") or uuid.uuid4().hex,
@@ -239,21 +242,20 @@ class InferenceExchange(TaskExchange):
             raise ReplicaUnavailable("the engine is starting; retry this request")
         async with service.admitted(self._kind, self._request.body, self._headers) as generation:
             if generation.checked.stream:
-                await self._stream(generation)
+                self._generation = generation
+                await generation.stream(self)
+                self._end()
             else:
                 data = await generation.plain()
                 self._whole(200, data, generation.headers(done=True))
 
-    async def _stream(self, generation: Generation) -> None:
-        async with aclosing(generation.stream()) as events:
-            async for data in events:
-                if self._started:
-                    self._client.write(self._framed(data))
-                else:
-                    fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                    self._begin({**fixed, **generation.headers(done=False)}, data)
-                await self._drained()
-        self._end()
+    def write(self, data: bytes) -> None:
+        """Events of the stream; the head goes out with the first of them."""
+        if self._started:
+            self._client.write(self._framed(data))
+            return
+        fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        self._begin({**fixed, **self._generation.headers(done=False)}, data)
 
 
 class EventsExchange(TaskExchange):
@@ -273,7 +275,8 @@ class EventsExchange(TaskExchange):
                     self._client.write(self._framed(line))
                 else:
                     self._begin({"content-type": "application/x-ndjson"}, line)
-                await self._drained()
+                if not self.writable:
+                    await self.drained()
                 await asyncio.sleep(REPORT_GAP_S)
                 await changed
             finally:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import NamedTuple
+from itertools import pairwise
 
 import msgspec
+from msgspec.structs import replace
 
 from midstream.replica.text import StopStrings, Vocabulary
 from midstream.types import FinishReason, TokenRecord
 
 
-class Scored(NamedTuple):
+class Scored(msgspec.Struct, frozen=True):
     """A record and where its text begins in the text of the choice, in characters (echoed prompt included)."""
 
     record: TokenRecord
@@ -33,7 +34,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True):
     snapshot: str
     text: str
     tokens: tuple[Scored, ...]
@@ -57,7 +58,7 @@ class Choice:
         self.generated = 0
         self.echoed = False
         self.snapshot: str | None = None  # of the newest record
-        self.spans: list[tuple[str, int, int]] = []  # snapshot, start, end over the generated tokens
+        self._runs: list[tuple[str, int]] = []  # snapshot of generated tokens, and the first of them
         self.kv: list[tuple[str, int, int]] = []  # the same over all positions, by what computed their KV
         self._detokenizer = vocabulary.detokenizer(shown)
         self._stops = StopStrings(stops) if stops else None
@@ -99,7 +100,7 @@ class Choice:
         if self._stops.matched is not None:
             self.finish = "stop"
         if pieces and pieces[-1].snapshot == record.snapshot:
-            pieces[-1] = pieces[-1]._replace(tokens=scored)
+            pieces[-1] = replace(pieces[-1], tokens=scored)
         else:
             pieces.append(Piece(record.snapshot, "", scored))
         return pieces
@@ -123,11 +124,15 @@ class Choice:
             snapshot, start, end = self.kv[-1]
             self.kv[-1] = (snapshot, start, max(end, prompt_len + self.generated - 1))
 
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """Snapshot, start and end over the generated tokens."""
+        runs = pairwise([*self._runs, ("", self.generated)])
+        return [(snapshot, start, end) for (snapshot, start), (_, end) in runs]
+
     def _count(self, snapshot: str) -> None:
-        if self.spans and self.spans[-1][0] == snapshot:
-            self.spans[-1] = (snapshot, self.spans[-1][1], self.generated + 1)
-        else:
-            self.spans.append((snapshot, self.generated, self.generated + 1))
+        if not self._runs or self._runs[-1][0] != snapshot:
+            self._runs.append((snapshot, self.generated))
         self.generated += 1
         self.snapshot = snapshot
 
@@ -146,7 +151,7 @@ class Choice:
             if len(part) < length:
                 self._held.appendleft((snapshot, length - len(part)))
             if pieces and pieces[-1].snapshot == snapshot:
-                pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + part)
+                pieces[-1] = replace(pieces[-1], text=pieces[-1].text + part)
             else:
                 pieces.append(Piece(snapshot, part, ()))
         return pieces

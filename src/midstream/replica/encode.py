@@ -192,6 +192,7 @@ class Encoder:
         self._created = created
         self._model = model
         self._model_names: dict[str, str] = {}
+        self._openings: dict[str, bytes] = {}
         self._vocabulary = vocabulary
         self._route_dtype: str | UnsetType = "uint16" if wide_routes else UNSET
         whole = "chat.completion" if self._chat else "text_completion"
@@ -217,11 +218,14 @@ class Encoder:
             choice = DeltaChoice(
                 index=index, delta=delta, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
             )
-            return self._event(piece.snapshot, [choice], prompt_ids)
-        choice = TextChoice(
-            index=index, text=piece.text, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
-        )
-        return self._event(piece.snapshot, [choice])
+            if prompt_ids is not UNSET:
+                return self._event(piece.snapshot, [choice], prompt_ids)
+        else:
+            choice = TextChoice(
+                index=index, text=piece.text, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
+            )
+        opening = self._openings.get(piece.snapshot) or self._opening(piece.snapshot)
+        return b"%b%b]}\n\n" % (opening, _encode(choice))
 
     def finish_chunk(
         self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
@@ -237,6 +241,11 @@ class Encoder:
         last.prompt_token_ids = prompt_ids
         last.kv_snapshots = _kv_snapshots(choice)
         return self._event(snapshot, [last], prompt_ids if self._chat else UNSET, extras)
+
+    def _opening(self, snapshot: str) -> bytes:
+        """An event up to its only choice: the same for every token of a snapshot."""
+        opening = self._openings[snapshot] = self._event(snapshot, []).removesuffix(b"]}\n\n")
+        return opening
 
     def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
         return self._event(snapshot, [], extras=extras)
@@ -314,11 +323,11 @@ class Encoder:
         return None
 
     def content(self, tokens: Iterable[Scored]) -> ContentLogprobs:
-        return ContentLogprobs([self._entry(record, offset) for record, offset in tokens])
+        return ContentLogprobs([self._entry(scored.record, scored.text_offset) for scored in tokens])
 
     def _entry(self, record: TokenRecord, offset: int) -> Entry:
         token, token_bytes = self._vocabulary.label(record.token_id)
-        top = [self._top_entry(t.token_id, t.logprob) for t in record.top_logprobs]
+        top = record.top_logprobs[: self._checked.top_logprobs]
         sampling = record.sampling_logprob
         entry = Entry(
             token,
@@ -327,7 +336,7 @@ class Encoder:
             None if sampling is None else _finite(sampling),
             offset,
             record.token_id,
-            top[: self._checked.top_logprobs],
+            [self._top_entry(t.token_id, t.logprob) for t in top] if top else [],
         )
         if self._checked.routes and record.route is not None:
             entry.routing_matrix = b64encode(record.route).decode("ascii")
@@ -340,17 +349,18 @@ class Encoder:
 
     def _legacy(self, tokens: Sequence[Scored]) -> LegacyLogprobs:
         label = self._vocabulary.legacy_label
-        own = [(label(record.token_id), _finite(record.logprob)) for record, _ in tokens]
+        records = [scored.record for scored in tokens]
+        own = [(label(record.token_id), _finite(record.logprob)) for record in records]
         top = self._checked.top_logprobs
         return LegacyLogprobs(
             tokens=[token for token, _ in own],
             token_logprobs=[logprob for _, logprob in own],
-            token_ids=[record.token_id for record, _ in tokens],
-            text_offset=[offset for _, offset in tokens],
+            token_ids=[record.token_id for record in records],
+            text_offset=[scored.text_offset for scored in tokens],
             top_logprobs=[
                 {label(t.token_id): _finite(t.logprob) for t in record.top_logprobs[:top]}
                 | {token: logprob}  # the token itself is always among them
-                for (record, _), (token, logprob) in zip(tokens, own, strict=True)
+                for record, (token, logprob) in zip(records, own, strict=True)
             ],
         )
 

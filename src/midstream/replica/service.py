@@ -14,11 +14,12 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from midstream.engine.base import Engine, EngineDied
 from midstream.errors import EngineFailed, InvalidRequest, ReplicaUnavailable
@@ -55,6 +56,18 @@ from midstream.types import (
 HEADER_MODEL = "fireworks-model"
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
 _LONG_TEXT = 16_384  # characters of all prompts together from which tokenizing leaves the event loop
+
+
+class Sink(Protocol):
+    """Where a stream goes."""
+
+    @property
+    def writable(self) -> bool: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drained(self) -> None:
+        """Returns when it is writable."""
 
 
 class Timings(msgspec.Struct):
@@ -113,7 +126,7 @@ class Service:
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         self.names.check_snapshot(wanted, self.serving())
         salt = self._salt(checked, session, headers)
-        requests = [msgspec.structs.replace(request, salt=salt) for request in requests]
+        requests = [replace(request, salt=salt) for request in requests]
         with self.gate.admitted(choices):
             yield Generation(self, checked, prompts, requests, timings, tool_format)
 
@@ -259,27 +272,29 @@ class Generation:
             wide_routes=service.info.num_experts > 256,
         )
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
+    async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
         checked, encoder = self.checked, self._encoder
         greeted = [False] * len(self._choices)
         kept = [Kept([], [], []) for _ in self._choices] if checked.raw_output else None
-        async with aclosing(self._updates()) as updates:
-            async for choice, pieces in updates:
-                index, data = choice.index, b""
-                prompt = self._prompts[index // checked.n]
-                for piece in pieces:
-                    data += encoder.chunk(index, piece, None if greeted[index] else prompt)
-                    greeted[index] = True
-                    if kept is not None:
-                        kept[index].keep(piece)
-                if choice.finish is not None:
-                    raw = encoder.raw_output(kept[index], prompt) if kept is not None else UNSET
-                    data += self._finish(choice, None if greeted[index] else prompt, raw)
-                if data:
-                    yield data
+
+        def take(choice: Choice, pieces: list[Piece]) -> None:
+            index, data = choice.index, b""
+            prompt = self._prompts[index // checked.n]
+            for piece in pieces:
+                data += encoder.chunk(index, piece, None if greeted[index] else prompt)
+                greeted[index] = True
+                if kept is not None:
+                    kept[index].keep(piece)
+            if choice.finish is not None:
+                raw = encoder.raw_output(kept[index], prompt) if kept is not None else UNSET
+                data += self._finish(choice, None if greeted[index] else prompt, raw)
+            if data:
+                sink.write(data)
+
+        await self._run(take, sink)
         tail = encoder.usage_chunk(self._snapshot, self._extras()) if checked.include_usage else b""
-        yield tail + DONE
+        sink.write(tail + DONE)
 
     def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType) -> bytes:
         extras = Extras()
@@ -291,10 +306,12 @@ class Generation:
 
     async def plain(self) -> bytes:
         kept = [Kept([], [], []) for _ in self._choices]
-        async with aclosing(self._updates()) as updates:
-            async for choice, pieces in updates:
-                for piece in pieces:
-                    kept[choice.index].keep(piece)
+
+        def take(choice: Choice, pieces: list[Piece]) -> None:
+            for piece in pieces:
+                kept[choice.index].keep(piece)
+
+        await self._run(take)
         return self._encoder.plain(self._choices, kept, self._prompts, self._snapshot, self._extras())
 
     def _extras(self) -> Extras:
@@ -304,7 +321,9 @@ class Generation:
         """The metrics known by now as response headers."""
         return {f"fireworks-{name}": str(value) for name, value in self._metrics(done=done).items()}
 
-    async def _updates(self) -> AsyncGenerator[tuple[Choice, list[Piece]], None]:
+    async def _run(self, take: Callable[[Choice, list[Piece]], None], sink: Sink | None = None) -> None:
+        """Give `take` what each event of the engine released until every choice is complete. No event is taken while `sink`
+        is full."""
         n = self.checked.n
         try:
             async with aclosing(self._events()) as events:
@@ -313,9 +332,11 @@ class Generation:
                         raise EngineFailed(event.error)
                     choice = self._choices[prompt * n + event.index]
                     if choice.finish is None:
-                        yield choice, self._apply(prompt, choice, event)
+                        take(choice, self._apply(prompt, choice, event))
                     if self._open_in_all == 0:
                         return
+                    if sink is not None and not sink.writable:
+                        await sink.drained()
         except EngineDied as error:
             self._service.on_engine_death(str(error))
             raise ReplicaUnavailable("the engine stopped while it served this request") from error
@@ -332,14 +353,15 @@ class Generation:
             self._cached.setdefault(prompt, event.cached_tokens)
         if event.kv_snapshots is not None:
             choice.kv = list(event.kv_snapshots)
-        pieces = self._echo(prompt, choice, event)
+        pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]
         if event.tokens and self._timings.first_token is None:
             self._timings.first_token = self._service.monotonic()
         for record in event.tokens:
             if self.checked.routes and record.route is None:
                 raise EngineFailed("the engine returned a token without its route")
-            self._note(choice.snapshot, record.snapshot)
+            if choice.snapshot != record.snapshot or record.snapshot not in self._seen:
+                self._note(choice.snapshot, record.snapshot)
             new = choice.feed(record)
             pieces += new if stage is None else stage.feed(new)
             if stage is not None and stage.complete and choice.finish is None:
@@ -358,7 +380,10 @@ class Generation:
         if choice.finish is not None:
             choice.close_kv(len(self._prompts[prompt].token_ids))
             self._ended(prompt, event)
-        return [piece if piece.snapshot else piece._replace(snapshot=self._snapshot) for piece in pieces]
+            pieces = [
+                piece if piece.snapshot else replace(piece, snapshot=self._snapshot) for piece in pieces
+            ]
+        return pieces
 
     def _note(self, before: str | None, snapshot: str) -> None:
         """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so
@@ -370,8 +395,6 @@ class Generation:
 
     def _echo(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         request, size = self._requests[prompt], self._echoed[prompt]
-        if size == 0 or choice.echoed:
-            return []
         if request.prompt_records == 0:
             snapshot = event.tokens[0].snapshot if event.tokens else self._service.serving()
             return choice.echo(tuple(TokenRecord(t, 0.0, None, snapshot) for t in request.prompt[-size:]))
@@ -397,7 +420,7 @@ class Generation:
         if (
             first and len(records) > 1
         ):  # no pass scored it, so it has no snapshot of its own: the next token's
-            return (msgspec.structs.replace(records[0], snapshot=records[1].snapshot), *records[1:])
+            return (replace(records[0], snapshot=records[1].snapshot), *records[1:])
         return records
 
     async def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:

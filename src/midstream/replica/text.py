@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -44,6 +44,7 @@ class Vocabulary:
             i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._bytes: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
         self._labels: dict[int, tuple[str, msgspec.Raw]] = {}
         self._legacy_labels: dict[int, str] = {}
 
@@ -57,6 +58,18 @@ class Vocabulary:
     def text_bytes(self, token_id: int) -> bytes:
         """The token's share of the text: nothing for a special token."""
         return b"" if token_id in self._special else self.bytes_of(token_id)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The token's share of the text, after whole characters; None when it is not itself whole characters."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            try:
+                text = self.text_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._whole_texts[token_id] = text
+            return text
 
     def label(self, token_id: int) -> tuple[str, msgspec.Raw]:
         """The `token` and (encoded) `bytes` fields of a log-probability entry."""
@@ -117,20 +130,26 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """Exact: the bytes of each token through an incremental UTF-8 decoder."""
+    """Exact: the bytes of each token through an incremental UTF-8 decoder, but for tokens that need none."""
 
     def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
-        bytes_of, text_bytes = vocabulary.bytes_of, vocabulary.text_bytes
-        self._text_bytes: Callable[[int], bytes] = text_bytes
-        if shown:
-            self._text_bytes = lambda i: bytes_of(i) if i in shown else text_bytes(i)
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._vocabulary = vocabulary
+        self._shown = shown
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between_characters = True
 
     def push(self, token_id: int) -> str:
-        return self._decode(self._text_bytes(token_id))
+        if self._between_characters and token_id not in self._shown:
+            text = self._vocabulary.whole_text(token_id)
+            if text is not None:
+                return text
+        read = self._vocabulary.bytes_of if token_id in self._shown else self._vocabulary.text_bytes
+        text = self._decoder.decode(read(token_id))
+        self._between_characters = self._decoder.getstate()[0] == b""
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class WindowedDetokenizer:
