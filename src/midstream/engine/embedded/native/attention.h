@@ -46,7 +46,7 @@ struct Prepare {
   const int64_t *positions, *slots;  // [m]
   Cache<T> cache;
 
-  static void norm(elem *x, const float *weight, int64_t size, float eps, elem *out) {
+  static void norm(const elem *x, const float *weight, int64_t size, float eps, elem *out) {
     vf squares = {};
     for (int64_t i = 0; i < size; i += LANES) {
       const vf v = T::load16(x + i);
@@ -82,8 +82,8 @@ struct Prepare {
 
 template <class T>
 static void prepare(const Prepare<T> &op, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && op.m >= 64)
-  for (int64_t i = 0; i < op.m; ++i) op.run(i);
+  const double elements = (double)op.m * (op.heads + 2 * op.cache.kv_heads) * op.cache.head_dim;
+  parallel(threads, op.m, 8 * elements, [&op](int64_t i) { op.run(i); });
 }
 
 template <class T>
@@ -273,7 +273,6 @@ static void attention(const Attention<T> &op, int64_t spans, int threads) {
         tasks.push_back({span, head, first, std::min<int64_t>(HEADS_AT_ONCE, pairs - first)});
   }
   const Task *all = tasks.data();
-  const int64_t count = (int64_t)tasks.size();
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && work > PARALLEL_MIN)
-  for (int64_t i = 0; i < count; ++i) op.run(all[i].span, all[i].kv_head, all[i].first, all[i].count);
+  parallel(threads, (int64_t)tasks.size(), work,
+           [&op, all](int64_t i) { op.run(all[i].span, all[i].kv_head, all[i].first, all[i].count); });
 }

@@ -39,7 +39,7 @@ struct Experts {
   const uint32_t *gate_up, *down;  // packed, one expert after the other
   elem *residual;  // [m, hidden], the result is added to it
 
-  // Calls run(expert, first, last) tasks: the (token, choice) pairs of an expert stand together.
+  // The (token, choice) pairs of an expert stand together.
   void run(int threads) const {
     const int64_t pairs = m * k;
     std::vector<int32_t> starts(experts + 1, 0), token(pairs), place(pairs);
@@ -63,8 +63,7 @@ struct Experts {
     }
     all(ups, threads);
     all(downs, threads);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && (double)pairs * hidden > PARALLEL_MIN)
-    for (int64_t t = 0; t < m; ++t) combine(t, place.data(), result.data());
+    parallel(threads, m, (double)pairs * hidden, [&](int64_t t) { combine(t, place.data(), result.data()); });
   }
 
   static int64_t packed_units(int64_t n, int64_t k) { return (n + PANEL - 1) / PANEL * PANEL * (k / T::PER_UNIT); }
@@ -76,9 +75,7 @@ struct Experts {
       work += ops[i].work();
       for (int64_t t = 0; t < ops[i].tasks(); ++t) tasks.push_back({(int32_t)i, (int32_t)t});
     }
-    const int64_t count = (int64_t)tasks.size();
-#pragma omp parallel for schedule(dynamic, 8) num_threads(threads) if (threads > 1 && work > PARALLEL_MIN)
-    for (int64_t i = 0; i < count; ++i) ops[tasks[i].first].run(tasks[i].second);
+    parallel(threads, (int64_t)tasks.size(), work, [&](int64_t i) { ops[tasks[i].first].run(tasks[i].second); });
   }
 
   // residual += sum over a token's choices, in their order.

@@ -1,4 +1,4 @@
-// The functions Python calls; plain C types, pointers to memory the caller owns. See build.py for how this is compiled.
+// The functions Python calls; plain C types, pointers to memory the caller owns. library.py compiles and loads this.
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
@@ -7,10 +7,9 @@
 template <class T>
 static void rms_norm(const typename T::elem *x, const int64_t *rows, const float *weight, int64_t m, int64_t hidden,
                      float eps, typename T::elem *out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && (double)m * hidden > PARALLEL_MIN)
-  for (int64_t i = 0; i < m; ++i)
-    Prepare<T>::norm(const_cast<typename T::elem *>(x) + (rows ? rows[i] : i) * hidden, weight, hidden, eps,
-                     out + i * hidden);
+  parallel(threads, m, (double)m * hidden, [=](int64_t i) {
+    Prepare<T>::norm(x + (rows ? rows[i] : i) * hidden, weight, hidden, eps, out + i * hidden);
+  });
 }
 
 template <class T>
@@ -37,10 +36,10 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
                    const uint64_t *counters, const int64_t *wanted, int32_t *token, float *logprob,
                    float *sampling_logprob, int64_t n, int32_t *ids, float *values, int threads) {
   const Sampler<T> sampler{vocab};
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && (double)m * vocab > PARALLEL_MIN)
-  for (int64_t i = 0; i < m; ++i)
+  parallel(threads, m, 16.0 * m * vocab, [=](int64_t i) {
     sampler.row(logits + i * vocab, temperature[i], counters + 3 * i, wanted[i], token + i, logprob + i,
                 sampling_logprob + i, n, ids + i * n, values + i * n);
+  });
 }
 
 #define EXPORT(T, NAME)                                                                                                \

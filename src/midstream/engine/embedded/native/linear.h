@@ -6,11 +6,11 @@
 
 #include <algorithm>
 
+#include "pool.h"
 #include "vec.h"
 
 constexpr int PANEL = 2 * LANES;
 constexpr int TILE_ROWS = 12;  // 24 of the 32 vector registers accumulate
-constexpr double PARALLEL_MIN = 1 << 20;  // multiply-adds below which waking a thread costs more than it gains
 
 enum Mode { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
@@ -73,7 +73,7 @@ struct Linear {
   int group() const { return m <= 2 ? 4 : m <= 6 ? 2 : 1; }
   int64_t groups() const { return (panels() + group() - 1) / group(); }
   int64_t tasks() const { return groups() * tiles(); }
-  double work() const { return (double)m * n * k; }
+  double work() const { return (double)std::max<int64_t>(m, 8) * n * k; }  // few rows: the time it takes to read the weights
 
   void run(int64_t task) const {
     const int64_t g = task / tiles(), tile = task % tiles();
@@ -143,7 +143,5 @@ struct Linear {
 
 template <class T>
 static void linear(const Linear<T> &op, int threads) {
-  const int64_t tasks = op.tasks();
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && op.work() > PARALLEL_MIN)
-  for (int64_t i = 0; i < tasks; ++i) op.run(i);
+  parallel(threads, op.tasks(), op.work(), [&op](int64_t i) { op.run(i); });
 }
