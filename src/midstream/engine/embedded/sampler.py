@@ -148,11 +148,15 @@ def _masked(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     masks = {i: r.mask for i, r in enumerate(rows) if r.mask is not None}
     if not masks:
         return scores
-    bits = np.frombuffer(b"".join(masks.values()), dtype=np.uint8).reshape(len(masks), -1)
-    allowed = np.unpackbits(bits, axis=1, count=scores.shape[-1], bitorder="little").view(np.bool_)
-    where = torch.tensor(list(masks), device=scores.device)
-    forbidden = ~torch.from_numpy(allowed).to(scores.device)
-    return scores.index_copy(0, where, scores[where].masked_fill(forbidden, -torch.inf))
+    bits = ~np.frombuffer(b"".join(masks.values()), dtype=np.uint8).reshape(len(masks), -1)
+    unpacked = np.unpackbits(bits, axis=1, count=scores.shape[-1], bitorder="little").view(np.bool_)
+    forbidden = torch.from_numpy(unpacked).to(scores.device)
+    if len(masks) == len(rows):
+        return scores.masked_fill(forbidden, -torch.inf)
+    scores = scores.clone()
+    for i, row in zip(masks, forbidden, strict=True):
+        scores[i].masked_fill_(row, -torch.inf)
+    return scores
 
 
 def _has_penalty(params: SamplingParams) -> bool:
