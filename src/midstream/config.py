@@ -35,7 +35,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     max_running: int = 128  # sequences stepped together
     max_waiting: int = 4096  # requests queued before 429
-    threads: int = 1  # intra-op threads of one replica's engine
+    threads: int = 0  # that one replica's engine computes with; 0: the cores shared out among the replicas
     load_s_max: float = 600.0  # an engine that has not loaded its model by then is given up
     silence_s_max: float = 60.0  # an engine not heard of for so long (it reports between steps) is replaced
 
@@ -137,6 +137,7 @@ def _checked(settings: Settings) -> Settings:
         (settings.replicas >= 1, f"replicas must be at least 1, got {settings.replicas}"),
         (0 <= settings.port <= 65535, f"port must be 0 to 65535, got {settings.port}"),
         (settings.engine in get_args(EngineKind), f"engine must be embedded or vllm, got {settings.engine}"),
+        (settings.embedded.threads >= 0, "embedded.threads must be at least 0"),
         (settings.embedded.block_size >= 2, "embedded.block_size must be at least 2"),
         *(
             (getattr(settings.embedded, name) >= 1, f"embedded.{name} must be at least 1")
@@ -145,7 +146,6 @@ def _checked(settings: Settings) -> Settings:
                 "max_prefill_tokens",
                 "max_running",
                 "max_waiting",
-                "threads",
                 "load_s_max",
                 "silence_s_max",
             )

@@ -24,7 +24,7 @@ from typing import IO
 import httpx
 import msgspec
 
-from midstream.config import Settings, check_name, deployment_resource, model_resource
+from midstream.config import EngineSettings, Settings, check_name, deployment_resource, model_resource
 from midstream.errors import ConfigError
 from midstream.launch.child import STOP_GRACE_S, GatewaySpec, Listening, ReplicaSpec
 from midstream.ledger import sqlite_url
@@ -212,7 +212,7 @@ def plan(settings: Settings, name: str, model_dir: Path) -> tuple[list[Child], C
             deployment=deployment,
             cache_dir=str(state / "snapshots" / f"replica-{i}"),
             token=token,
-            engine=settings.embedded,
+            engine=_engine_settings(settings),
             log_level=settings.log_level,
         )
         for i in range(settings.replicas)
@@ -306,3 +306,10 @@ def _kill_all(children: list[Child]) -> None:
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _engine_settings(settings: Settings) -> EngineSettings:
+    """The engine's settings with its share of this machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = settings.embedded.threads or max(1, cores // settings.replicas)
+    return msgspec.structs.replace(settings.embedded, threads=threads)

@@ -246,7 +246,9 @@ class EngineCore:
     ) -> None:
         """scores: (work, position, packed row), the pass at `position` scores the token after it."""
         targets = [work.seq.tokens[position + 1] for work, position, _ in scores]
-        scored = self._sampler.score(logits, targets, [work.seq.request.top_logprobs for work, _, _ in scores])
+        scored = self._sampler.score(
+            logits, targets, [work.seq.request.top_logprobs for work, _, _ in scores]
+        )
         slots = np.array([self._slot(work.seq, position + 1) for work, position, _ in scores])
         taken = None if routes is None else routes[[row for _, _, row in scores]]
         self._scores.write(slots, np.array(scored.logprobs), taken, self._ordinal)
@@ -441,7 +443,7 @@ def _sampler(settings: EngineSettings) -> NativeSampler | TorchSampler:
     if settings.kernels == "torch" or settings.device != "cpu":
         return TorchSampler()
     try:
-        return NativeSampler(settings.threads)
+        return NativeSampler(max(1, settings.threads))
     except NoCompiler:
         return TorchSampler()  # loading.py has said so
 

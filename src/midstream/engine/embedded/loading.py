@@ -149,7 +149,7 @@ def _fused(module: Any, settings: EngineSettings) -> FusedDecoder:
     positions = int(module.config.max_position_embeddings)
     if settings.kv_cache_memory is None:
         positions = min(positions, settings.kv_cache_tokens)
-    return FusedDecoder(module, positions, settings.threads)
+    return FusedDecoder(module, positions, max(1, settings.threads))
 
 
 def _read(directory: Path, dtype: torch.dtype | str, device: str) -> Any:

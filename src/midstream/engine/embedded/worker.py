@@ -131,7 +131,7 @@ def main(fd: int) -> int:
         start = next(iter(channel.receive(None)))
         assert isinstance(start, m.Start)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-        torch.set_num_threads(start.settings.threads)
+        torch.set_num_threads(max(1, start.settings.threads))
         try:
             core = EngineCore(Path(start.model_dir), start.settings)
         except (

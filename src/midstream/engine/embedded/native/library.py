@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ import tempfile
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent
 MAIN = "kernels.cpp"
@@ -127,6 +130,7 @@ def _processor() -> bytes:
 
 
 def _build(compiler: str, target: Path) -> None:
+    logger.info("compiling the CPU kernels, once on this machine: %s", target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
