@@ -178,6 +178,24 @@ def test_a_grammar_that_does_not_compile_ends_its_own_request_only(tiny_model: C
     assert_matches_the_schema(got["good", 0])
 
 
+def test_a_matcher_that_fails_on_the_way_ends_its_request_and_no_other(
+    tiny_model: Callable[..., Path],
+) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+
+    def break_one(step: int) -> None:
+        if step == 5:
+            (broken, _) = (seq for seq in core.scheduler.running if seq.request.request_id == "bad")
+            assert broken.matcher is not None
+            broken.matcher.accept(ord("?"))  # as if the library gave up on a limit of its own
+
+    got = run(core, [constrained("bad", n=2), constrained("good")], after_step=break_one)
+    errors = [got["bad", i].error for i in range(2)]
+    assert [e.partition(": ")[0] for e in errors if e] == ["the grammar cannot be followed"]
+    assert len(got["bad", 0].tokens) == 5
+    assert_matches_the_schema(got["good", 0])
+
+
 def test_text_that_spells_a_special_token_is_spelled_not_replaced_by_the_token() -> None:
     m = matcher('start: "x<think>y"')
     taken = []
