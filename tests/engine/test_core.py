@@ -253,13 +253,14 @@ def test_an_aborted_request_gives_its_blocks_back_and_the_others_go_on(
     [
         (request("r", []), "the prompt is empty"),
         (request("r", [1, 264]), "prompt token ids must be 0 to 263"),
-        (request("r", [1] * 10, max_tokens=5000), "the KV cache holds 4096"),
+        (request("r", [1] * 10, max_tokens=3000), "the KV cache holds 2048"),
+        (request("r", [1] * 10, max_tokens=4087), "4097 tokens, but the model's context is 4096"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_with_the_reason(
     tiny_model: Callable[..., Path], bad: object, message: str
 ) -> None:
-    core = EngineCore(tiny_model(), settings(kv_cache_tokens=4096))
+    core = EngineCore(tiny_model(), settings(kv_cache_tokens=2048))
     ((request_id, event),) = core.add(bad)  # type: ignore[arg-type]
     assert request_id == "r"
     assert message in (event.error or "")

@@ -212,6 +212,10 @@ class EngineCore:
             self._matcher(request)
         except ValueError as error:
             return f"the grammar cannot be used: {error}"
+        longest = len(request.prompt) + request.sampling.max_tokens
+        context = int(self.runner.model.config.max_position_embeddings)
+        if longest > context:
+            return f"prompt plus max_tokens is {longest} tokens, but the model's context is {context}"
         return self.scheduler.check_fits(request)
 
     def _matcher(self, request: GenerateRequest) -> Matcher | None:

@@ -122,7 +122,7 @@ def divergence(module: Any, decoder: Decoder) -> float:
 
 def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
     """The fastest decoder whose numbers are the module's own. Raises UnsupportedModel."""
-    if settings.kernels != "torch":
+    if settings.kernels == "native" or (settings.kernels == "auto" and settings.device == "cpu"):
         try:
             fused = _fused(module, settings)
             differs = divergence(module, fused)
