@@ -265,6 +265,25 @@ def test_a_template_may_stand_in_the_tokenizer_configuration(tmp_path: Path) -> 
     assert TextModel.load(tmp_path).render(HI) == "<|im_start|>hi"
 
 
+def test_a_template_named_for_tools_is_used_when_there_are_tools(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    named = {
+        "default": "plain {{ messages[0].content }}",
+        "tool_use": "{{ tools[0].n }} {{ messages[0].content }}",
+    }
+    listed = [{"name": name, "template": template} for name, template in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    text = TextModel.load(tmp_path)
+    assert (text.render(HI), text.render(HI, [{"n": "f"}])) == ("plain hi", "f hi")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file {{ tools[0].n }}")
+    assert TextModel.load(tmp_path).render(HI, [{"n": "f"}]) == "file f"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"template": "x"}]}))
+    with pytest.raises(ConfigError, match="the tokenizer cannot be read: 'name'"):
+        TextModel.load(tmp_path)
+
+
 def test_a_directory_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the tokenizer cannot be read"):
         TextModel.load(tmp_path)

@@ -24,12 +24,20 @@ _TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_tok
 
 
 class TextModel:
-    """Turns text and messages to token ids; `vocabulary` turns ids back to text."""
+    """Turns text and messages to token ids; `vocabulary` turns ids back to text. tool_template: takes the place of `template`
+    where a request has tools."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        special_tokens: dict[str, str],
+        tool_template: str | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
         self._template = template
+        self._tool_template = tool_template or template
         self._special_tokens = special_tokens
         added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
         self._added = {name: added[name] for name in sorted(added, key=len, reverse=True)}
@@ -41,15 +49,15 @@ class TextModel:
         try:
             tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
             config = _read_json(directory / "tokenizer_config.json")
-            template = _read_template(directory, config)
-        except (OSError, ValueError) as error:
+            templates = _read_templates(directory, config)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{directory}: the tokenizer cannot be read: {error}") from error
         except Exception as error:  # the tokenizers library raises bare Exception on a bad file
             raise ConfigError(f"{file}: not a tokenizer: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokens = {name: _token_text(config[name]) for name in _TEMPLATE_TOKENS if config.get(name)}
-        return cls(tokenizer, template, tokens)
+        return cls(tokenizer, templates.get("default"), tokens, templates.get("tool_use"))
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text).ids)
@@ -57,7 +65,7 @@ class TextModel:
     @cached_property
     def tools(self) -> TemplateTools:
         """How the chat template treats tools and tool calls."""
-        if self._template is None:
+        if self._tool_template is None:
             return TemplateTools(False, None, None)
         return examine(lambda messages, tools: self.render(messages, tools, generation_prompt=False))
 
@@ -88,7 +96,8 @@ class TextModel:
         generation_prompt: bool = True,
     ) -> str:
         """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest."""
-        if self._template is None:
+        template = self._template if tools is None else self._tool_template
+        if template is None:
             raise InvalidRequest(
                 "messages: this model has no chat template; use completions", param="messages"
             )
@@ -96,7 +105,7 @@ class TextModel:
             rendered, _ = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
-                chat_template=self._template,
+                chat_template=template,
                 add_generation_prompt=generation_prompt,
                 **self._special_tokens,
             )
@@ -119,14 +128,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name; a model with one template has `default`, some have `tool_use` beside it. Files win over the configuration."""
+    found: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        found = {t["name"]: t["template"] for t in given}
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in (directory / "additional_chat_templates").glob("*.jinja")}
+    return found | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()}
 
 
 def _token_text(value: Any) -> str:
