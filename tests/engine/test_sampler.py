@@ -129,10 +129,14 @@ def test_both_samplers_draw_the_same_tokens(dtype: torch.dtype, vocab: int) -> N
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 2},
         {"temperature": 1.3, "logit_bias": {1: 2.0}},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.1, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
+        {"temperature": 2.0, "min_p": 0.2},
+        {"temperature": 0.0, "top_k": 1},
     ]
     rows = [
         SampleRow(
-            SamplingParams(max_tokens=1, seed=-i if i % 2 else 2**63 + i, **kinds[i % 5]),
+            SamplingParams(max_tokens=1, seed=-i if i % 2 else 2**63 + i, **kinds[i % 9]),
             i % 3,
             i,
             [1],

@@ -67,9 +67,9 @@ class Sampled:
         return self.tokens, self.logprobs, self.sampling_logprobs, self.top
 
 
-def is_plain(row: SampleRow, vocab: int) -> bool:
-    """Whether the row is drawn from its logits with no more than a temperature."""
-    return row.mask is None and not _has_penalty(row.params) and not _has_filter(row.params, vocab)
+def is_unmodified(row: SampleRow) -> bool:
+    """Whether the row is drawn from the logits as they are: no penalty, no bias, no grammar."""
+    return row.mask is None and not _has_penalty(row.params)
 
 
 @torch.inference_mode()
@@ -171,7 +171,12 @@ def _has_penalty(params: SamplingParams) -> bool:
 def _filtered(probs: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Zero what top-k, then top-p, then min-p exclude, and renormalise; rows without a filter are untouched."""
     vocab = probs.shape[-1]
-    limited = [i for i, r in enumerate(rows) if _has_filter(r.params, vocab)]
+    limited = [
+        i
+        for i, r in enumerate(rows)
+        if r.params.temperature >= GREEDY_BELOW
+        and (0 < r.params.top_k < vocab or r.params.top_p < 1 or r.params.min_p > 0)
+    ]
     if not limited:
         return probs
     where = torch.tensor(limited, device=probs.device)
@@ -193,11 +198,6 @@ def _filtered(probs: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     result = probs.clone()
     result[where] = torch.zeros_like(ordered).scatter(1, order, ordered)
     return result
-
-
-def _has_filter(params: SamplingParams, vocab: int) -> bool:
-    limits = 0 < params.top_k < vocab or params.top_p < 1 or params.min_p > 0
-    return limits and params.temperature >= GREEDY_BELOW
 
 
 def _inverse_cdf(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -33,11 +33,11 @@ static void moe(const typename T::elem *x, const uint32_t *router, const uint32_
 
 template <class T>
 static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, const float *temperature,
-                   const uint64_t *counters, const int64_t *wanted, int32_t *token, float *logprob,
+                   const Filter *filters, const uint64_t *counters, const int64_t *wanted, int32_t *token, float *logprob,
                    float *sampling_logprob, int64_t n, int32_t *ids, float *values, int threads) {
   const Sampler<T> sampler{vocab};
   parallel(threads, m, 16.0 * m * vocab, [=](int64_t i) {
-    sampler.row(logits + i * vocab, temperature[i], counters + 3 * i, wanted[i], token + i, logprob + i,
+    sampler.row(logits + i * vocab, temperature[i], filters[i], counters + 3 * i, wanted[i], token + i, logprob + i,
                 sampling_logprob + i, n, ids + i * n, values + i * n);
   });
 }
@@ -75,11 +75,11 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
     moe<T>((const T::elem *)x, router, gate_up, down, m, hidden, inner, experts, k, flags, (T::elem *)residual,        \
            routes, route_stride, threads);                                                                             \
   }                                                                                                                    \
-  void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const uint64_t *counters,\
-                     const int64_t *wanted, int32_t *token, float *logprob, float *sampling_logprob, int64_t n,        \
-                     int32_t *ids, float *values, int threads) {                                                       \
-    sample<T>((const T::elem *)logits, m, vocab, temperature, counters, wanted, token, logprob, sampling_logprob, n,    \
-              ids, values, threads);                                                                                   \
+  void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const float *filters,     \
+                     const uint64_t *counters, const int64_t *wanted, int32_t *token, float *logprob,                  \
+                     float *sampling_logprob, int64_t n, int32_t *ids, float *values, int threads) {                   \
+    sample<T>((const T::elem *)logits, m, vocab, temperature, (const Filter *)filters, counters, wanted, token,        \
+              logprob, sampling_logprob, n, ids, values, threads);                                                     \
   }                                                                                                                    \
   }
 

@@ -57,8 +57,8 @@ SIGNATURES: dict[str, list[type]] = {
         *(_SIZE, _INT),
     ],
     "sample": [
-        *(_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE),
-        *(_POINTER, _POINTER, _INT),
+        *(_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+        *(_SIZE, _POINTER, _POINTER, _INT),
     ],
 }
 

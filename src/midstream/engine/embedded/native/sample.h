@@ -21,6 +21,21 @@ static inline double uniform(const uint64_t *counter) {
   return (double)(mix64(state + (counter[2] + 1) * step) >> 11) * 0x1p-53;
 }
 
+// What is left to draw from: the top_k heaviest (0: all), of those the fewest that together weigh top_p, and of those the ones
+// at least min_p times as heavy as the heaviest.
+struct Filter {
+  float top_k, top_p, min_p;
+  bool any(int64_t vocab) const { return (top_k > 0 && top_k < vocab) || top_p < 1 || min_p > 0; }
+};
+
+struct Candidate {
+  float weight;
+  int32_t id;
+  bool operator<(const Candidate &other) const {
+    return weight > other.weight || (weight == other.weight && id < other.id);
+  }
+};
+
 template <class T>
 struct Sampler {
   typedef typename T::elem elem;
@@ -71,6 +86,62 @@ struct Sampler {
     return possible;
   }
 
+  // Tokens within `reach` of the heaviest in log weight; returns what they weigh together.
+  double gather(const elem *x, float top, float inverse, float reach, std::vector<Candidate> &found) const {
+    double mass = 0;
+    found.clear();
+    for (int64_t i = 0; i < vocab; i += LANES) {
+      const vf scaled = (at(x, i) - top) * inverse;
+      if (!(max_lane(scaled) >= -reach)) continue;
+      const vf weight = exp_of(scaled);
+      for (int j = 0; j < LANES && i + j < vocab; ++j) {
+        if (!(scaled[j] >= -reach) || weight[j] <= 0) continue;
+        found.push_back({weight[j], (int32_t)(i + j)});
+        mass += weight[j];
+      }
+    }
+    return mass;
+  }
+
+  // The candidates the filter leaves, in order of id. total: what all tokens weigh.
+  void filtered(const elem *x, float top, float inverse, double total, const Filter &f,
+                std::vector<Candidate> &kept) const {
+    const bool by_rank = f.top_k > 0 && f.top_k < vocab;
+    const size_t most = by_rank ? (size_t)f.top_k : vocab;
+    for (float reach = 10;; reach *= 3) {
+      const double mass = gather(x, top, inverse, reach, kept);
+      if (by_rank ? kept.size() >= most : mass >= f.top_p * total) break;
+      if (reach > 88 || (f.min_p > 0 && reach > -std::log(f.min_p))) break;
+    }
+    if (kept.size() > most) {
+      std::nth_element(kept.begin(), kept.begin() + (most - 1), kept.end());
+      kept.resize(most);
+    }
+    std::sort(kept.begin(), kept.end());
+    double norm = total, before = 0;
+    if (by_rank) {
+      norm = 0;
+      for (const Candidate &c : kept) norm += c.weight;
+    }
+    size_t count = 0;
+    for (; count < kept.size(); ++count) {
+      const float weight = kept[count].weight;
+      if (count && (before >= f.top_p * norm || weight < f.min_p * kept[0].weight)) break;
+      before += weight;
+    }
+    kept.resize(count);
+    std::sort(kept.begin(), kept.end(), [](const Candidate &a, const Candidate &b) { return a.id < b.id; });
+  }
+
+  int64_t draw_kept(const std::vector<Candidate> &kept, double uniform, double *sum) const {
+    *sum = 0;
+    for (const Candidate &c : kept) *sum += c.weight;
+    double reached = 0;
+    for (const Candidate &c : kept)
+      if ((reached += c.weight) > uniform * *sum) return c.id;
+    return kept.empty() ? 0 : kept.back().id;
+  }
+
   int64_t first_equal(const elem *x, float value) const {
     for (int64_t i = 0; i < vocab; ++i)
       if (T::up(x[i]) == value) return i;
@@ -94,7 +165,7 @@ struct Sampler {
   }
 
   // temperature <= 0: greedy. wanted >= 0: do not draw, score that token.
-  void row(const elem *x, float temperature, const uint64_t *counter, int64_t wanted, int32_t *token, float *logprob,
+  void row(const elem *x, float temperature, const Filter &filter, const uint64_t *counter, int64_t wanted, int32_t *token, float *logprob,
            float *sampling_logprob, int64_t n, int32_t *ids, float *values) const {
     static thread_local std::vector<double> chunks;
     chunks.clear();
@@ -106,9 +177,15 @@ struct Sampler {
     if (wanted < 0 && temperature <= 0) picked = first_equal(x, top);
     if (wanted < 0 && temperature > 0) {
       const float inverse = 1.0f / temperature;
-      const double sum = plain ? chunks.back() : total(x, top, inverse, &chunks);
+      double sum = plain ? chunks.back() : total(x, top, inverse, &chunks);
+      if (filter.any(vocab) && sum == sum) {
+        static thread_local std::vector<Candidate> kept;
+        filtered(x, top, inverse, sum, filter, kept);
+        picked = draw_kept(kept, uniform(counter), &sum);
+      } else {
+        picked = draw(x, top, inverse, uniform(counter) * sum, chunks);
+      }
       log_drawn = std::log(sum);
-      picked = draw(x, top, inverse, uniform(counter) * sum, chunks);
     }
     const double value = (double)T::up(x[picked]) - top;
     *token = (int32_t)picked;

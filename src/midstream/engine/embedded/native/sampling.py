@@ -1,4 +1,4 @@
-"""Sampling by the native kernel for rows that need no more than a temperature; the others go the way of sampler.py.
+"""Sampling by the native kernel; rows with penalties, biases or a grammar go the way of sampler.py.
 
 Always holds: which way a row goes depends on its own parameters alone, so its token does not depend on the batch.
 """
@@ -16,7 +16,7 @@ from midstream.engine.embedded.sampler import (
     SEED_MASK,
     Sampled,
     SampleRow,
-    is_plain,
+    is_unmodified,
     sample,
     score,
 )
@@ -36,7 +36,7 @@ class NativeSampler:
         """One token per row. logits: [rows, vocab] unmodified model output on the CPU."""
         if logits.dtype not in SUFFIX:
             return sample(logits, rows)
-        plain = [i for i, row in enumerate(rows) if is_plain(row, logits.shape[-1])]
+        plain = [i for i, row in enumerate(rows) if is_unmodified(row)]
         if len(plain) == len(rows):
             return self._plain(logits, rows)
         others = sorted(set(range(len(rows))) - set(plain))
@@ -56,24 +56,27 @@ class NativeSampler:
             return score(logits, targets, top_logprobs)
         counters = np.zeros((len(targets), 3), dtype=np.uint64)
         temperatures = np.ones(len(targets), dtype=np.float32)
-        return self._call(logits, temperatures, counters, np.array(targets), top_logprobs)
+        filters = np.zeros((len(targets), 3), dtype=np.float32)
+        return self._call(logits, temperatures, filters, counters, np.array(targets), top_logprobs)
 
     def _plain(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         temperatures = np.array([r.params.temperature for r in rows], dtype=np.float32)
         temperatures[temperatures < GREEDY_BELOW] = 0.0
+        filters = np.array([(r.params.top_k, r.params.top_p, r.params.min_p) for r in rows], dtype=np.float32)
         counters = np.array([(r.params.seed & SEED_MASK, r.index, r.position) for r in rows], dtype=np.uint64)
         draw = np.full(len(rows), -1)
-        return self._call(logits, temperatures, counters, draw, [r.top_logprobs for r in rows])
+        return self._call(logits, temperatures, filters, counters, draw, [r.top_logprobs for r in rows])
 
     def _call(
         self,
         logits: torch.Tensor,
         temperatures: np.ndarray,
+        filters: np.ndarray,
         counters: np.ndarray,
         wanted: np.ndarray,
         top_logprobs: Sequence[int],
     ) -> Sampled:
-        """wanted: [rows] int64, the token to score, or -1 to draw one."""
+        """filters: [rows, 3] top_k, top_p, min_p; wanted: [rows] int64, the token to score, or -1 to draw one."""
         logits = logits.contiguous()
         count, vocab = logits.shape
         most = min(max(top_logprobs, default=0), vocab)
@@ -81,8 +84,14 @@ class NativeSampler:
         logprobs, sampling = np.empty((2, count), dtype=np.float32)
         values = np.empty((count, most), dtype=np.float32)
         kernels(SUFFIX[logits.dtype]).sample(
-            *(logits.data_ptr(), count, vocab, temperatures.ctypes.data, counters.ctypes.data),
-            *(wanted.ctypes.data, tokens.ctypes.data, logprobs.ctypes.data, sampling.ctypes.data),
+            *(logits.data_ptr(), count, vocab, temperatures.ctypes.data, filters.ctypes.data),
+            *(
+                counters.ctypes.data,
+                wanted.ctypes.data,
+                tokens.ctypes.data,
+                logprobs.ctypes.data,
+                sampling.ctypes.data,
+            ),
             *(most, ids.ctypes.data, values.ctypes.data, self._threads),
         )
         top: list[list[tuple[int, float]]] = [[] for _ in top_logprobs]
