@@ -10,10 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.replica.toolcalls import DIALECTS, Item, ParsedCall
+from midstream.replica.dialects import DIALECTS
+from midstream.replica.toolcalls import Item, ParsedCall
+from midstream.replica.toolxml import read_value
 
 BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+SCHEMAS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}}
 FRAGMENTS = [
+    *(
+        "<function=f>",
+        "<function=",
+        "<parameter=x>",
+        "<parameter=s>\n",
+        "\n</parameter>",
+        "</parameter>",
+        "</function>",
+        "<tool_call>\n<function=f>\n<parameter=s>\n",
+        "\n</parameter>\n</function>\n</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}]',
+    ),
     *("<tool_call>", "</tool_call>", "<tool_", "call>", "</", "[TOOL_CALLS]", "[TOOL", "<|python_tag|>"),
     *(
         '{"name": "f", "arguments": {"x": 1}}',
@@ -32,7 +48,7 @@ Seen = list[str | tuple[ParsedCall, ...]]
 
 
 def parse(dialect: str, pieces: list[str]) -> list[Item]:
-    parser = BY_NAME[dialect].parser()
+    parser = BY_NAME[dialect].parser(SCHEMAS)
     items = [item for piece in pieces for item in parser.push(piece)]
     return items + parser.flush()
 
@@ -145,18 +161,73 @@ def test_calls_of_other_dialects(dialect: str, text: str, expected: list[Any]) -
     assert seen(parse(dialect, list(text))) == expected
 
 
+XML_CALL = (
+    "<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n"
+    "<parameter=s>\na\n<b>\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"so\n\n{XML_CALL}\n", ["so", (ParsedCall("f", '{"x": 3, "s": "a\\n<b>"}'),)]),
+        ("<tool_call><function=g></function></tool_call>", [(ParsedCall("g", "{}"),)]),
+        (XML_CALL.replace("=s>", "=x>"), [XML_CALL.replace("=s>", "=x>")]),  # a parameter twice
+        (
+            XML_CALL.replace("</function>", "so </function>"),
+            [XML_CALL.replace("</function>", "so </function>")],
+        ),
+        (XML_CALL.replace("<function=f>", "<function=>"), [XML_CALL.replace("<function=f>", "<function=>")]),
+        (
+            f"<tool_call><function={XML_CALL}",
+            ["<tool_call><function=", (ParsedCall("f", '{"x": 3, "s": "a\\n<b>"}'),)],
+        ),
+        (XML_CALL[:-1], [XML_CALL[:-1]]),
+    ],
+)
+def test_calls_in_angle_brackets_and_what_only_looks_like_one(text: str, expected: list[Any]) -> None:
+    assert seen(parse("qwen_xml", [text])) == seen(parse("qwen_xml", list(text))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("3", {"type": "string"}, "3"),
+        ("3", None, "3"),
+        ("3", {}, "3"),
+        ("3", {"type": "integer"}, 3),
+        ("3.5", {"type": "integer"}, "3.5"),
+        ("3", {"type": "number"}, 3),
+        ("True", {"type": "boolean"}, True),
+        ("false", {"type": "boolean"}, False),
+        ("1", {"type": "boolean"}, "1"),
+        ("None", {"type": ["string", "null"]}, None),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("nothing", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "nothing"),
+        ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("2", {"enum": [1, 2]}, 2),
+        ("2", {"enum": ["1", "2"]}, "2"),
+    ],
+)
+def test_the_schema_says_what_a_bare_value_stands_for(text: str, schema: Any, value: Any) -> None:
+    found = read_value(text, schema)
+    assert (found, type(found)) == (value, type(value))
+
+
 def test_text_flows_at_once_and_only_what_may_be_markup_waits() -> None:
-    parser = BY_NAME["hermes"].parser()
+    parser = BY_NAME["hermes"].parser(SCHEMAS)
     shown = [
         [item.text for item in parser.push(piece)] for piece in ["Hi", " there", " <", "3", " <tool_ca", "n"]
     ]
     assert shown == [["Hi"], [" there"], [], [" <3"], [], [" <tool_can"]]
-    plain = BY_NAME["llama3"].parser()
+    plain = BY_NAME["llama3"].parser(SCHEMAS)
     assert [item.text for piece in ("It", " is {", "}") for item in plain.push(piece)] == ["It", " is {", "}"]
 
 
 def test_a_call_comes_out_with_its_last_character() -> None:
-    parser = BY_NAME["hermes"].parser()
+    parser = BY_NAME["hermes"].parser(SCHEMAS)
     assert [item for character in CALL[:-1] for item in parser.push(character)] == []
     assert parser.push(CALL[-1]) == [Item(CALL, "", F1)]
 

@@ -15,9 +15,9 @@ from midstream.models.tiny_moe import CHAT_TEMPLATE, TOKEN_ID, build_tokenizer
 from midstream.replica.calling import CallStage, id_maker
 from midstream.replica.chat import TextModel
 from midstream.replica.choice import Choice, Piece, ToolCall
+from midstream.replica.dialects import DIALECTS
 from midstream.replica.grammar import build, response_schema
 from midstream.replica.schema import parse_chat
-from midstream.replica.toolcalls import DIALECTS
 from midstream.replica.tools import ToolPlan, check_template, plan_tools, prepare_history
 from midstream.types import TokenRecord
 
@@ -58,6 +58,14 @@ XML = (
     + TURN
     + "{%- for c in m.tool_calls -%}<call>{{ c.function.name }}</call>{%- endfor -%}{%- endfor -%}"
 )
+QWEN_XML = (
+    LISTING
+    + TURN
+    + "{{ m.content }}{%- for c in m.tool_calls -%}{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}"
+    "{%- for key, value in c.function.arguments.items() -%}{{ '<parameter=' + key + '>\\n' }}"
+    "{{ (value if value is string else value | tojson) + '\\n</parameter>\\n' }}{%- endfor -%}"
+    "{{ '</function>\\n</tool_call>' }}{%- endfor -%}{%- endfor -%}"
+)
 NO_TOOLS = TURN + "{{ m.content }}<|im_end|>{%- endfor -%}"
 
 
@@ -85,6 +93,7 @@ def refusal(call: Any, *arguments: Any, **fields: Any) -> tuple[str, str | None]
         (OBJECTS_ONLY, (True, "object", "hermes")),
         (MISTRAL, (True, "object", "mistral")),
         (LLAMA, (True, "object", "llama3")),
+        (QWEN_XML, (True, "object", "qwen_xml")),
         (XML, (True, "object", None)),
         (NO_TOOLS, (False, None, None)),
         ("{{ raise_exception('never') }}", (False, None, None)),
@@ -269,6 +278,39 @@ def test_strict_tools_leave_text_free_and_hold_calls_to_their_schemas(template: 
     assert build(None, plan(), form, model, (EOS,)) is None  # nothing is strict: nothing to follow
 
 
+def test_a_call_whose_values_are_typed_by_the_schema_renders_again_as_it_was_written() -> None:
+    model = text_model(QWEN_XML)
+    assert model.tools.format is not None
+    written = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+    )
+    wanted = plan()
+    assert wanted is not None
+    parser = model.tools.format.dialect.parser(wanted.schemas)
+    (item,) = parser.push(written)
+    (call,) = item.calls
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo", "days": 3})
+    earlier = {"function": {"name": call.name, "arguments": call.arguments}}
+    history = [{"role": "assistant", "content": "", "tool_calls": [earlier]}]
+    assert model.render(prepare_history(history, model.tools.arguments), TOOLS).endswith(written)
+
+
+def test_calls_that_cannot_be_held_to_a_grammar_are_not_forced() -> None:
+    model = text_model(QWEN_XML)
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    end = "is not supported with the calls that this model's chat template writes"
+    for schema, fields, what, param in [
+        (None, {"tool_choice": "required"}, "required or a named function", "tool_choice"),
+        (None, {"tools": strict}, "strict", "tools"),
+        (SCHEMA, {}, "with tools", "response_format"),
+    ]:
+        wanted = plan(**fields)  # type: ignore[arg-type]
+        found = refusal(build, schema, wanted, model.tools.format, model, (EOS,))
+        assert found == (f"{param}: {what} {end}", param)
+    assert build(None, plan(), model.tools.format, model, (EOS,)) is None
+
+
 def test_an_answer_may_be_json_or_calls_when_both_are_asked_for() -> None:
     model = text_model(CHAT_TEMPLATE)
     grammar = build(SCHEMA, plan(), model.tools.format, model, (EOS,))
@@ -336,7 +378,7 @@ def run_stage(text: str, snapshots: list[str], parallel: bool = True) -> list[Pi
     dialect = DIALECTS[0]
     choice = Choice(0, model.vocabulary, (), {EOS}, model.marker_ids(dialect.markers))
     numbers = iter(range(9))
-    stage, pieces = CallStage(dialect, parallel, lambda: f"call-{next(numbers)}"), list[Piece]()
+    stage, pieces = CallStage(dialect.parser({}), parallel, lambda: f"call-{next(numbers)}"), list[Piece]()
     for token, snapshot in zip(model.tokenizer.encode(text).ids, snapshots, strict=False):
         pieces += stage.feed(choice.feed(TokenRecord(token, -1.0, -1.0, snapshot)))
         if stage.complete:

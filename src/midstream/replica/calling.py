@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable
 
 from midstream.replica.choice import Piece, ToolCall
-from midstream.replica.toolcalls import Dialect, Item, ParsedCall
+from midstream.replica.toolcalls import Item, ParsedCall, ToolParser
 
 
 class CallStage:
     """Stands after a Choice. parallel: False when the first call is to be the only one."""
 
-    def __init__(self, dialect: Dialect, parallel: bool, new_id: Callable[[], str]) -> None:
-        self._parser = dialect.parser()
+    def __init__(self, parser: ToolParser, parallel: bool, new_id: Callable[[], str]) -> None:
+        self._parser = parser
         self._parallel = parallel
         self._new_id = new_id
         self._numbers = itertools.count()

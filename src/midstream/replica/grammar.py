@@ -88,6 +88,7 @@ def build(
         rules.append(f"body: %json {_json(schema, whitespace_pattern=_SPACE_BETWEEN)}")
         starts.append("body")
     if plan is not None and tool_format is not None and (plan.constrained or schema is not None):
+        _check_forcible(plan, tool_format)
         rules += _calls(plan, tool_format, lexicon)
         if plan.forced or schema is not None:
             starts.append("calls")
@@ -105,6 +106,16 @@ def build(
     if problem is not None:
         raise InvalidRequest(f"{param}: {problem}", param=param)
     return grammar
+
+
+def _check_forcible(plan: ToolPlan, tool_format: ToolFormat) -> None:
+    if tool_format.dialect.forcible:
+        return
+    param, what = ("tools", "strict") if plan.strict else ("response_format", "with tools")
+    if plan.forced:
+        param, what = "tool_choice", "required or a named function"
+    message = f"{param}: {what} is not supported with the calls that this model's chat template writes"
+    raise InvalidRequest(message, param=param)
 
 
 def _calls(plan: ToolPlan, tool_format: ToolFormat, lexicon: Lexicon) -> list[str]:

@@ -252,7 +252,10 @@ class Generation:
             # Forced calls end where their grammar ends.
             dialect, parallel = tool_format.dialect, checked.tools.parallel or checked.tools.forced
             shown, new_id = service.text.marker_ids(dialect.markers), id_maker(dialect.id_length)
-            stages = [CallStage(dialect, parallel, new_id) for _ in range(len(prompts) * checked.n)]
+            schemas = checked.tools.schemas
+            stages = [
+                CallStage(dialect.parser(schemas), parallel, new_id) for _ in range(len(prompts) * checked.n)
+            ]
         self._stages = stages  # of choices that may call tools
         self._choices = [
             Choice(index, vocabulary, stops, silent, shown) for index in range(len(prompts) * checked.n)

@@ -1,4 +1,4 @@
-"""Tool calls in generated text: the markups of chat templates and a streaming parser for each. Pure.
+"""Tool calls in generated text: what a parser gives, and the streaming parsers of JSON markups. Pure.
 
 Always holds: the `raw` of all items of a parser, in order, is the text it was given, so nothing is lost: what looked like a
 call and is none comes out as text. What comes out in all does not depend on how the text was cut into pieces. A call comes out
@@ -7,14 +7,12 @@ whole, once its last character has been seen; whitespace that only separates cal
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-_SPACE = " \t\r\n"
+SPACE = " \t\r\n"
 
 
 class ParsedCall(NamedTuple):
@@ -60,14 +58,27 @@ _identified = msgspec.json.Decoder(list[_Identified])
 _parameters = msgspec.json.Decoder(_Parameters)
 
 
-class TaggedParser:
-    """One JSON object `{"name", "arguments"}` between an opening and a closing tag for each call (Hermes, Qwen)."""
+class Body(Protocol):
+    """Follows one call from behind its opening tag on, looking at each character once."""
 
-    def __init__(self, opening: str, closing: str) -> None:
+    start: int
+    at: int  # the next character to look at
+
+    def follow(self, text: str) -> bool | None:
+        """True: complete, up to `at`. False: this cannot be a call. None: more text is needed."""
+
+    def read(self, text: str) -> ParsedCall | None:
+        """The call, once it is complete; None: it is none after all."""
+
+
+class TaggedParser:
+    """Each call stands between tags (Hermes, Qwen); `body` follows one that begins at an index."""
+
+    def __init__(self, opening: str, body: Callable[[int], Body]) -> None:
         self._opening = opening
-        self._closing = closing
+        self._new_body = body
         self._held = ""  # not decided yet: whitespace, then perhaps the beginning of a call
-        self._body: _Body | None = None  # follows the call that `_held` has begun
+        self._body: Body | None = None  # follows the call that `_held` has begun
         self._after_call = False  # nothing but whitespace since the last call
 
     def push(self, text: str) -> list[Item]:
@@ -91,13 +102,13 @@ class TaggedParser:
         if self._body is None:
             start = self._held.find(self._opening)
             if start < 0:
-                keep = _unfinished(self._held, self._opening)
-                end = len(self._held[: len(self._held) - keep].rstrip(_SPACE))
+                keep = unfinished(self._held, self._opening)
+                end = len(self._held[: len(self._held) - keep].rstrip(SPACE))
                 return self._outside(end) if end else None
-            before = len(self._held[:start].rstrip(_SPACE))
+            before = len(self._held[:start].rstrip(SPACE))
             if before:
                 return self._outside(before)
-            self._body = _Body(start + len(self._opening), self._closing)
+            self._body = self._new_body(start + len(self._opening))
         verdict = self._body.follow(self._held)
         if verdict is None:
             return None
@@ -106,14 +117,14 @@ class TaggedParser:
     def _outside(self, end: int, final: bool = False) -> Item:
         """The text up to `end`; at the very end, whitespace after a call is no text."""
         raw, self._held = self._held[:end], self._held[end:]
-        shown = not (final and self._after_call and not raw.strip(_SPACE))
+        shown = not (final and self._after_call and not raw.strip(SPACE))
         self._after_call = self._after_call and not shown
         return Item(raw, raw if shown else "")
 
     def _call(self) -> Item:
         body = self._body
         assert body is not None
-        call = _read_named(self._held[body.start : body.object_end])
+        call = body.read(self._held)
         if call is None:
             return self._not_a_call()
         raw, self._held = self._held[: body.at], self._held[body.at :]
@@ -127,12 +138,11 @@ class TaggedParser:
         return self._outside(end)
 
 
-class _Body:
-    """Follows a JSON object and the tag that closes it, each character once."""
+class JsonBody:
+    """A JSON object `{"name", "arguments"}` and the tag that closes it."""
 
     def __init__(self, start: int, closing: str) -> None:
-        self.start = start
-        self.at = start  # the next character to look at
+        self.start = self.at = start
         self.object_end = 0
         self._closing = closing
         self._matched = 0  # characters of the closing tag
@@ -140,7 +150,6 @@ class _Body:
         self._in_string = self._escaped = False
 
     def follow(self, text: str) -> bool | None:
-        """True: complete, up to `at`. False: this cannot be a call. None: more text is needed."""
         while self.at < len(text):
             character = text[self.at]
             if not self._take(character):
@@ -150,6 +159,13 @@ class _Body:
                 return True
         return None
 
+    def read(self, text: str) -> ParsedCall | None:
+        try:
+            call = _named.decode(text[self.start : self.object_end])
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            return None
+        return _checked(call.name, call.arguments, None)
+
     def _take(self, character: str) -> bool:
         if self._in_string:
             return self._take_in_string(character)
@@ -157,7 +173,7 @@ class _Body:
             return self._take_after(character)
         if self._depth == 0:
             self._depth = int(character == "{")
-            return self._depth == 1 or character in _SPACE
+            return self._depth == 1 or character in SPACE
         if character == '"':
             self._in_string = True
         elif character in "{[":
@@ -178,7 +194,7 @@ class _Body:
         return character >= " "
 
     def _take_after(self, character: str) -> bool:
-        if self._matched == 0 and character in _SPACE:
+        if self._matched == 0 and character in SPACE:
             return True
         if character != self._closing[self._matched]:
             return False
@@ -186,10 +202,10 @@ class _Body:
         return True
 
 
-_JSON_CHARACTERS = frozenset(_SPACE + '{}[]",:-+.0123456789eEtruefalsn')
+_JSON_CHARACTERS = frozenset(SPACE + '{}[]",:-+.0123456789eEtruefalsn')
 
 
-def _unfinished(text: str, tag: str) -> int:
+def unfinished(text: str, tag: str) -> int:
     """The length of the longest end of `text` that begins `tag` without completing it."""
     for size in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:size]):
@@ -238,12 +254,12 @@ class ArrayParser(_ToTheEndParser):
     def _free(self, held: str) -> int:
         start = held.find(self._opening)
         if start < 0:
-            start = len(held) - _unfinished(held, self._opening)
-        return len(held[:start].rstrip(_SPACE))
+            start = len(held) - unfinished(held, self._opening)
+        return len(held[:start].rstrip(SPACE))
 
     def _read(self, held: str) -> tuple[ParsedCall, ...] | None:
         before, found, array = held.partition(self._opening)
-        if not found or before.strip(_SPACE):
+        if not found or before.strip(SPACE):
             return None
         try:
             calls = [_checked(c.name, c.arguments, c.id) for c in _identified.decode(array)]
@@ -260,90 +276,21 @@ class ObjectParser(_ToTheEndParser):
         self._prefix = prefix
 
     def _free(self, held: str) -> int:
-        begun = held.lstrip(_SPACE)
+        begun = held.lstrip(SPACE)
         may_be_call = begun.startswith(("{", self._prefix)) or self._prefix.startswith(begun)
         self._plain = not may_be_call
         return 0 if may_be_call else len(held)
 
     def _read(self, held: str) -> tuple[ParsedCall, ...] | None:
         try:
-            call = _parameters.decode(held.strip(_SPACE).removeprefix(self._prefix))
+            call = _parameters.decode(held.strip(SPACE).removeprefix(self._prefix))
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             return None
         checked = _checked(call.name, call.parameters, None)
         return None if checked is None else (checked,)
 
 
-def _read_named(text: str) -> ParsedCall | None:
-    try:
-        call = _named.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return None
-    return _checked(call.name, call.arguments, None)
-
-
 def _checked(name: str, arguments: msgspec.Raw, call_id: str | None) -> ParsedCall | None:
     """The call, if it has a name and its arguments are an object."""
     text = bytes(arguments).decode()
     return ParsedCall(name, text, call_id) if name and text.startswith("{") else None
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """How a family of chat templates writes calls.
-
-    pattern: finds the calls named `first` and `second` (or the first alone) in a rendered conversation; its groups are the
-        literal text around names and arguments. markers: tags that may be special tokens, which detokenizing would leave out.
-        opening: the one that begins calls wherever it stands; None: calls are known by being all of the answer.
-    """
-
-    name: str
-    pattern: re.Pattern[str]
-    markers: tuple[str, ...]
-    opening: str | None
-    parser: Callable[[], ToolParser]
-    id_length: int | None = None  # of ids, where templates insist on one
-
-
-PROBE_NAMES = ("probe_first", "probe_second")
-_ARGUMENTS = r'\{{"probe":(?P<colon{0}>\s*){0}(?P<comma{0}>,\s*)"more":\s*0\}}'
-_FIRST, _SECOND = _ARGUMENTS.format(1), _ARGUMENTS.format(2)
-_HERMES = (
-    r'(?P<open><tool_call>\s*\{"name":\s*")probe_first(?P<between>",\s*"arguments":\s*)'
-    + _FIRST
-    + r'(?P<close>\}\s*</tool_call>)(?:(?P<joint>\s*)<tool_call>\s*\{"name":\s*"probe_second",\s*"arguments":\s*'
-    + _SECOND
-    + r"\}\s*</tool_call>)?"
-)
-_MISTRAL = (
-    r'(?P<begin>\[TOOL_CALLS\]\s*\[)(?P<open>\{"name":\s*")probe_first(?P<between>",\s*"arguments":\s*)'
-    + _FIRST
-    + r'(?P<id>,\s*"id":\s*"\w+")?(?P<close>\})(?:(?P<joint>,\s*)\{"name":\s*"probe_second",\s*"arguments":\s*'
-    + _SECOND
-    + r'(?:,\s*"id":\s*"\w+")?\})?(?P<end>\])'
-)
-_LLAMA = (
-    r'(?P<open>(?:<\|python_tag\|>)?\{"name":\s*")probe_first(?P<between>",\s*"parameters":\s*)'
-    + _FIRST
-    + r"(?P<close>\})"
-)
-
-#: Looked through in order. To add one: a pattern, a parser, and a template that shows it in the tests.
-DIALECTS = (
-    Dialect(
-        "hermes",
-        re.compile(_HERMES),
-        ("<tool_call>", "</tool_call>"),
-        "<tool_call>",
-        lambda: TaggedParser("<tool_call>", "</tool_call>"),
-    ),
-    Dialect(
-        "mistral",
-        re.compile(_MISTRAL),
-        ("[TOOL_CALLS]",),
-        "[TOOL_CALLS]",
-        lambda: ArrayParser("[TOOL_CALLS]"),
-        id_length=9,
-    ),
-    Dialect("llama3", re.compile(_LLAMA), ("<|python_tag|>",), None, lambda: ObjectParser("<|python_tag|>")),
-)

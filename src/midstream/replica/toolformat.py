@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from midstream.errors import InvalidRequest
-from midstream.replica.toolcalls import DIALECTS, PROBE_NAMES, Dialect
+from midstream.replica.dialects import DIALECTS, PROBE_NAMES, Dialect
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]  # messages, tools
 Arguments = Literal["text", "object"]
@@ -32,6 +32,7 @@ _VERBATIM = '{"probe" :1}'  # spaced as no serializer does it
 @dataclass(frozen=True)
 class ToolFormat:
     """The literal text around the calls of one answer: begin (open NAME between ARGUMENTS close), joint between calls, end.
+    Only the dialect counts where calls cannot be forced.
 
     joint: None where the template writes one call only. separators: between items and after keys of the arguments.
     """
@@ -96,11 +97,11 @@ def _match(rendered: str) -> ToolFormat | None:
         return ToolFormat(
             dialect=dialect,
             begin=part.get("begin") or "",
-            open=part["open"],
-            between=part["between"],
-            close=part["close"],
+            open=part.get("open") or "",
+            between=part.get("between") or "",
+            close=part.get("close") or "",
             joint=part.get("joint"),
             end=part.get("end") or "",
-            separators=(part["comma1"], ":" + part["colon1"]),
+            separators=(part.get("comma1") or ",", ":" + (part.get("colon1") or "")),
         )
     return None

@@ -66,6 +66,11 @@ class ToolPlan(msgspec.Struct, frozen=True):
     parallel: bool
 
     @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The parameters of each tool, by its name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
+    @property
     def constrained(self) -> bool:
         return self.forced or self.strict
 
