@@ -2,11 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running, sse
 
+from midstream.http1 import ClientConnection
+from midstream.replica.app import Outbox
 from midstream.types import HEADER_TOKEN
 
 BODY = b'{"model":"%b","prompt":"a","max_tokens":3,"stream":true}' % MODEL.encode()
@@ -63,6 +66,29 @@ def test_requests_of_one_connection_are_answered_in_their_order(tmp_path: Path) 
             assert len(answers) == 3
             assert answers[1].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
             assert answers[2].endswith(b'{"status":"ok"}')
+
+    asyncio.run(main())
+
+
+def test_what_a_turn_of_the_loop_makes_for_a_client_is_one_write_at_its_end() -> None:
+    class Client:
+        def __init__(self) -> None:
+            self.writes: list[bytes] = []
+
+        def write(self, data: bytes) -> None:
+            self.writes.append(data)
+
+    async def main() -> None:
+        outbox, (one, two, gone) = Outbox(), (Client(), Client(), Client())
+        for client, data in ((one, b"1"), (two, b"2"), (gone, b"3"), (one, b"4")):
+            outbox.add(cast("ClientConnection", client), data)
+        assert outbox.take(cast("ClientConnection", gone)) == b"3"
+        assert (one.writes, two.writes) == ([], [])
+        await asyncio.sleep(0)
+        assert (one.writes, two.writes, gone.writes) == ([b"14"], [b"2"], [])
+        outbox.add(cast("ClientConnection", two), b"5")
+        await asyncio.sleep(0)
+        assert (one.writes, two.writes) == ([b"14"], [b"2", b"5"])
 
     asyncio.run(main())
 

@@ -59,6 +59,7 @@ class ReplicaApp:
         self._all_left = asyncio.Event()
         self._all_left.set()
         self._token = token.encode()
+        outbox = Outbox()
         get, post = b"GET", b"POST"
         self._routes: dict[bytes, tuple[bytes, Callable[[Request, ClientConnection], Exchange]]] = {
             b"/health": (get, _at_once(lambda _: _health(replica))),
@@ -68,8 +69,8 @@ class ReplicaApp:
         }
         for prefix in _PREFIXES:
             self._routes |= {
-                prefix + b"/chat/completions": (post, _inference(replica, "chat")),
-                prefix + b"/completions": (post, _inference(replica, "completion")),
+                prefix + b"/chat/completions": (post, _inference(replica, "chat", outbox)),
+                prefix + b"/completions": (post, _inference(replica, "completion", outbox)),
                 prefix + b"/models": (get, _at_once(lambda _: _models(replica))),
             }
 
@@ -103,6 +104,30 @@ class ReplicaApp:
             error = MethodNotAllowed(f"{_line(request)}: Method Not Allowed", method.decode())
             return FailedExchange(request, client, error)
         return make(request, client)
+
+
+class Outbox:
+    """Bytes for clients, written together at the end of the loop's turn, that is when every stream of a step is encoded.
+
+    A write wakes the client; one between two encodings finds it asleep again each time (see docs/log.md).
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[ClientConnection, bytes] = {}
+
+    def add(self, client: ClientConnection, data: bytes) -> None:
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending[client] = self._pending[client] + data if client in self._pending else data
+
+    def take(self, client: ClientConnection) -> bytes:
+        """What has not been written yet; it is the caller's now."""
+        return self._pending.pop(client, b"")
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, {}
+        for client, data in pending.items():
+            client.write(data)
 
 
 class BaseExchange:
@@ -151,7 +176,11 @@ class BaseExchange:
     def _end(self, last: bytes = b"") -> None:
         """The end of a response that `_begin` began."""
         last = self._framed(last) if last else b""
-        self._client.write(last if self._request.http10 else last + b"0\r\n\r\n")
+        self._client.write(self._unwritten() + (last if self._request.http10 else last + b"0\r\n\r\n"))
+
+    def _unwritten(self) -> bytes:
+        """What is to be written before anything else."""
+        return b""
 
     def _fail(self, error: MidstreamError) -> None:
         if self._started:
@@ -224,9 +253,12 @@ class TaskExchange(BaseExchange):
 
 
 class InferenceExchange(TaskExchange):
-    def __init__(self, request: Request, client: ClientConnection, replica: Replica, kind: Kind) -> None:
+    def __init__(
+        self, request: Request, client: ClientConnection, replica: Replica, kind: Kind, outbox: Outbox
+    ) -> None:
         super().__init__(request, client)
         self._replica = replica
+        self._outbox = outbox
         self._kind: Kind = kind
         self._generation: Generation
         self._headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in request.first.items()}
@@ -252,10 +284,21 @@ class InferenceExchange(TaskExchange):
     def write(self, data: bytes) -> None:
         """Events of the stream; the head goes out with the first of them."""
         if self._started:
-            self._client.write(self._framed(data))
+            self._outbox.add(self._client, self._framed(data))
             return
         fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         self._begin({**fixed, **self._generation.headers(done=False)}, data)
+
+    def client_gone(self) -> None:
+        self._outbox.take(self._client)
+        super().client_gone()
+
+    def cut(self, reason: str) -> None:
+        self._outbox.take(self._client)
+        super().cut(reason)
+
+    def _unwritten(self) -> bytes:
+        return self._outbox.take(self._client)
 
 
 class EventsExchange(TaskExchange):
@@ -290,8 +333,10 @@ def _at_once(answer: Callable[[Request], Answer]) -> Callable[[Request, ClientCo
     return lambda request, client: InstantExchange(request, client, answer)
 
 
-def _inference(replica: Replica, kind: Kind) -> Callable[[Request, ClientConnection], Exchange]:
-    return lambda request, client: InferenceExchange(request, client, replica, kind)
+def _inference(
+    replica: Replica, kind: Kind, outbox: Outbox
+) -> Callable[[Request, ClientConnection], Exchange]:
+    return lambda request, client: InferenceExchange(request, client, replica, kind, outbox)
 
 
 def _nothing_here(request: Request, client: ClientConnection) -> Exchange:
