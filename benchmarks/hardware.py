@@ -25,7 +25,14 @@ def provenance(**configuration: Any) -> dict[str, Any]:
         platform.processor(),
     )
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False)
+    code = [
+        ":/",
+        ":(exclude,top)benchmarks/results",
+        ":(exclude,top)docs/benchmarks.md",
+    ]  # not what benchmarks write
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "--", *code], capture_output=True, text=True, check=False
+    )
     versions = {}
     for package in ("midstream", "torch", "transformers", "uvloop", "httptools", "openai"):
         try:

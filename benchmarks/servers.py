@@ -1,0 +1,333 @@
+"""The servers that are compared: how each is started, asked and ended.
+
+Always holds: a server that was started is gone, with every process under it, when its `with` block is left, however it is
+left; and it ends when this process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+HERE = Path(__file__).parent
+VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
+PR_SET_PDEATHSIG = 1
+READY = re.compile(r"midstream ready on http://127\.0\.0\.1:(\d+)")
+TOKEN = "bench-engine"
+TICKS = os.sysconf("SC_CLK_TCK")
+CONTEXT = 4096
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    directory: Path
+    vocabulary: int  # prompts draw ids below this
+    threads: int  # for engines that are told; vLLM binds its own
+    vllm_cores: str  # VLLM_CPU_OMP_THREADS_BIND
+    kv_gib: int  # the same KV budget for every engine
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one column of the table is measured."""
+
+    port: int
+    model: str
+    headers: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class ServerFailed(Exception):
+    """The server did not come up; the message ends with its log."""
+
+
+class Server(ABC):
+    """A server process and what is under it."""
+
+    name: str
+    grace_s = 5.0  # for processes under it to follow it
+
+    def __init__(self, model: Model, folder: Path) -> None:
+        self.model = model
+        self.port = free_port()
+        self.log = folder / f"{self.name}-{model.name}.log"
+        self.startup_s = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def command(self) -> list[str]: ...
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    @abstractmethod
+    def ready(self) -> bool: ...
+
+    @abstractmethod
+    def endpoints(self) -> dict[str, Endpoint]: ...
+
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """From what the server itself says about the cache it made of `kv_gib`."""
+
+    @abstractmethod
+    def configuration(self) -> dict[str, Any]: ...
+
+    def __enter__(self) -> Server:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.environment()}
+        started = time.monotonic()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        try:
+            while not self.ready():
+                if self._process.poll() is not None:
+                    raise ServerFailed(f"{self.name} ended while starting:\n{self.tail()}")
+                if time.monotonic() - started > 600:
+                    raise ServerFailed(f"{self.name} was not ready after 600 s:\n{self.tail()}")
+                time.sleep(0.2)
+        except BaseException:
+            self.stop()
+            raise
+        self.startup_s = time.monotonic() - started
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        under = family(process.pid)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        await_end(under, self.grace_s)
+        for pid in alive(under):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await_end(under, 10.0)
+        process.wait()
+        self._process = None
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its processes so far."""
+        assert self._process is not None
+        return sum(cpu_ticks(pid) for pid in family(self._process.pid)) / TICKS
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self) -> str:
+        return "\n".join(self.text().splitlines()[-25:])
+
+
+class Midstream(Server):
+    """One replica behind a gateway; asked at the replica itself and through the gateway."""
+
+    name = "midstream"
+
+    def command(self) -> list[str]:
+        state = self.log.with_suffix("")
+        state.mkdir()
+        config = state / "midstream.toml"
+        config.write_text(
+            f'replica_token = "{TOKEN}"\n[embedded]\nthreads = {self.model.threads}\nblock_size = {BLOCK}\n'
+        )
+        return [
+            *(sys.executable, "-m", "midstream.cli", "serve", "--model", str(self.model.directory)),
+            *("--port", str(self.port), "--replicas", "1", "--log-level", "warning", "--config", str(config)),
+            *("--state-dir", str(state / "state"), "--kv-cache-memory", f"{self.model.kv_gib}GiB"),
+        ]
+
+    def ready(self) -> bool:
+        return READY.search(self.text()) is not None
+
+    def _metrics(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        found = re.search(r'url="http://127\.0\.0\.1:(\d+)"', self._metrics())
+        assert found, "the metrics name no replica"
+        headers, model = {"x-midstream-token": TOKEN}, self.model.directory.name
+        replica = int(found[1])
+        routes = {"logprobs": True, "include_routing_matrix": True}
+        return {
+            "midstream": Endpoint(replica, model, headers, {"logprobs": True}),
+            "midstream through the gateway": Endpoint(self.port, model, {}, {"logprobs": True}),
+            "midstream with routes": Endpoint(replica, model, headers, routes),
+        }
+
+    def kv_bytes_per_token(self) -> int:
+        found = re.search(
+            r"^midstream_replica_kv_blocks_total\S* (\S+)$", self._metrics(), flags=re.MULTILINE
+        )
+        assert found, "the metrics do not say how many blocks there are"
+        return round(self.model.kv_gib * 2**30 / (float(found[1]) * BLOCK))
+
+    def configuration(self) -> dict[str, Any]:
+        return {"threads": self.model.threads, "replicas": 1}
+
+
+class Vllm(Server):
+    """vLLM's own OpenAI server, compiled, with the OpenMP library it asks for."""
+
+    name = "vllm"
+
+    def command(self) -> list[str]:
+        return [
+            *(
+                str(VLLM_PYTHON),
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(self.model.directory),
+            ),
+            *("--served-model-name", self.model.name, "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--max-model-len", str(CONTEXT), "--generation-config", "vllm", "--disable-uvicorn-access-log"),
+            *("--disable-log-stats", "--no-enable-prefix-caching"),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "LD_PRELOAD": str(VLLM_PYTHON.parents[1] / "lib" / "libiomp5.so"),
+            "VLLM_CPU_KVCACHE_SPACE": str(self.model.kv_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": self.model.vllm_cores,
+            "VLLM_CACHE_ROOT": str(self.log.with_suffix(".cache")),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
+                return True
+        except OSError:
+            return False
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        return {"vllm": Endpoint(self.port, self.model.name, {}, {"logprobs": 0})}
+
+    def kv_bytes_per_token(self) -> int:
+        found = re.search(r"KV cache size: ([0-9,]+) tokens", self.text())
+        assert found, "vLLM did not say how many tokens its cache holds"
+        return round(self.model.kv_gib * 2**30 / int(found[1].replace(",", "")))
+
+    def configuration(self) -> dict[str, Any]:
+        return {
+            "flags": self.command()[self.command().index("--max-model-len") :],
+            "VLLM_CPU_OMP_THREADS_BIND": self.model.vllm_cores,
+            "LD_PRELOAD": "libiomp5.so",
+        }
+
+
+class Transformers(Server):
+    """transformers' continuous batching behind transformers_server.py."""
+
+    name = "transformers"
+
+    def command(self) -> list[str]:
+        kv_bytes = self.model.kv_gib * 2**30
+        script = str(HERE / "transformers_server.py")
+        return [
+            *(sys.executable, script, str(self.model.directory)),
+            *(str(self.port), str(kv_bytes), str(self.model.threads)),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self.model.threads)}
+
+    def ready(self) -> bool:
+        return "ready " in self.text()  # its last line
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        return {"transformers": Endpoint(self.port, self.model.name)}
+
+    def kv_bytes_per_token(self) -> int:
+        found = re.search(r"ready (\d+) blocks of (\d+) in (\d+) bytes", self.text())
+        assert found
+        return round(int(found[3]) / (int(found[1]) * int(found[2])))
+
+    def configuration(self) -> dict[str, Any]:
+        return {"threads": self.model.threads, "max_batch_tokens": 2048, "compile": False}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat after the command's name; None when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def started_at(pid: int) -> str | None:
+    stat = _stat(pid)
+    return None if stat is None or stat[0] == "Z" else stat[19]
+
+
+def cpu_ticks(pid: int) -> int:
+    stat = _stat(pid)
+    return 0 if stat is None else int(stat[11]) + int(stat[12])
+
+
+def alive(processes: dict[int, str]) -> list[int]:
+    """Those of `processes` (start times by id) that still are, and not others of the same id."""
+    return [pid for pid, started in processes.items() if started_at(pid) == started]
+
+
+def await_end(processes: dict[int, str], seconds: float) -> None:
+    """Until none of them is left, or for so long."""
+    patience = time.monotonic() + seconds
+    while alive(processes) and time.monotonic() < patience:
+        time.sleep(0.02)
+
+
+def family(root: int) -> dict[int, str]:
+    """Start times of `root` and of every process under it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (stat := _stat(int(entry.name))) is not None:
+            children.setdefault(int(stat[1]), []).append(int(entry.name))
+    found: dict[int, str] = {}
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        if (started := started_at(pid)) is not None:
+            found[pid] = started
+        waiting += children.get(pid, [])
+    return found
