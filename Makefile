@@ -37,7 +37,7 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	cd benchmarks && ../$(BIN)/python serving.py --write
+	cd benchmarks && ../$(BIN)/python swaps.py --write
 	cd benchmarks && ../$(BIN)/python gateway_cpu.py --write
 
 bench-engine: setup $(VLLM_STAMP)
