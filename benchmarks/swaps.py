@@ -1,7 +1,7 @@
 """Weight swaps under load: what a stream notices of one.
 
-One `midstream serve` with one embedded replica of tiny-moe and 16 streams with logprobs on; each swap is a full snapshot, signalled
-when every stream has its first token. Reported: the engine's pause (no step runs), how many streams crossed, the longest
+One `midstream serve` with one embedded replica of tiny-moe and 16 streams with logprobs on; each swap is a full snapshot,
+signalled when every stream has its first token. Reported: the engine's pause (no step runs), how many streams crossed, the longest
 time between two tokens of any stream during the swap, from signal to ready, and the same over a window without a swap.
 
     python benchmarks/swaps.py [--swaps 10] [--write]
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import re
 import statistics
@@ -72,7 +73,7 @@ class Streams:
         gaps = [
             b - a
             for times in self.times
-            for a, b in zip(times, times[1:], strict=False)
+            for a, b in itertools.pairwise(times)
             if b >= first and a <= last
         ]
         return max(gaps) * 1e3
