@@ -2,7 +2,8 @@
 
 Owns: finding a compiler, the cache of built libraries, the C signatures. No torch.
 Always holds: a library is found under a name made of its source, compiler and processor, so it never runs on a machine it
-was not built for and an edited kernel is always rebuilt; it appears in the cache whole or not at all.
+was not built for and an edited kernel is always rebuilt; it appears in the cache whole or not at all; it is never loaded
+from a directory that other users can write to.
 """
 
 from __future__ import annotations
@@ -89,10 +90,33 @@ def kernels(suffix: str) -> Kernels:
 @cache
 def load_library() -> ctypes.CDLL:
     compiler = _compiler()
-    target = _cache_dir() / f"kernels-{_key(compiler)}.so"
-    if not target.exists():
-        _build(compiler, target)
-    return ctypes.CDLL(str(target))
+    name = f"kernels-{_key(compiler)}.so"
+    try:
+        return _kept(compiler, _cache_dir() / name)
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a read-only disk, no home directory, a disk that allows no programs
+        logger.warning("the CPU kernels cannot be kept and are compiled at each start: %s", error)
+    try:
+        with tempfile.TemporaryDirectory() as directory:  # what is loaded outlives its file
+            return _built(compiler, Path(directory) / name)
+    except OSError as error:
+        raise NoCompiler(f"the kernels could not be built: {error}") from error
+
+
+def _kept(compiler: str, target: Path) -> ctypes.CDLL:
+    """Raises OSError, NoCompiler."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = target.parent.stat()
+    if hasattr(os, "getuid") and (state.st_uid not in (0, os.getuid()) or state.st_mode & 0o022):
+        raise PermissionError(f"{target.parent} can be written by others, who could put anything there")
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError as error:  # a disk that was full, a machine that went down
+            logger.warning("%s is built again: %s", target, error)
+    return _built(compiler, target)
 
 
 def _compiler() -> str:
@@ -129,18 +153,19 @@ def _processor() -> bytes:
     )
 
 
-def _build(compiler: str, target: Path) -> None:
+def _built(compiler: str, target: Path) -> ctypes.CDLL:
+    """Compile `target` and load it. Raises OSError, NoCompiler."""
     logger.info("compiling the CPU kernels, once on this machine: %s", target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-            built = Path(directory) / target.name
-            command = [compiler, *FLAGS, str(SOURCE / MAIN), "-o", str(built)]
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        built = Path(directory) / target.name
+        command = [compiler, *FLAGS, str(SOURCE / MAIN), "-o", str(built)]
+        try:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT_S
             )
-            if done.returncode:
-                raise NoCompiler(f"{compiler} failed: {done.stderr.strip()[-400:]}")
-            built.replace(target)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoCompiler(f"the kernels could not be built: {error}") from error
+        except subprocess.TimeoutExpired as error:
+            raise NoCompiler(f"the kernels could not be built: {error}") from error
+        if done.returncode:
+            raise NoCompiler(f"{compiler} failed: {done.stderr.strip()[-400:]}")
+        built.replace(target)
+    return ctypes.CDLL(str(target))

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -39,10 +40,12 @@ class Pool {
       for (int64_t i = 0; i < count; ++i) body(context, i);
       return;
     }
-    while (helpers_ < threads - 1) {
-      std::thread([this] { help(); }).detach();
-      ++helpers_;
-    }
+    while (helpers_ < threads - 1 && !refused_) try {
+        std::thread([this] { help(); }).detach();
+        ++helpers_;
+      } catch (const std::system_error &) {
+        refused_ = true;  // a limit on threads or memory: go on with those there are
+      }
     body_ = body;
     context_ = context;
     chunk_ = chunk;
@@ -103,6 +106,7 @@ class Pool {
   const void *context_ = nullptr;
   uint64_t epoch_ = 0;
   int helpers_ = 0;
+  bool refused_ = false;
 };
 
 // f(i) for i in 0..count-1 on up to `threads` threads; `work`: multiply-adds in all.
