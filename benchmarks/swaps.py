@@ -1,8 +1,8 @@
 """Weight swaps under load: what a stream notices of one.
 
 One `midstream serve` with one embedded replica of tiny-moe and 16 streams with logprobs on; each swap is a full snapshot,
-signalled when every stream has its first token. Reported: the engine's pause (no step runs), how many streams crossed, the longest
-time between two tokens of any stream during the swap, from signal to ready, and the same over a window without a swap.
+signalled when every stream has its first token. Reported: the engine's pause (no step runs), how many streams crossed,
+the longest time between two tokens of any stream during the swap, from signal to ready, and the same without a swap.
 
     python benchmarks/swaps.py [--swaps 10] [--write]
 """
