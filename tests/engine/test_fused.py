@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,11 @@ import transformers
 from engine_helpers import needs_compiler
 from transformers import AutoModelForCausalLM
 
+from midstream.config import EngineSettings
+from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import StepBatch
 from midstream.engine.embedded.fused import FusedDecoder, NotFused, PackedCache
+from midstream.engine.embedded.loading import checked_decoder
 from midstream.engine.embedded.native import library
 
 VOCAB, POSITIONS, BLOCKS = 267, 512, 64
@@ -159,6 +164,33 @@ def test_a_rotary_embedding_that_grows_with_the_prompt_is_not_fused() -> None:
     module.model.rotary_emb.rope_type = "dynamic"
     with pytest.raises(NotFused, match="rotary embedding of type dynamic"):
         FusedDecoder(module, POSITIONS, threads=1)
+
+
+def test_positions_beyond_the_rotary_table_are_refused_not_read() -> None:
+    decoder = FusedDecoder(model("odd-sizes", torch.float32), 20, threads=1)
+    ids = np.zeros(21, dtype=np.int64)
+    cache = decoder.new_cache(32)
+    decoder.forward(step([(ids, 0, 20, np.arange(2))]), cache, np.arange(1))
+    with pytest.raises(RuntimeError, match="position 20 in a model with 20 positions"):
+        decoder.forward(step([(ids, 20, 21, np.arange(2))]), cache, np.arange(1))
+
+
+def test_a_context_shorter_than_the_check_at_start_is_checked_all_the_same() -> None:
+    module = model("odd-sizes", torch.float32)
+    module.config.max_position_embeddings = 16
+    module.set_attn_implementation(IMPLEMENTATION)
+    assert isinstance(checked_decoder(module, EngineSettings(kernels="native")), FusedDecoder)
+
+
+def test_a_kernel_without_huge_pages_is_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    decoder = FusedDecoder(model("odd-sizes", torch.float32), POSITIONS, threads=1)
+    logits, _ = in_chunks(decoder, np.arange(3), [3], np.arange(1))
+    assert torch.isfinite(logits).all()
 
 
 def test_no_compiler_is_told_apart_from_kernels_that_do_not_compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from midstream.config import EngineSettings
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.loading import checked_decoder
+from midstream.engine.embedded.fused import FusedDecoder
+from midstream.engine.embedded.loading import checked_decoder, disagreement
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 
 torch.set_num_threads(1)
@@ -180,6 +182,25 @@ def test_a_fused_decoder_whose_numbers_are_not_the_models_own_does_not_serve(
         checked_decoder(module, EngineSettings(kernels="native"))
     assert isinstance(checked_decoder(module, EngineSettings()), ModuleDecoder)
     assert "the native kernels are not used" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [{"window": 8}, {"q_norm": None}, {"post_norm": torch.full((128,), 1.5)}])
+def test_the_check_at_start_sees_a_mistake_in_a_model_that_has_learned_nothing(
+    wrong: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Its distribution is nearly uniform whatever is computed, so that the divergence alone would say little."""
+    needs_compiler("native")
+    config = transformers.Qwen3Config(**{**SIZES, "head_dim": 32})
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    for name, tensor in module.named_parameters():
+        if name.endswith("q_norm.weight"):
+            tensor.data.fill_(4.0)
+    decoder = FusedDecoder(module.eval(), 512, threads=1)
+    assert disagreement(module, decoder) is None
+    decoder.layers = [replace(layer, **wrong) for layer in decoder.layers]
+    assert "where those spread by" in str(disagreement(module, decoder))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_without_a_place_to_keep_it_the_library_is_built_for_this_process(
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(library.Path, "home", nobody)
+    monkeypatch.setattr(Path, "home", nobody)
     assert answer() == 42
 
 

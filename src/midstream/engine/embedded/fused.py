@@ -10,6 +10,7 @@ Always holds:
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,6 +139,9 @@ class FusedDecoder:
         self, batch: StepBatch, cache: PackedCache, rows: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """Logits [len(rows), vocab] of packed rows (int64) in the model's dtype, and routes [tokens, moe_layers, top_k]."""
+        highest, table = int(batch.positions.max()), len(self.cos)
+        if highest >= table:  # the kernels would read past its end
+            raise RuntimeError(f"position {highest} in a model with {table} positions")
         batch = _in_groups(batch)
         tokens = len(batch.positions)
         if tokens > self._scratch.tokens:
@@ -362,7 +366,8 @@ def _big(words: int) -> torch.Tensor:
     """int32 zeros in huge pages: reading all over 4 KiB pages costs more in address translation than in transfer."""
     memory = mmap.mmap(-1, max(words, 1) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int32, count=words)
 
 
