@@ -253,8 +253,8 @@ class FusedDecoder:
         renormalise = RENORMALISE if getattr(gate, "norm_topk_prob", True) else 0
         return _Experts(
             router=self._packer.pack(gate.weight.data, None),
-            gate_up=torch.cat([self._packer.pack(up[e], order) for e in range(len(up))]),
-            down=torch.cat([self._packer.pack(down[e], None) for e in range(len(down))]),
+            gate_up=self._packer.pack(up, order),
+            down=self._packer.pack(down, None),
             count=len(up),
             top_k=int(gate.top_k),
             inner=inner,
@@ -285,13 +285,15 @@ class _Packer:
         self._call = call
 
     def pack(self, weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-        """weight: [n, k]; order: the row of `weight` each packed output takes, default all in order."""
-        n, k = weight.shape
+        """weight: [n, k], or [experts, n, k] packed one after the other; order: the row of `weight` (of an expert) each packed
+        output takes, default all in order."""
+        n, k = weight.shape[-2:]
+        weight = weight.reshape(-1, k).contiguous()
+        firsts = torch.arange(0, len(weight), n, dtype=torch.int32)
         order = torch.arange(n, dtype=torch.int32) if order is None else order
-        panels = -(-n // PANEL)
-        rows = torch.full((panels * PANEL,), -1, dtype=torch.int32)
-        rows[:n] = order
-        weight = weight.contiguous()
+        panels = len(firsts) * -(-n // PANEL)
+        rows = torch.full((len(firsts), panels // len(firsts) * PANEL), -1, dtype=torch.int32)
+        rows[:, :n] = firsts[:, None] + order
         packed = _big(panels * PANEL * k * weight.element_size() // 4)
         self._call.pack(weight.data_ptr(), rows.data_ptr(), panels, k, packed.data_ptr())
         return packed

@@ -1,11 +1,13 @@
 """The serving model, the one staged beside it, and the KV cache they share.
 
 Always holds: `forward` uses one model object from its first to its last layer; `switch` replaces that reference and
-nothing else, so its cost does not depend on the model's size; the replaced model is freed on another thread.
+nothing else, so its cost does not depend on the model's size; the replaced model is freed on another thread, and what the
+allocator kept of loading goes back to the system.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from transformers import GenerationConfig
 
 from midstream.engine.embedded.batch import pack
-from midstream.engine.embedded.loading import LoadedModel
+from midstream.engine.embedded.loading import Decoder, LoadedModel
 from midstream.engine.embedded.scheduler import Work
 from midstream.types import ModelInfo
 
@@ -46,7 +48,7 @@ class Runner:
         """Serve the staged model from the next forward on."""
         assert self.staged is not None
         old, self.model, self.staged = self.model, self.staged, None
-        threading.Thread(target=old.decoder.release, daemon=True).start()
+        threading.Thread(target=_dispose, args=(old.decoder,), daemon=True).start()
 
     def info(self, max_model_len: int) -> ModelInfo:
         model = self.model
@@ -59,6 +61,17 @@ class Runner:
             num_experts=decoder.num_experts if decoder.moe_layers else 0,
             eos_token_ids=eos_token_ids(model.generation_config, model.config),
         )
+
+
+def _dispose(decoder: Decoder) -> None:
+    """A snapshot is loaded in tensors of all sizes by several threads: glibc's arenas keep most of that, several models in
+    all, unless they are told to give it back."""
+    decoder.release()
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # other C libraries return large blocks by themselves
+    if trim is not None:
+        trim(0)
 
 
 def eos_token_ids(generation: GenerationConfig | None, config: Any) -> tuple[int, ...]:
