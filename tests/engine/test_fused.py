@@ -182,6 +182,18 @@ def test_a_context_shorter_than_the_check_at_start_is_checked_all_the_same() -> 
     assert isinstance(checked_decoder(module, EngineSettings(kernels="native")), FusedDecoder)
 
 
+def test_a_linear_map_that_does_more_than_multiply_is_not_fused() -> None:
+    """An adapter or a quantised layer keeps its base layer's name, shape and weight."""
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    module = model("odd-sizes", torch.float32)
+    module.model.layers[1].mlp.up_proj.__class__ = Adapted
+    with pytest.raises(NotFused, match="Adapted is not a plain linear map"):
+        FusedDecoder(module, POSITIONS, threads=1)
+
+
 def test_a_kernel_without_huge_pages_is_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(mmap.mmap):
         def madvise(self, *_: int) -> None:

@@ -299,7 +299,10 @@ class _Packer:
         return packed
 
     def linear(self, modules: list[Any], order: torch.Tensor | None = None) -> _Map:
-        """Linear modules of equal input as one map, their outputs side by side."""
+        """Linear modules of equal input as one map, their outputs side by side. Raises NotFused."""
+        for module in modules:
+            if type(module) is not torch.nn.Linear:
+                raise NotFused(f"{type(module).__name__} is not a plain linear map")
         weights = [m.weight.data for m in modules]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         n, k = weight.shape
