@@ -215,3 +215,17 @@ def test_what_the_native_kernels_cannot_run_is_said_at_start(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         EngineCore(write_model(family, tmp_path), EngineSettings(kernels="native", **settings))
+
+
+def test_a_rotary_embedding_that_depends_on_the_batch_is_refused(tmp_path: Path) -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
+    }
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=longrope)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: a rotary embedding of type longrope"):
+        EngineCore(tmp_path / "model", EngineSettings())

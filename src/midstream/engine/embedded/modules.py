@@ -37,6 +37,7 @@ class ModuleDecoder:
         self._captured: list[torch.Tensor] = []  # per MoE layer: [tokens, top_k], of the last forward
         if 0 < self.num_experts <= DENSE_EXPERTS_MAX:
             module.set_experts_implementation(DENSE_EXPERTS)
+        _check_rotary(module)
         self._hook_routers()
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0) if self.moe_layers else 0
         if self.num_experts and not self.moe_layers:
@@ -108,6 +109,17 @@ class ModuleDecoder:
             if isinstance(part, target):
                 part.register_forward_hook(note)
                 self.moe_layers += 1
+
+
+def _check_rotary(module: Any) -> None:
+    """Raises UnsupportedModel if a token's rotary embedding depends on how long the others in its batch are."""
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", ())
+        if "longrope" in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
+            raise UnsupportedModel(
+                f"{type(module).__name__}: a rotary embedding of type longrope takes its frequencies from the longest "
+                "sequence of a batch, so a token would depend on what shares its step"
+            )
 
 
 def packed(batch: StepBatch, device: torch.device) -> PackedBatch:

@@ -24,7 +24,17 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent
 MAIN = "kernels.cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fno-math-errno", "-shared", "-fPIC", "-w")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+    "-w",
+)
 BUILD_TIMEOUT_S = 300.0
 
 _POINTER, _SIZE, _INT, _FLOAT = c_void_p, c_int64, c_int, c_float

@@ -58,7 +58,12 @@ class Pool {
     }
     while (work()) {
     }
-    while (done_.load(std::memory_order_acquire) < count) relax();
+    for (int waited = 0; done_.load(std::memory_order_acquire) < count; ++waited) {
+      if (waited < SPINS)
+        relax();
+      else
+        std::this_thread::yield();
+    }
   }
 
  private:

@@ -111,7 +111,7 @@ struct Sampler {
     for (float reach = 10;; reach *= 3) {
       const double mass = gather(x, top, inverse, reach, kept);
       if (by_rank ? kept.size() >= most : mass >= f.top_p * total) break;
-      if (reach > 88 || (f.min_p > 0 && reach > -std::log(f.min_p))) break;
+      if (reach > 88 || (!by_rank && f.min_p > 0 && reach > -std::log(f.min_p))) break;
     }
     if (kept.size() > most) {
       std::nth_element(kept.begin(), kept.begin() + (most - 1), kept.end());
