@@ -71,10 +71,7 @@ class Streams:
     def worst_gap_ms(self, first: float, last: float) -> float:
         """The longest time between two tokens of a stream that touches first..last."""
         gaps = [
-            b - a
-            for times in self.times
-            for a, b in itertools.pairwise(times)
-            if b >= first and a <= last
+            b - a for times in self.times for a, b in itertools.pairwise(times) if b >= first and a <= last
         ]
         return max(gaps) * 1e3
 

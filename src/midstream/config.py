@@ -25,7 +25,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     dtype: Dtype | None = None  # None: the checkpoint's own
     device: str = "cpu"
-    kernels: Kernels = "auto"  # native: our compiled CPU kernels or no start; torch: never; auto: where they can
+    # Our compiled CPU kernels; native: these or no start; torch: never; auto: where they can.
+    kernels: Kernels = "auto"
     block_size: int = 16
     kv_cache_tokens: int = 65536  # capacity of the paged KV cache
     kv_cache_memory: str | None = None  # its size instead, e.g. "512MiB" or "4GiB"; wins over kv_cache_tokens
