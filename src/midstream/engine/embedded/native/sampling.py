@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from midstream.engine.embedded.fused import SUFFIX
 from midstream.engine.embedded.native.library import kernels
 from midstream.engine.embedded.sampler import (
     GREEDY_BELOW,
@@ -20,8 +21,6 @@ from midstream.engine.embedded.sampler import (
     sample,
     score,
 )
-
-SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class NativeSampler:
