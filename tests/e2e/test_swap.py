@@ -134,7 +134,7 @@ def test_streams_cross_swaps_and_every_token_is_what_its_label_says(
         put(server, f"swap-{i}", tiny_model(seed=i))
         models[f"swap-{i}"] = load(tiny_model(seed=i))
     rollouts = [
-        Rollout(server, list(f"Rollout number {i} goes".encode()), i, 700, f"cross-{i}") for i in range(8)
+        Rollout(server, list(f"Rollout number {i} goes".encode()), i, 3500, f"cross-{i}") for i in range(8)
     ]
     for rollout in rollouts:
         rollout.start()
@@ -149,7 +149,7 @@ def test_streams_cross_swaps_and_every_token_is_what_its_label_says(
     assert {rollout.replica for rollout in rollouts} == {"replica-0", "replica-1"}
     for rollout in rollouts:
         assert rollout.error is None
-        assert (len(rollout.tokens), rollout.finish) == (700, "length")
+        assert (len(rollout.tokens), rollout.finish) == (3500, "length")
         labels = [label for _, _, label in rollout.tokens]
         assert labels == sorted(labels, key=list(models).index), "a label went backwards"
         assert set(labels) == set(models), "this stream did not cross both swaps"
