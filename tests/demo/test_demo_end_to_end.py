@@ -26,9 +26,9 @@ def options(out: Path, *arguments: str) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory):
-    """(exit code, output directory, summary) of a run of three steps."""
+    """(exit code, output directory, summary) of a run of three steps, its rollouts longer than it takes to publish."""
     out = tmp_path_factory.mktemp("demo") / "three"
-    code = run_demo(options(out, "--steps", "3"))
+    code = run_demo(options(out, "--steps", "3", "--tokens", "400"))
     return code, out, json.loads((out / "summary.json").read_text())
 
 
