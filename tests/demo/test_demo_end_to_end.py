@@ -62,7 +62,7 @@ def test_the_exit_code_says_whether_the_checks_held(three_steps):
 def test_the_same_seed_gives_the_same_first_rollouts_and_another_seed_others(three_steps, tmp_path):
     digests = []
     for seed in ("0", "1"):
-        run_demo(options(tmp_path / seed, "--steps", "1", "--seed", seed))
+        run_demo(options(tmp_path / seed, "--steps", "1", "--seed", seed, "--tokens", "400"))
         digests.append(json.loads((tmp_path / seed / "summary.json").read_text())["first_rollouts_sha256"])
     assert digests[0] == three_steps[2]["first_rollouts_sha256"]
     assert digests[1] != digests[0]
