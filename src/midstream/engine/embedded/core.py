@@ -64,10 +64,15 @@ Output = tuple[str, GenerationEvent]  # request_id, event
 
 @dataclass(frozen=True)
 class _Rows:
-    """Which packed tokens need logits: `scores` for prompt records, then `samples`."""
+    """Which packed tokens need logits: `scores` for prompt records, then `samples`, then `ends`."""
 
     scores: list[tuple[Work, int, int]]  # work, position whose pass scores position + 1, packed row
     samples: list[tuple[Work, int]]  # work, packed row
+    ends: list[tuple[Work, int]]  # the same for prompts not yet complete: only to see that their KV is good
+
+    @property
+    def packed(self) -> list[int]:
+        return [row for _, _, row in self.scores] + [row for _, row in (*self.samples, *self.ends)]
 
 
 class EngineCore:
@@ -228,16 +233,16 @@ class EngineCore:
 
     def _run(self, works: list[Work]) -> list[Output]:
         rows = _rows_needed(works)
-        wanted = [row for _, _, row in rows.scores] + [row for _, row in rows.samples]
-        logits, routes = self.runner.forward(works, wanted)
+        logits, routes = self.runner.forward(works, rows.packed)
         self._kv_snapshot[self.runner.written] = self._ordinal
         self._steps += 1
         split = len(rows.scores)
         for first in range(0, split, SCORED_ROWS_MAX):
             last = min(first + SCORED_ROWS_MAX, split)
             self._keep_scores(rows.scores[first:last], logits[first:last], routes)
-        sampled = self._sampler.sample(logits[split:], _sample_rows(rows)) if rows.samples else None
-        broken = _not_finite(rows, sampled)  # their KV must not be found by anybody
+        ends = split + len(rows.samples)
+        sampled = self._sampler.sample(logits[split:ends], _sample_rows(rows)) if rows.samples else None
+        broken = _not_finite(rows, sampled, logits[ends:])  # their KV must not be found by anybody
         self._keep_last_sampled([work.seq for work, _ in rows.samples if work.seq not in broken])
         for work in works:
             if work.seq not in broken:
@@ -277,10 +282,11 @@ class EngineCore:
     def _report(
         self, rows: _Rows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
     ) -> list[Output]:
-        if sampled is None:
-            return []
         outputs: list[Output] = []
         packed, width = (None, 0) if routes is None else (routes.tobytes(), routes[0].nbytes)
+        for work, _ in rows.ends:
+            if work.seq in broken and not work.seq.done:
+                outputs += self._end_broken(work)
         for i, (work, row) in enumerate(rows.samples):
             seq = work.seq
             if seq.done:
@@ -290,13 +296,15 @@ class EngineCore:
                 outputs += self._end_with_error([work], message)
                 continue
             if seq in broken:
-                outputs += self._end_with_error(
-                    [work], f"snapshot {self.snapshot} gave a logit that is not finite"
-                )
+                outputs += self._end_broken(work)
                 continue
+            assert sampled is not None
             route = None if packed is None else packed[row * width : (row + 1) * width]
             outputs.append((seq.request.request_id, self._event(seq, sampled, i, route)))
         return outputs
+
+    def _end_broken(self, work: Work) -> list[Output]:
+        return self._end_with_error([work], f"snapshot {self.snapshot} gave a logit that is not finite")
 
     def _event(self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None) -> GenerationEvent:
         """Sample i of this step, whose pass took `route`, as the next event of `seq`."""
@@ -416,6 +424,7 @@ def _cache_tokens(model: LoadedModel, settings: EngineSettings) -> int:
 def _rows_needed(works: list[Work]) -> _Rows:
     scores: list[tuple[Work, int, int]] = []
     samples: list[tuple[Work, int]] = []
+    ends: list[tuple[Work, int]] = []
     row = 0
     for work in works:
         seq, first, last, _ = work
@@ -423,9 +432,8 @@ def _rows_needed(works: list[Work]) -> _Rows:
             unscored = max(first, seq.first_scored - 1)
             scores.extend((work, p, row + p - first) for p in range(unscored, min(last, seq.prompt_len - 1)))
         row += last - first
-        if last == len(seq.tokens):
-            samples.append((work, row - 1))
-    return _Rows(scores, samples)
+        (samples if last == len(seq.tokens) else ends).append((work, row - 1))
+    return _Rows(scores, samples, ends)
 
 
 def _sample_rows(rows: _Rows) -> list[SampleRow]:
@@ -452,12 +460,19 @@ def _sampler(settings: EngineSettings) -> NativeSampler | TorchSampler:
         return TorchSampler()  # loading.py has said so
 
 
-def _not_finite(rows: _Rows, sampled: Sampled | None) -> set[Sequence]:
-    """The sequences whose sample has no finite log-probability."""
-    if sampled is None or all(map(math.isfinite, sampled.logprobs)):
-        return set()
-    pairs = zip(rows.samples, sampled.logprobs, strict=True)
-    return {work.seq for (work, _), logprob in pairs if not math.isfinite(logprob)}
+def _not_finite(rows: _Rows, sampled: Sampled | None, ends: torch.Tensor) -> set[Sequence]:
+    """The sequences whose sample has no finite log-probability, or whose prompt so far gave logits that are not.
+
+    ends: [rows.ends, vocab]. The last row looks at all KV before it, so it shows what is wrong with any of it.
+    """
+    broken: set[Sequence] = set()
+    if sampled is not None and not all(map(math.isfinite, sampled.logprobs)):
+        pairs = zip(rows.samples, sampled.logprobs, strict=True)
+        broken |= {work.seq for (work, _), logprob in pairs if not math.isfinite(logprob)}
+    if rows.ends and not torch.isfinite(ends).all():
+        good = torch.isfinite(ends).all(-1).tolist()
+        broken |= {work.seq for (work, _), fine in zip(rows.ends, good, strict=True) if not fine}
+    return broken
 
 
 def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...]:
