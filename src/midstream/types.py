@@ -26,6 +26,7 @@ HEADER_TENANT = "x-midstream-tenant"  # who the API key belongs to; absent: sing
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ResetPromptCache = Literal["all", "new_session", "none"]
 TransitionType = Literal["ASYNC", "SYNC"]
+CompressionFormat = Literal["arc_v1", "arc_v2"]
 
 
 class TopLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -79,6 +80,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_kv_snapshots: tell which snapshots computed the KV (GenerationEvent.kv_snapshots).
     grammar: what the generated text must match, in llguidance's Lark dialect or JSON; None: anything. Only for an engine
         whose ModelInfo.grammars is true. Checked before (replica/grammar.py): one that does not compile ends in an error event.
+    kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
     """
 
     request_id: str
@@ -91,6 +93,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_records: int = 0
     want_kv_snapshots: bool = False
     grammar: str | None = None
+    kv_age_max: int | None = None
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,20 +122,41 @@ class Stage(enum.StrEnum):
 
     IDLE = "idle"  # serving, nothing to do
     FETCHING = "fetching"
+    REBUILDING = "rebuilding"  # an incremental snapshot: parent and delta become whole files
     VERIFYING = "verifying"
     STAGING = "staging"
     STAGED = "staged"  # verified and in memory; the next step boundary may switch to it
     COMMITTING = "committing"
+    CHECKING = "checking"  # serving already; what the engine holds is proved before it is called ready
     ERROR = "error"  # the target failed before commit; the old snapshot serves
+
+
+class SnapshotFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of one snapshot in its bucket.
+
+    url: the directory they lie in. fingerprint: of the files as they were when the snapshot was signalled; other files under
+    this name are another snapshot. None: unknown. compression: None when they are whole, else how they differ from the
+    parent's.
+    """
+
+    snapshot: str
+    url: str
+    fingerprint: str | None = None
+    compression: CompressionFormat | None = None
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica should serve; the gateway sends it, the replica converges on it.
 
     generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
-    url: where the snapshot's files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
-    fingerprint: of the files as they were when the snapshot was signalled; other files under this name are another
-        snapshot and must not be loaded. None: unknown. A new generation of the identity that serves is a new load.
+    url: where the snapshot's own files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
+    fingerprint, compression: of the own files, as in SnapshotFiles. A new generation of the identity that serves is a new load
+        if the content is another.
+    parents: for an incremental snapshot, the chain it stands on: the full snapshot first, its direct parent last.
+    max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
+    ignore_config: top-level fields of config.json that may differ from the served model's.
+    hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
+    reload: grows when the replica is to load again what it serves already.
     """
 
     snapshot: str
@@ -141,6 +165,36 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     reset_prompt_cache: ResetPromptCache = "all"
     transition: TransitionType = "ASYNC"
     fingerprint: str | None = None
+    compression: CompressionFormat | None = None
+    parents: tuple[SnapshotFiles, ...] = ()
+    max_cache_age: int | None = None
+    ignore_config: tuple[str, ...] = ()
+    hold: bool = False
+    reload: int = 0
+
+    @property
+    def files(self) -> tuple[SnapshotFiles, ...]:
+        """The whole chain, the full snapshot first and this one last; empty for BASE_SNAPSHOT."""
+        if self.url is None:
+            return ()
+        own = SnapshotFiles(
+            snapshot=self.snapshot, url=self.url, fingerprint=self.fingerprint, compression=self.compression
+        )
+        return (*self.parents, own)
+
+
+class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica found after it switched to a snapshot. Replicas that serve the same files must agree.
+
+    weights: digest of the weights as the engine holds them; None when it cannot tell. Comparable between engines of equal
+        settings only.
+    canary: raw log-probabilities, nats, of a fixed prompt's tokens from the second on.
+    """
+
+    snapshot: str
+    generation: int
+    weights: str | None = None
+    canary: tuple[float, ...] = ()
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,9 +216,11 @@ class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     snapshot: str
     fetch_ms: float = 0.0
+    rebuild_ms: float = 0.0
     verify_ms: float = 0.0
     stage_ms: float = 0.0
     pause_ms: float = 0.0
+    check_ms: float = 0.0
     streams_crossed: int = 0  # sequences that were running at the switch
 
 
@@ -193,6 +249,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     target: str | None = None  # snapshot being loaded, or the one that failed
     error: str | None = None
     in_flight: int = 0  # requests being served
+    admitting: bool = True  # False: new requests get 425 until a sync swap is done
+    check: SnapshotCheck | None = None  # of what serves, once known
     last_swap: SwapTiming | None = None
     engine: EngineStats = EngineStats()
     transitions: tuple[Transition, ...] = ()  # the most recent ones, oldest first

@@ -41,10 +41,12 @@ TRANSITIONS_SHOWN_MAX = 100_000
 #: Stages on the wire, in the order a replica goes through them; also how far from ready one is.
 _WIRE_STAGE = {
     Stage.FETCHING: "downloading",
+    Stage.REBUILDING: "rebuilding",
     Stage.VERIFYING: "verifying",
     Stage.STAGING: "staging",
     Stage.STAGED: "staged",
     Stage.COMMITTING: "committing",
+    Stage.CHECKING: "checking",
 }
 _READY_ORDER = ("error", "pending", *_WIRE_STAGE.values(), "idle", "done")
 
