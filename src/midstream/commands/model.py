@@ -1,0 +1,39 @@
+"""`midstream model`: a built-in model written as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from midstream.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_model)
+    parser.add_argument("name", choices=("tiny-moe",))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+
+
+def _model(options: argparse.Namespace) -> int:
+    from midstream.models.tiny_moe import write_tiny_moe
+
+    try:
+        write_tiny_moe(
+            options.directory,
+            seed=options.seed,
+            layers=options.layers,
+            hidden=options.hidden,
+            experts=options.experts,
+            top_k=options.top_k,
+            dtype=options.dtype,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    print(f"wrote {options.directory}")
+    return 0

@@ -1,0 +1,73 @@
+"""`midstream serve`: its options, and the supervisor started with them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from midstream.config import Settings, load_settings
+from midstream.errors import ConfigError
+
+SERVE_OPTIONS = (
+    "model",
+    "replicas",
+    "engine",
+    "host",
+    "port",
+    "bucket",
+    "transition",
+    "state_dir",
+    "log_level",
+    "kv_cache_memory",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.set_defaults(run=_serve)
+    parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
+    parser.add_argument("--replicas", type=int, help=f"engines to start (default: {default.replicas})")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), help=f"(default: {default.engine})")
+    parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
+    parser.add_argument("--port", type=int, help=f"0 takes a free one (default: {default.port})")
+    parser.add_argument("--bucket", help="where snapshots appear, file:///DIR (default: STATE_DIR/bucket)")
+    parser.add_argument(
+        "--transition",
+        choices=("async", "sync"),
+        help=f"whether streams cross a swap or finish before it (default: {default.transition})",
+    )
+    parser.add_argument("--state-dir", help=f"ledger, caches, built-in models (default: {default.state_dir})")
+    parser.add_argument(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
+    )
+    parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from midstream.launch import local
+
+    settings = load_settings(options.config, {name: getattr(options, name) for name in SERVE_OPTIONS})
+    if settings.engine == "vllm":
+        raise ConfigError("--engine vllm: not available in this version; use embedded")
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s serve %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with local.locked(Path(settings.state_dir)):
+        local.check_port(settings.host, settings.port)
+        local.bucket_url(settings)
+        name, directory = local.resolve_model(settings)
+        try:
+            asyncio.run(local.run(settings, name, directory, lambda line: print(line, flush=True)))
+        except local.StartFailed as error:
+            print(f"midstream serve: {error}", file=sys.stderr)
+            return 1
+    return 0
