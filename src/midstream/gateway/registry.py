@@ -1,0 +1,130 @@
+"""Which deployments this gateway serves, and which of them a request or a signal is for.
+
+Owns: the run-time side of every deployment (its replicas, its reconciler, its sessions) and the table of their names.
+Always holds:
+- The default deployment, the one of the command line, is there from the beginning to the end.
+- A deployment's name means that deployment alone; a model's name means the default deployment if it serves that model,
+  else the only one that does. Nothing is guessed: several are an error that names them.
+- With one deployment, names are only checked against its own: no body is looked into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from midstream.control.loop import Reconciler
+from midstream.errors import InvalidRequest, NotFound
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.sessions import SessionTable
+from midstream.names import ServedNames
+
+DEPLOYMENT_HEADER = "fireworks-deployment"
+MODEL_HEADER = "fireworks-model"
+
+
+@dataclass(eq=False)
+class Deployment:
+    """One deployment while the gateway runs; what must survive it is in the ledger, under `name`."""
+
+    names: ServedNames
+    replicas: ReplicaSet
+    reconciler: Reconciler
+    sessions: SessionTable
+
+    @property
+    def name(self) -> str:
+        """accounts/A/deployments/D"""
+        return self.names.deployment
+
+    @property
+    def model(self) -> str:
+        """accounts/A/models/M"""
+        return self.names.model
+
+
+class Deployments:
+    """All deployments of the gateway. Use from one event loop."""
+
+    def __init__(self, default: Deployment) -> None:
+        self.default = default
+        self._by_name: dict[str, Deployment] = {}
+        self._called: dict[str, list[Deployment]] = {}  # every name, full and bare -> who has it
+        self.add(default)
+
+    def __repr__(self) -> str:
+        return f"Deployments({', '.join(self._by_name)})"
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Deployment]:
+        """The default one first, then in the order they came."""
+        return iter(tuple(self._by_name.values()))
+
+    def add(self, deployment: Deployment) -> None:
+        assert deployment.name not in self._by_name
+        self._by_name[deployment.name] = deployment
+        self._index()
+
+    def remove(self, deployment: Deployment) -> None:
+        assert deployment is not self.default
+        del self._by_name[deployment.name]
+        self._index()
+
+    def get(self, name: str) -> Deployment:
+        """By full name, accounts/A/deployments/D. Raises NotFound."""
+        found = self._by_name.get(name)
+        if found is None:
+            raise NotFound(f"there is no deployment {name}", param="deployment")
+        return found
+
+    def named(self, headers: Mapping[str, str]) -> Deployment:
+        """The one that the headers of a signal or a status request mean; the default one if they name none.
+
+        Raises NotFound, and InvalidRequest when a model's name fits several.
+        """
+        return self.decide(headers.get(DEPLOYMENT_HEADER), headers.get(MODEL_HEADER)) or self.default
+
+    def decide(self, deployment: str | None, model: str | None) -> Deployment | None:
+        """The one that the values of the two headers mean; None when they name none.
+
+        Raises NotFound, also when the deployment named does not serve the model named, and InvalidRequest.
+        """
+        if deployment:
+            found = self.find(deployment, param=DEPLOYMENT_HEADER)
+            if model and _resource(model) not in found.names.accepted():
+                raise NotFound(f"{found.name} serves {found.model}, not {model}", param=MODEL_HEADER)
+            return found
+        return self.find(model, param=MODEL_HEADER) if model else None
+
+    def find(self, name: str, *, param: str) -> Deployment:
+        """By any of its names, in full or bare, with or without @snapshot. Raises NotFound and InvalidRequest."""
+        resource = _resource(name)
+        called = self._called.get(resource)
+        if called is None:
+            served = ", ".join(dict.fromkeys(d.model for d in self))
+            raise NotFound(f"{name!r} is not served here; this server has {served}", param=param)
+        if len(called) == 1:
+            return called[0]
+        if (exact := self._by_name.get(resource)) is not None:
+            return exact
+        if param == DEPLOYMENT_HEADER:
+            bare = [d for d in called if d.name.rpartition("/")[2] == resource]
+            if len(bare) == 1:
+                return bare[0]
+        if self.default in called:
+            return self.default
+        options = ", ".join(d.name for d in called)
+        raise InvalidRequest(f"{name!r} fits several deployments: name one of {options}", param=param)
+
+    def _index(self) -> None:
+        called: dict[str, list[Deployment]] = {}
+        for deployment in self._by_name.values():
+            for name in deployment.names.accepted():
+                called.setdefault(name, []).append(deployment)
+        self._called = called
+
+
+def _resource(name: str) -> str:
+    return name.strip().partition("@")[0]
