@@ -44,6 +44,19 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file: its tensors, where in the file each one's bytes lie (begin, end), and its metadata."""
+
+    tensors: dict[str, TensorSpec]
+    ranges: dict[str, tuple[int, int]]
+    metadata: dict[str, Any]
+    data_start: int  # bytes before the tensors' data
+
+    def __repr__(self) -> str:
+        return f"<FileLayout tensors={len(self.tensors)}>"
+
+
+@dataclass(frozen=True)
 class CheckpointSpec:
     tensors: dict[str, TensorSpec]
     config: dict[str, Any]
@@ -106,6 +119,11 @@ def _is_shard_name(name: Any) -> bool:
 
 def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
     """The tensors of one safetensors file, whose layout and size are checked to the byte."""
+    return read_file_layout(path).tensors
+
+
+def read_file_layout(path: Path) -> FileLayout:
+    """The layout of one safetensors file, checked to the byte. Raises SnapshotMissing, SnapshotCorrupt, SnapshotError."""
     name = shown(path.name)
     try:
         with path.open("rb") as file:
@@ -121,15 +139,17 @@ def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
         raise SnapshotMissing(f"{name}: is not there") from error
     except OSError as error:
         raise SnapshotError(f"{name}: cannot be read: {error.strerror}") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    start = 8 + length
     ranges: list[tuple[int, int, str]] = []
-    tensors: dict[str, TensorSpec] = {}
+    result = FileLayout({}, {}, metadata if isinstance(metadata, dict) else {}, start)
     for tensor, entry in header.items():
         spec, begin, end = _tensor_entry(path.name, shown(tensor), entry)
-        tensors[tensor] = spec
+        result.tensors[tensor] = spec
+        result.ranges[tensor] = (start + begin, start + end)
         ranges.append((begin, end, shown(tensor)))
-    _check_ranges(name, sorted(ranges), size - 8 - length)
-    return tensors
+    _check_ranges(name, sorted(ranges), size - start)
+    return result
 
 
 def _tensor_entry(path_name: str, tensor: str, entry: Any) -> tuple[TensorSpec, int, int]:
