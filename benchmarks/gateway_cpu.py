@@ -16,16 +16,19 @@ import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 from hardware import provenance, write_result
 
 from midstream.config import GatewaySettings
+from midstream.control.loop import Reconciler
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
+from midstream.ledger import Ledger
 from midstream.names import ServedNames
 from midstream.types import ReplicaReport
 
@@ -128,9 +131,11 @@ def gateway_process(pipe: Connection, replica_port: int, profile: str | None) ->
         replicas = ReplicaSet([("replica-0", f"http://127.0.0.1:{replica_port}")])
         replicas.views[0].report = ReplicaReport(replica="replica-0", boot="b", ready=True)
         replicas.views[0].admitted = True
-        metrics = GatewayMetrics(replicas)
         names = ServedNames("accounts/local/models/m", "accounts/local/deployments/d")
-        gateway = Gateway(GatewaySettings(), names, replicas, metrics, control_app(names, replicas, metrics))
+        never_run = Reconciler(cast(Ledger, None), replicas, names.deployment)
+        deployments = Deployments(Deployment(names, replicas, never_run))
+        metrics = GatewayMetrics(deployments)
+        gateway = Gateway(GatewaySettings(), deployments, metrics, control_app(deployments, metrics))
         pipe.send(await gateway.start("127.0.0.1", 0))
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
         await gateway.close()

@@ -5,15 +5,18 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
 from midstream.config import GatewaySettings
+from midstream.control.loop import Reconciler
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
+from midstream.ledger import Ledger
 from midstream.names import ServedNames
 from midstream.types import ReplicaReport
 
@@ -190,6 +193,11 @@ class Stage:
         return [view.in_flight for view in self.views]
 
 
+def reconciler(replicas: ReplicaSet) -> Reconciler:
+    """One that never runs: the data path does not need it."""
+    return Reconciler(cast(Ledger, None), replicas, NAMES.deployment)
+
+
 @contextlib.asynccontextmanager
 async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncIterator[Stage]:
     """A gateway with one usable mock replica per handler. `settings`: the gateway's, and GATEWAY_OPTIONS."""
@@ -201,9 +209,10 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
     for view in replicas.views:
         view.report = ReplicaReport(replica=view.name, boot="b1", ready=True)
         view.admitted = True
-    metrics = GatewayMetrics(replicas)
-    app = app or control_app(NAMES, replicas, metrics)
-    gateway = Gateway(GatewaySettings(**settings), NAMES, replicas, metrics, app, **options)
+    deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
+    metrics = GatewayMetrics(deployments)
+    app = app or control_app(deployments, metrics)
+    gateway = Gateway(GatewaySettings(**settings), deployments, metrics, app, **options)
     stage = Stage(gateway, await gateway.start("127.0.0.1", 0), replicas, mocks)
     try:
         yield stage

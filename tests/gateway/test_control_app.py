@@ -8,13 +8,26 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from gateway_harness import NAMES, Message, Peer, get, post, read_chunk, read_head, respond_ok, run, staged
+from gateway_harness import (
+    NAMES,
+    Message,
+    Peer,
+    get,
+    post,
+    read_chunk,
+    read_head,
+    reconciler,
+    respond_ok,
+    run,
+    staged,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import BUCKETS_S, GatewayMetrics, Histogram
+from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.types import EngineStats, ReplicaReport, SwapTiming
 
@@ -71,9 +84,8 @@ def test_errors_have_the_apis_shape() -> None:
             raise RuntimeError("secret detail")
 
         replicas = ReplicaSet([])
-        app = control_app(
-            NAMES, replicas, GatewayMetrics(replicas), extra_routes=[Route("/explode", explode)]
-        )
+        deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
+        app = control_app(deployments, GatewayMetrics(deployments), extra_routes=[Route("/explode", explode)])
         async with staged(respond_ok, app=app) as stage:
             cases = [
                 (get("/pause"), 404, "not_found_error"),

@@ -16,6 +16,7 @@ from midstream.gateway import hotload
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.ledger import Death, Ledger, sqlite_url
 from midstream.names import ServedNames
@@ -36,13 +37,12 @@ class Server:
         self.ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
         self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(3)])
         self.reconciler = Reconciler(self.ledger, self.replicas, DEPLOYMENT)
+        names = ServedNames(MODEL, DEPLOYMENT)
+        self.deployments = Deployments(Deployment(names, self.replicas, self.reconciler))
         self.app = control_app(
-            ServedNames(MODEL, DEPLOYMENT),
-            self.replicas,
-            GatewayMetrics(self.replicas),
-            extra_routes=hotload_routes(
-                self.ledger, self.replicas, self.reconciler, deployment=DEPLOYMENT, model=MODEL
-            ),
+            self.deployments,
+            GatewayMetrics(self.deployments),
+            extra_routes=hotload_routes(self.ledger, self.deployments),
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
 

@@ -15,6 +15,7 @@ from midstream.control.loop import Reconciler
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.ledger import Ledger, sqlite_url
 from midstream.names import ServedNames
@@ -52,10 +53,10 @@ def test_a_published_snapshot_is_loaded_reported_and_a_failure_reaches_the_train
     with asyncio.Runner() as runner:
         runner.run(ledger.ensure_deployment(DEPLOYMENT, MODEL, bucket.as_uri(), "ASYNC"))
         reconciler = Reconciler(ledger, replicas, DEPLOYMENT)
-        routes = hotload_routes(ledger, replicas, reconciler, deployment=DEPLOYMENT, model=MODEL)
-        app = control_app(
-            ServedNames(MODEL, DEPLOYMENT), replicas, GatewayMetrics(replicas), extra_routes=routes
-        )
+        names = ServedNames(MODEL, DEPLOYMENT)
+        deployments = Deployments(Deployment(names, replicas, reconciler))
+        routes = hotload_routes(ledger, deployments)
+        app = control_app(deployments, GatewayMetrics(deployments), extra_routes=routes)
         served: list[str] = []
 
         def work(status: Status) -> None:

@@ -19,22 +19,21 @@ from starlette.routing import BaseRoute, Route
 from midstream.errors import InvalidRequest, MidstreamError, NotFound
 from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from midstream.gateway.proxy import INFERENCE_PATHS
-from midstream.gateway.replicas import ReplicaSet, ReplicaView
-from midstream.names import ServedNames
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaView
 
 logger = logging.getLogger(__name__)
 
 
 def control_app(
-    names: ServedNames,
-    replicas: ReplicaSet,
+    deployments: Deployments,
     metrics: GatewayMetrics,
     *,
     created: int = 0,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The app; `created` (seconds since the epoch) is when the model came to be served."""
-    endpoints = _Endpoints(names, replicas, metrics, created)
+    endpoints = _Endpoints(deployments, metrics, created)
     routes: list[BaseRoute] = [
         *extra_routes,
         Route("/health", endpoints.health, methods=["GET"]),
@@ -58,20 +57,18 @@ def control_app(
 
 
 class _Endpoints:
-    def __init__(
-        self, names: ServedNames, replicas: ReplicaSet, metrics: GatewayMetrics, created: int
-    ) -> None:
-        self._names = names
-        self._replicas = replicas
+    def __init__(self, deployments: Deployments, metrics: GatewayMetrics, created: int) -> None:
+        self._deployments = deployments
         self._metrics = metrics
         self._created = created
 
     async def health(self, request: Request) -> Response:
-        usable = sum(view.usable for view in self._replicas.views)
+        views = [view for deployment in self._deployments for view in deployment.replicas.views]
+        usable = sum(view.usable for view in views)
         body = {
             "status": "ok" if usable else "unavailable",
             "usable_replicas": usable,
-            "replicas": [_summary(view) for view in self._replicas.views],
+            "replicas": [_summary(view) for view in views],
         }
         return JSONResponse(body, status_code=200 if usable else 503)
 
@@ -79,7 +76,7 @@ class _Endpoints:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def accounts(self, request: Request) -> Response:
-        account = self._names.account
+        account = self._deployments.default.names.account
         return JSONResponse(
             {
                 "accounts": [
@@ -96,23 +93,21 @@ class _Endpoints:
         )
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(d) for d in self._deployments]})
 
     async def model(self, request: Request) -> Response:
         asked = str(request.path_params["model"])
-        if asked.partition("@")[0] not in self._names.accepted():
-            raise NotFound(f"model {asked!r} is not served here", param="model")
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(self._deployments.find(asked, param="model")))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, deployment: Deployment) -> dict[str, Any]:
         return {
-            "id": self._names.model,
+            "id": deployment.model,
             "object": "model",
             "created": self._created,
-            "owned_by": self._names.account.rpartition("/")[2],
-            "deployment": self._names.deployment,
+            "owned_by": deployment.names.account.rpartition("/")[2],
+            "deployment": deployment.name,
             "snapshots": {
-                view.name: view.report.snapshot if view.report else None for view in self._replicas.views
+                view.name: view.report.snapshot if view.report else None for view in deployment.replicas.views
             },
         }
 

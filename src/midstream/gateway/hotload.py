@@ -15,11 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from midstream.control.loop import Reconciler
 from midstream.control.reconcile import failure, serves
 from midstream.errors import (
     InvalidRequest,
-    NotFound,
     PayloadTooLarge,
     ReplicaUnavailable,
     SnapshotError,
@@ -27,7 +25,8 @@ from midstream.errors import (
     SnapshotRefused,
     UnknownField,
 )
-from midstream.gateway.replicas import ReplicaSet, ReplicaView
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaView
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger, TransitionRow
 from midstream.snapshots.identity import check_identity, snapshot_url
 from midstream.snapshots.store import snapshot_fingerprint
@@ -62,12 +61,10 @@ class _Signal(msgspec.Struct):
     validation: _Validation | None = None
 
 
-def hotload_routes(
-    ledger: Ledger, replica_set: ReplicaSet, reconciler: Reconciler, *, deployment: str, model: str
-) -> list[BaseRoute]:
-    """Routes for the control app. `deployment` and `model` are full resource names; the ledger has the deployment."""
-    api = _Api(ledger, replica_set, reconciler, deployment, model)
-    resource = f"/v1/{deployment}"
+def hotload_routes(ledger: Ledger, deployments: Deployments) -> list[BaseRoute]:
+    """Routes for the control app; the ledger has every deployment."""
+    api = _Api(ledger, deployments)
+    resource = f"/v1/{deployments.default.name}"
     return [
         Route(HOT_LOAD_PATH, api.signal, methods=["POST"]),
         Route(HOT_LOAD_PATH, api.status, methods=["GET"]),
@@ -78,19 +75,14 @@ def hotload_routes(
 
 
 class _Api:
-    def __init__(
-        self, ledger: Ledger, replica_set: ReplicaSet, reconciler: Reconciler, deployment: str, model: str
-    ) -> None:
+    def __init__(self, ledger: Ledger, deployments: Deployments) -> None:
         self._ledger = ledger
-        self._replicas = replica_set
-        self._reconciler = reconciler
-        self._deployment = deployment
-        self._model = model
+        self._deployments = deployments
 
     async def signal(self, request: Request) -> Response:
-        self._check_names(request)
+        deployment = self._deployments.named(request.headers)
         signal = parse_signal(await _body(request))
-        row = await self._ledger.deployment(self._deployment)
+        row = await self._ledger.deployment(deployment.name)
         url = snapshot_url(row.bucket_url, signal.identity)
         source = request.headers.get("x-fireworks-hot-load-source-url")
         if source is not None and source.rstrip("/") != url:
@@ -99,10 +91,10 @@ class _Api:
                 param="x-fireworks-hot-load-source-url",
             )
         fingerprint = await _fingerprint(url)
-        state = await self._ledger.state(self._deployment)
-        reports = [view.report for view in self._replicas.views if view.report is not None]
+        state = await self._ledger.state(deployment.name)
+        reports = [view.report for view in deployment.replicas.views if view.report is not None]
         result = await self._ledger.signal(
-            self._deployment,
+            deployment.name,
             signal.identity,
             url,
             reset_policy(signal.reset_prompt_cache),
@@ -110,7 +102,7 @@ class _Api:
             generation_floor=max((report.generation for report in reports), default=0),
             fingerprint=fingerprint,
         )
-        self._reconciler.signalled()
+        deployment.reconciler.signalled()
         desired = result.desired
         return JSONResponse(
             {
@@ -122,17 +114,16 @@ class _Api:
         )
 
     async def status(self, request: Request) -> Response:
-        self._check_names(request)
-        state = await self._ledger.state(self._deployment)
-        return JSONResponse({"replicas": replica_rows(state, self._replicas.views)})
+        deployment = self._deployments.named(request.headers)
+        state = await self._ledger.state(deployment.name)
+        return JSONResponse({"replicas": replica_rows(state, deployment.replicas.views)})
 
     async def list_deployments(self, request: Request) -> Response:
-        rows = [self._resource(await self._ledger.deployment(self._deployment), await self._state())]
+        rows = [await self._resource(deployment) for deployment in self._deployments]
         return JSONResponse({"deployments": rows, "nextPageToken": "", "totalSize": len(rows)})
 
     async def get_deployment(self, request: Request) -> Response:
-        row = await self._ledger.deployment(self._named(request))
-        return JSONResponse(self._resource(row, await self._state()))
+        return JSONResponse(await self._resource(self._deployments.get(self._named(request))))
 
     async def get_ledger(self, request: Request) -> Response:
         name = self._named(request)
@@ -167,24 +158,13 @@ class _Api:
             }
         )
 
-    async def _state(self) -> DeploymentState:
-        return await self._ledger.state(self._deployment)
-
-    def _resource(self, row: DeploymentRow, state: DeploymentState) -> dict[str, Any]:
-        return deployment_resource(row, state, self._replicas.views)
+    async def _resource(self, deployment: Deployment) -> dict[str, Any]:
+        row = await self._ledger.deployment(deployment.name)
+        return deployment_resource(row, await self._ledger.state(row.name), deployment.replicas.views)
 
     def _named(self, request: Request) -> str:
         name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
-        if name != self._deployment:
-            raise NotFound(f"there is no deployment {name}")
-        return name
-
-    def _check_names(self, request: Request) -> None:
-        """The headers may name the model and the deployment; they must then name the ones served here."""
-        for header, served in (("fireworks-model", self._model), ("fireworks-deployment", self._deployment)):
-            named = request.headers.get(header)
-            if named and named.partition("@")[0] not in (served, served.rpartition("/")[2]):
-                raise NotFound(f"{header} {named!r} is not served here, {served} is", param=header)
+        return self._deployments.get(name).name
 
 
 def parse_signal(body: bytes) -> _Signal:

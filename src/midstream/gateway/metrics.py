@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -23,7 +23,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from midstream.gateway.replicas import ReplicaSet, ReplicaView
+from midstream.gateway.registry import Deployments
+from midstream.gateway.replicas import ReplicaView
 from midstream.types import ReplicaReport
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
@@ -99,8 +100,8 @@ class Histogram:
 class GatewayMetrics(Collector):
     """Counters of the data path and gauges of its replicas, in a registry of their own."""
 
-    def __init__(self, replicas: ReplicaSet) -> None:
-        self._views = replicas.views
+    def __init__(self, deployments: Deployments) -> None:
+        self._deployments = deployments
         self.requests: Counter[tuple[str, int]] = (
             Counter()
         )  # (path class, status); 499: the client left first
@@ -110,7 +111,6 @@ class GatewayMetrics(Collector):
         self.cut_responses: Counter[str] = Counter()  # ended short, visibly, by replica
         self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # by path class
         self.total_s: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.sessions: Sized = ()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -148,22 +148,27 @@ class GatewayMetrics(Collector):
                 family.add_metric([value], count)
             yield family
         yield GaugeMetricFamily(
-            "midstream_gateway_sessions", "sessions with a known replica", value=len(self.sessions)
+            "midstream_gateway_sessions",
+            "sessions with a known replica",
+            value=sum(len(d.sessions) for d in self._deployments),
         )
         yield self._per_view("in_flight", "requests on the replica now", lambda view: view.in_flight)
         yield self._per_view("replica_up", "1 when the event stream is up", lambda v: v.report is not None)
         yield self._per_view("replica_usable", "1 when placement may use it", lambda view: view.usable)
 
+    def _views(self) -> list[ReplicaView]:
+        return [view for deployment in self._deployments for view in deployment.replicas.views]
+
     def _per_view(
         self, name: str, help_text: str, value: Callable[[ReplicaView], float]
     ) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"midstream_gateway_{name}", help_text, labels=["replica"])
-        for view in self._views:
+        for view in self._views():
             family.add_metric([view.name], float(value(view)))
         return family
 
     def _replicas(self) -> Iterator[Metric]:
-        reports = [(view.name, view.report) for view in self._views if view.report is not None]
+        reports = [(view.name, view.report) for view in self._views() if view.report is not None]
         for name, help_text, value in _REPORT_GAUGES:
             gauge = GaugeMetricFamily(f"midstream_{name}", help_text, labels=["replica"])
             for replica, report in reports:
@@ -175,7 +180,7 @@ class GatewayMetrics(Collector):
                 counter.add_metric([replica], float(value(report)))
             yield counter
         info = InfoMetricFamily("midstream_replica", "what serves now, and where", labels=["replica"])
-        for view in self._views:
+        for view in self._views():
             if view.report is not None:
                 about = {
                     "snapshot": view.report.snapshot,

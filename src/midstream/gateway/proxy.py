@@ -25,11 +25,11 @@ from midstream.gateway.auth import Authenticator
 from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Candidate, Decision, Session, place_request, place_session, stays
-from midstream.gateway.replicas import ReplicaSet, ReplicaView, token_header
-from midstream.gateway.sessions import SessionTable, session_key
+from midstream.gateway.registry import Deployments
+from midstream.gateway.replicas import ReplicaView, token_header
+from midstream.gateway.sessions import session_key
 from midstream.gateway.upstream import UpstreamPool
 from midstream.http1 import ClientConnection, Exchange, Request
-from midstream.names import ServedNames
 from midstream.types import HEADER_SESSION
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class Proxy:
     def __init__(
         self,
         settings: GatewaySettings,
-        names: ServedNames,
-        replicas: ReplicaSet,
+        deployments: Deployments,
         metrics: GatewayMetrics,
         pools: Sequence[UpstreamPool],
         control: UpstreamPool,
@@ -70,6 +69,7 @@ class Proxy:
         replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
         before the exchanges on it are given up. clock: what durations are measured with.
         """
+        replicas = deployments.default.replicas
         self.views = replicas.views
         self.replicas = replicas
         self.on_view: tuple[set[InferenceExchange], ...] = tuple(set() for _ in replicas.views)
@@ -82,8 +82,7 @@ class Proxy:
         self.pools = pools
         self.control = control
         self.metrics = metrics
-        self.sessions = SessionTable(settings.max_sessions)
-        metrics.sessions = self.sessions
+        self.sessions = deployments.default.sessions
         self.clients: set[ClientConnection] = set()
         self.draining = False
         self._empty: asyncio.Future[None] | None = None
@@ -92,7 +91,7 @@ class Proxy:
         if self._auth.required:  # a credential ends where it was checked
             self.dropped_headers |= _CREDENTIALS
         self._bound = settings.load_bound
-        self._accepted = names.accepted()
+        self._accepted = deployments.default.names.accepted()
         self._turn = 0
         self._request_ids = itertools.count()
         self._request_prefix = os.urandom(8).hex()

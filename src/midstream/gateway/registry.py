@@ -11,7 +11,7 @@ Always holds:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from midstream.control.loop import Reconciler
 from midstream.errors import InvalidRequest, NotFound
@@ -30,7 +30,7 @@ class Deployment:
     names: ServedNames
     replicas: ReplicaSet
     reconciler: Reconciler
-    sessions: SessionTable
+    sessions: SessionTable = field(default_factory=lambda: SessionTable(1_000_000))
 
     @property
     def name(self) -> str:

@@ -23,10 +23,9 @@ import uvicorn
 from midstream.config import GatewaySettings
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.proxy import Proxy
-from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.registry import Deployments
 from midstream.gateway.upstream import UpstreamPool
 from midstream.http1 import ClientConnection, Limits
-from midstream.names import ServedNames
 
 LISTEN_BACKLOG = 4096
 TIMEOUT_CHECK_S = 0.5
@@ -37,13 +36,12 @@ SOCKET_PATH_BYTES_MAX = 103  # 107 on Linux
 
 
 class Gateway:
-    """Serves the public port. Made in the event loop it runs in; `replicas.run()` is the caller's to run."""
+    """Serves the public port. Made in the event loop it runs in; their `replicas.run()` are the caller's to run."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        names: ServedNames,
-        replicas: ReplicaSet,
+        deployments: Deployments,
         metrics: GatewayMetrics,
         control_app: Any,
         *,
@@ -66,13 +64,15 @@ class Gateway:
             body_idle_s=body_idle_s,
         )
         self._control = _ControlServer(control_app)
-        self._pools = [self._tcp_pool(view.url, settings.connect_timeout_s) for view in replicas.views]
+        self._pools = [
+            self._tcp_pool(view.url, settings.connect_timeout_s)
+            for view in deployments.default.replicas.views
+        ]
         connect = functools.partial(self._loop.create_unix_connection, path=self._control.path)
         self._control_pool = UpstreamPool(connect, settings.connect_timeout_s)
         self.proxy = Proxy(
             settings,
-            names,
-            replicas,
+            deployments,
             metrics,
             self._pools,
             self._control_pool,

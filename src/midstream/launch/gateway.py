@@ -15,8 +15,10 @@ from midstream.errors import ConfigError
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
+from midstream.gateway.sessions import SessionTable
 from midstream.launch.child import (
     STOP_GRACE_S,
     Announcer,
@@ -38,18 +40,17 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     )
     names = ServedNames(spec.model, spec.deployment)
     replicas = ReplicaSet(spec.replicas, token=spec.token)
-    metrics = GatewayMetrics(replicas)
     reconciler = Reconciler(ledger, replicas, spec.deployment)
+    sessions = SessionTable(spec.settings.max_sessions)
+    deployments = Deployments(Deployment(names, replicas, reconciler, sessions))
+    metrics = GatewayMetrics(deployments)
     app = control_app(
-        names,
-        replicas,
+        deployments,
         metrics,
         created=int(time.time()),
-        extra_routes=hotload_routes(
-            ledger, replicas, reconciler, deployment=names.deployment, model=names.model
-        ),
+        extra_routes=hotload_routes(ledger, deployments),
     )
-    gateway = Gateway(spec.settings, names, replicas, metrics, app, replica_token=spec.token)
+    gateway = Gateway(spec.settings, deployments, metrics, app, replica_token=spec.token)
     background = [asyncio.create_task(replicas.run()), asyncio.create_task(reconciler.run())]
     try:
         announce(Listening(port=await gateway.start(spec.host, spec.port)))
