@@ -122,8 +122,11 @@ def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
     return read_file_layout(path).tensors
 
 
-def read_file_layout(path: Path) -> FileLayout:
-    """The layout of one safetensors file, checked to the byte. Raises SnapshotMissing, SnapshotCorrupt, SnapshotError."""
+def read_file_layout(path: Path, gaps: bool = False) -> FileLayout:
+    """The layout of one safetensors file, checked to the byte. Raises SnapshotMissing, SnapshotCorrupt, SnapshotError.
+
+    gaps: bytes that belong to no tensor are let pass, so that a caller who knows which tensor is missing can say so.
+    """
     name = shown(path.name)
     try:
         with path.open("rb") as file:
@@ -148,7 +151,7 @@ def read_file_layout(path: Path) -> FileLayout:
         result.tensors[tensor] = spec
         result.ranges[tensor] = (start + begin, start + end)
         ranges.append((begin, end, shown(tensor)))
-    _check_ranges(name, sorted(ranges), size - start)
+    _check_ranges(name, sorted(ranges), size - start, gaps)
     return result
 
 
@@ -171,15 +174,15 @@ def _tensor_entry(path_name: str, tensor: str, entry: Any) -> tuple[TensorSpec, 
     return TensorSpec(dtype, tuple(shape), path_name), begin, end
 
 
-def _check_ranges(file: str, ranges: list[tuple[int, int, str]], data_bytes: int) -> None:
+def _check_ranges(file: str, ranges: list[tuple[int, int, str]], data_bytes: int, gaps: bool) -> None:
     position = 0
     for begin, end, tensor in ranges:
-        if begin != position:
+        if begin < position or (begin > position and not gaps):
             raise SnapshotCorrupt(f"{file}: {tensor} starts at byte {begin} of the data, not at {position}")
         position = end
     if position > data_bytes:
         raise SnapshotCorrupt(f"{file}: truncated: {data_bytes} bytes of data, {position} expected")
-    if position < data_bytes:
+    if position < data_bytes and not gaps:
         raise SnapshotCorrupt(f"{file}: {data_bytes - position} bytes after the last tensor")
 
 

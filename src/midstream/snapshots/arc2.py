@@ -1,0 +1,181 @@
+"""ARC2: how one tensor of an incremental snapshot is told as a difference. Names of the formats, blobs in, bytes out.
+
+A blob is zlib (`arc_v1`) or zstd (`arc_v2`) of old XOR new over the tensor's raw little-endian bytes; a checksum is zlib's
+Adler-32 of the new bytes, as decimal text.
+
+Always holds: decoding a blob yields exactly as many bytes as its tensor has or raises BlobError, and never holds more of
+them than a piece; a blob that is cut short, followed by anything, or not what it says is refused; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import zstandard
+
+from midstream.types import CompressionFormat
+
+FORMATS: Mapping[str, CompressionFormat] = MappingProxyType(
+    {
+        "arc_v1": "arc_v1",
+        "arc_v2": "arc_v2",
+        "xor_one_to_one_zlib": "arc_v1",
+        "xor_one_to_one_zstd": "arc_v2",
+    }
+)
+CHECKSUM_FORMATS = ("alder32", "adler32")  # the first is how the public clients spell it
+PIECE_BYTES = 256 * 2**10  # stays in a core's cache from decoding to checksum
+ZLIB_INPUT_BYTES = 64 * 2**10
+MAX_WINDOW_BYTES = 2**31
+
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_DICTIONARY_BYTES = (0, 1, 2, 4)
+
+
+class BlobError(Exception):
+    """A blob that is not the difference it should be. The message completes "its blob ..."."""
+
+
+def compression_format(name: str) -> CompressionFormat:
+    """The format `name` stands for, in any case. Raises ValueError, which says what there is."""
+    found = FORMATS.get(name.lower())
+    if found is not None:
+        return found
+    why = " nests pickles, which are never loaded from an upload;" if name.lower() == "arc_v3" else ""
+    raise ValueError(f"compression format {name[:80]!r} is not supported:{why} use arc_v2 or arc_v1")
+
+
+def check_checksum_format(name: str | None) -> None:
+    """Raise ValueError unless `name` is Adler-32 in either spelling and any case, or None (then it is Adler-32)."""
+    if name is not None and name.lower() not in CHECKSUM_FORMATS:
+        raise ValueError(f"checksum format {name[:80]!r} is not supported: use {CHECKSUM_FORMATS[0]}")
+
+
+def decoded(compression: CompressionFormat, blob: memoryview, size: int) -> Iterator[memoryview]:
+    """The `size` bytes of old XOR new in pieces, each valid until the next is asked for. Raises BlobError."""
+    pieces = _zlib_pieces(blob, size) if compression == "arc_v1" else _zstd_pieces(blob, size)
+    done = 0
+    for piece in pieces:
+        done += len(piece)
+        if done > size:
+            raise BlobError(f"holds more than the {size} bytes of the tensor")
+        yield piece
+    if done != size:
+        raise BlobError(f"holds {done} bytes, the tensor has {size}")
+
+
+def _zstd_pieces(blob: memoryview, size: int) -> Iterator[memoryview]:
+    _check_frames(blob, empty=size == 0)
+    buffer = memoryview(bytearray(min(PIECE_BYTES, size + 1)))
+    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    try:
+        with decoder.stream_reader(blob, read_across_frames=True) as reader:
+            while count := reader.readinto(buffer):
+                yield buffer[:count]
+    except zstandard.ZstdError as error:
+        raise BlobError(f"is not valid zstd: {str(error)[:200]}") from error
+
+
+def _check_frames(blob: memoryview, empty: bool) -> None:
+    """Whole frames, the last one ending where the blob ends: what the stream reader does not tell."""
+    position, end = 0, len(blob)
+    if end == 0 and not empty:
+        raise BlobError("is empty")
+    while position < end:
+        position = _frame_end(blob, position)
+        if position > end:
+            raise BlobError("is not valid zstd: its last frame is cut short")
+
+
+def _frame_end(blob: memoryview, start: int) -> int:
+    """Where the frame at `start` ends; beyond the blob when it is cut short."""
+    beyond = len(blob) + 1
+    if 0x50 <= blob[start] <= 0x5F and bytes(blob[start + 1 : start + 4]) == b"\x2a\x4d\x18":  # skippable
+        if start + 8 > len(blob):
+            return beyond
+        return start + 8 + int.from_bytes(blob[start + 4 : start + 8], "little")
+    if bytes(blob[start : start + 4]) != _MAGIC:
+        raise BlobError(f"is not valid zstd: no frame begins at byte {start}")
+    if start + 5 > len(blob):
+        return beyond
+    flags = blob[start + 4]
+    single_segment = flags >> 5 & 1
+    content_size = (single_segment, 2, 4, 8)[flags >> 6]
+    position = start + 5 + (1 - single_segment) + _DICTIONARY_BYTES[flags & 3] + content_size
+    last = False
+    while not last:
+        if position + 3 > len(blob):
+            return beyond
+        block = int.from_bytes(blob[position : position + 3], "little")
+        last = bool(block & 1)
+        position += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+    return position + (4 if flags & 4 else 0)
+
+
+def _zlib_pieces(blob: memoryview, size: int) -> Iterator[memoryview]:
+    if not blob and size == 0:
+        return
+    decoder = zlib.decompressobj()
+    try:
+        for start in range(0, len(blob), ZLIB_INPUT_BYTES):
+            if decoder.eof:
+                raise BlobError("goes on after its end")
+            data: bytes | memoryview = blob[start : start + ZLIB_INPUT_BYTES]
+            while data:
+                if piece := decoder.decompress(data, PIECE_BYTES):
+                    yield memoryview(piece)
+                data = decoder.unconsumed_tail
+        while not decoder.eof and (piece := decoder.decompress(b"", PIECE_BYTES)):
+            yield memoryview(piece)
+    except zlib.error as error:
+        raise BlobError(f"is not valid zlib: {str(error)[:200]}") from error
+    if not decoder.eof:
+        raise BlobError("is not valid zlib: it is cut short")
+    if decoder.unused_data:
+        raise BlobError("goes on after its end")
+
+
+class _Compressor(Protocol):
+    def compress(self, data: memoryview, /) -> bytes: ...
+    def flush(self) -> bytes: ...
+
+
+class Encoder:
+    """One tensor's blob and checksum, from pieces of its old and new bytes. `level`: of zlib or zstd; None: ours."""
+
+    def __init__(self, compression: CompressionFormat, size: int, level: int | None = None) -> None:
+        self._parts: list[bytes] = []
+        self._sum = 1
+        self._compressor: _Compressor
+        if compression == "arc_v1":
+            self._compressor = zlib.compressobj(6 if level is None else level)
+        else:
+            self._compressor = _zstd_compressor(size, level)
+
+    def add(self, old: memoryview, new: memoryview) -> None:
+        """The next bytes of both; `old` is overwritten with their XOR."""
+        difference = np.frombuffer(old, np.uint8)
+        np.bitwise_xor(difference, np.frombuffer(new, np.uint8), out=difference)
+        self._sum = zlib.adler32(new, self._sum)
+        if part := self._compressor.compress(old):
+            self._parts.append(part)
+
+    def finish(self) -> tuple[list[bytes], str]:
+        """The blob's parts in order, and the checksum."""
+        if part := self._compressor.flush():
+            self._parts.append(part)
+        return self._parts, str(self._sum)
+
+
+def _zstd_compressor(size: int, level: int | None) -> Any:
+    if level is None:
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=10, min_match=7
+        )
+    else:
+        parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=size)
+    return zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=size)

@@ -1,0 +1,230 @@
+"""Incremental snapshots as directories: making one from two checkpoints, and a whole checkpoint from parent and delta.
+
+A delta directory has one safetensors file per shard of its parent, of the same name and tensor names, each tensor a `U8` blob
+(arc2.py), and in its metadata the checksum of each tensor's new bytes. Other files come with it or are the parent's.
+
+Always holds:
+- `out` appears whole, by a rename, after every checksum was compared, or not at all; parent and delta are only read.
+- A rebuilt shard has the parent's own header: its names, dtypes, shapes and metadata are the parent's.
+- Beside buffers of a piece per thread, memory holds the blobs being worked on, never the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from midstream.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
+from midstream.snapshots.arc2 import PIECE_BYTES, BlobError, decoded
+from midstream.snapshots.delta_encode import DeltaStats, TensorSource, encode_delta, encode_tensors
+from midstream.snapshots.delta_files import (
+    Cancelled,
+    Meter,
+    Progress,
+    RebuildCancelled,
+    copy_others,
+    directory,
+    length,
+    read,
+    run,
+    shard_names,
+    write,
+)
+from midstream.snapshots.layout import INDEX_FILE, FileLayout, read_file_layout
+from midstream.snapshots.messages import listed, shown, shown_value
+from midstream.types import CompressionFormat
+
+__all__ = [
+    "DeltaStats",
+    "RebuildCancelled",
+    "TensorSource",
+    "encode_delta",
+    "encode_tensors",
+    "rebuild",
+    "verify",
+]
+
+
+def rebuild(
+    parent: Path,
+    delta: Path,
+    out: Path,
+    compression: CompressionFormat,
+    *,
+    threads: int | None = None,
+    cancelled: Cancelled | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Make `out`, which must not exist, the whole checkpoint that `delta` turns `parent` into.
+
+    threads: None for one per core. Raises SnapshotMissing (a file is not there), SnapshotCorrupt (a file, blob or checksum is
+    wrong), SnapshotIncompatible (the delta is not one of this parent), RebuildCancelled, SnapshotError (the disk refuses).
+    The message names file and tensor.
+    """
+    shards = _matched(parent, delta)
+    with directory(out) as work:
+        for shard in shards:
+            _write_header(shard, work / shard.name)
+        _apply_all(shards, work, compression, threads, cancelled, progress)
+        copy_others(parent, work)
+        copy_others(delta, work)
+
+
+def verify(
+    parent: Path,
+    delta: Path,
+    compression: CompressionFormat,
+    *,
+    threads: int | None = None,
+    cancelled: Cancelled | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """All checks of `rebuild` without writing anything."""
+    _apply_all(_matched(parent, delta), None, compression, threads, cancelled, progress)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A parent's file and the delta's of the same name."""
+
+    parent: Path
+    delta: Path
+    old: FileLayout
+    new: FileLayout
+
+    @property
+    def name(self) -> str:
+        return self.parent.name
+
+
+def _matched(parent: Path, delta: Path) -> list[_Shard]:
+    files = shard_names(parent)
+    _check_index(parent, delta)
+    _check_files(parent, delta, files)
+    shards = []
+    for file in files:
+        old, new = read_file_layout(parent / file), read_file_layout(delta / file, gaps=True)
+        shard = _Shard(parent / file, delta / file, old, new)
+        _check_tensors(shard)
+        shards.append(shard)
+    return shards
+
+
+def _check_files(parent: Path, delta: Path, files: list[str]) -> None:
+    if not delta.is_dir():
+        raise SnapshotMissing(f"{shown(delta.name)}: is not there")
+    present = {p.name for p in delta.glob("*.safetensors") if not p.name.startswith(".")}
+    if absent := sorted(set(files) - present):
+        raise SnapshotMissing(
+            f"{listed(absent)}: is not in the delta; it needs one file per file of the parent"
+        )
+    if extra := sorted(name for name in present - set(files) if not (parent / name).exists()):
+        raise SnapshotIncompatible(f"{listed(extra)}: is in the delta, but not in its parent")
+
+
+def _check_index(parent: Path, delta: Path) -> None:
+    """A delta's index, when it has one, places every tensor where the parent's does."""
+    if not (delta / INDEX_FILE).exists():
+        return
+    if not (parent / INDEX_FILE).exists():
+        raise SnapshotIncompatible(f"{INDEX_FILE}: is in the delta, but not in its parent")
+    old, new = _weight_map(parent), _weight_map(delta)
+    if differing := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
+        name = differing[0]
+        raise SnapshotIncompatible(
+            f"{INDEX_FILE}: {shown(name)} is in {shown_value(new.get(name))} in the delta, "
+            f"in {shown_value(old.get(name))} in its parent"
+        )
+
+
+def _weight_map(directory: Path) -> dict[str, Any]:
+    try:
+        index = json.loads((directory / INDEX_FILE).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SnapshotCorrupt(f"{INDEX_FILE}: is not valid JSON: {shown(str(error))}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise SnapshotCorrupt(f"{INDEX_FILE}: has no weight_map")
+    return weight_map
+
+
+def _check_tensors(shard: _Shard) -> None:
+    file, old, new = shown(shard.name), shard.old.tensors, shard.new.tensors
+    if absent := sorted(old.keys() - new.keys()):
+        raise SnapshotIncompatible(f"{file}: {listed(absent)} is missing from the delta")
+    if extra := sorted(new.keys() - old.keys()):
+        raise SnapshotIncompatible(f"{file}: {listed(extra)} is in the delta, but not in its parent")
+    for name, spec in new.items():
+        if spec.dtype != "U8" or len(spec.shape) != 1:
+            raise SnapshotIncompatible(
+                f"{file}: {shown(name)} is {spec.dtype}{shown_value(list(spec.shape))}, not a U8 blob of one dimension"
+            )
+        if not isinstance(shard.new.metadata.get(name), str):
+            raise SnapshotCorrupt(f"{file}: {shown(name)} has no checksum in the metadata")
+
+
+def _apply_all(
+    shards: list[_Shard],
+    out: Path | None,
+    compression: CompressionFormat,
+    threads: int | None,
+    cancelled: Cancelled | None,
+    progress: Progress | None,
+) -> None:
+    work = [(shard, name) for shard in shards for name in shard.old.tensors]
+    work.sort(key=lambda item: length(item[0].old.ranges[item[1]]), reverse=True)  # the last ones are short
+    meter = Meter(sum(length(s.old.ranges[name]) for s, name in work), cancelled, progress)
+    with contextlib.ExitStack() as stack:
+        files = {s.name: _Files(s, out, stack) for s in shards}
+        tasks = [partial(_apply, s, name, files[s.name], compression, meter) for s, name in work]
+        run(tasks, threads, meter)
+
+
+class _Files:
+    """The open files of a shard. `target` is None when nothing is written."""
+
+    def __init__(self, shard: _Shard, out: Path | None, stack: contextlib.ExitStack) -> None:
+        self.parent = stack.enter_context(shard.parent.open("rb")).fileno()
+        self.delta = stack.enter_context(shard.delta.open("rb")).fileno()
+        self.target = stack.enter_context((out / shard.name).open("r+b")).fileno() if out else None
+
+
+def _apply(shard: _Shard, name: str, files: _Files, compression: CompressionFormat, meter: Meter) -> None:
+    begin, end = shard.old.ranges[name]
+    at = f"{shown(shard.name)}: {shown(name)}"
+    blob_begin, blob_end = shard.new.ranges[name]
+    blob = bytearray(blob_end - blob_begin)
+    read(files.delta, memoryview(blob), blob_begin)
+    old = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
+    checksum, position = 1, begin
+    try:
+        for piece in decoded(compression, memoryview(blob), end - begin):
+            part = old[: len(piece)]
+            read(files.parent, part, position)
+            array = np.frombuffer(part, np.uint8)
+            np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
+            checksum = zlib.adler32(part, checksum)
+            if files.target is not None:
+                write(files.target, part, position)
+            position += len(piece)
+            meter.advance(len(piece))
+    except BlobError as error:
+        raise SnapshotCorrupt(f"{at}: its blob {error}") from error
+    expected = shard.new.metadata[name]
+    if str(checksum) != expected:
+        raise SnapshotCorrupt(
+            f"{at}: checksum {checksum} of the rebuilt tensor, {shown_value(expected)} expected"
+        )
+
+
+def _write_header(shard: _Shard, path: Path) -> None:
+    with shard.parent.open("rb") as source, path.open("xb") as target:
+        target.write(source.read(shard.old.data_start))
+        target.truncate(shard.parent.stat().st_size)

@@ -1,0 +1,127 @@
+"""What making and applying a delta share: the directory that appears whole, threads over tensors, reads and writes by position.
+
+Always holds: a directory being filled becomes `out` by one rename or vanishes; `run` returns when no thread works any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from midstream.errors import SnapshotCorrupt, SnapshotError
+from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE, read_spec
+from midstream.snapshots.messages import shown
+
+Progress = Callable[
+    [int, int], None
+]  # bytes of weights done, of all; from worker threads, one call at a time
+Cancelled = Callable[[], bool]
+
+WORK_PREFIX = ".fetch-delta-"  # swept by the cache with whatever else an interrupted process left
+_PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+class RebuildCancelled(SnapshotError):
+    """`cancelled` returned true; nothing was left behind."""
+
+
+class Meter:
+    """Counts bytes, and stops the work: every thread passes here with every piece."""
+
+    def __init__(self, total: int, cancelled: Cancelled | None, progress: Progress | None) -> None:
+        self._total, self._cancelled, self._progress = total, cancelled, progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self.stopped = False
+
+    def advance(self, count: int) -> None:
+        if self.stopped or (self._cancelled is not None and self._cancelled()):
+            self.stopped = True
+            raise RebuildCancelled("it was cancelled")
+        if self._progress is not None:
+            with self._lock:
+                self._done += count
+                self._progress(self._done, self._total)
+
+
+def run(tasks: Sequence[Callable[[], None]], threads: int | None, meter: Meter) -> None:
+    """Run all tasks, and raise the first of their errors that is not about another's."""
+    count = (
+        threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    errors: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            if not meter.stopped:
+                task()
+        except BaseException as error:  # noqa: BLE001 - raised again below, when no thread works any more
+            meter.stopped = True
+            errors.append(error)
+
+    with ThreadPoolExecutor(max_workers=max(1, min(count, len(tasks))), thread_name_prefix="delta") as pool:
+        for task in tasks:
+            pool.submit(guarded, task)
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, RebuildCancelled))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def directory(out: Path) -> Iterator[Path]:
+    """A directory to fill that becomes `out`, or vanishes when that fails."""
+    if os.path.lexists(out):
+        raise SnapshotError(f"{shown(out.name)}: exists already")
+    work = out.parent / f"{WORK_PREFIX}{secrets.token_hex(8)}"
+    try:
+        work.mkdir(parents=True)
+        yield work
+        os.rename(work, out)
+    except OSError as error:
+        raise SnapshotError(f"{shown(out.name)}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def copy_others(source: Path, target: Path) -> None:
+    """Copy what is no weights: configuration, tokenizer, templates, index."""
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if name.startswith(".") or name.endswith((".safetensors", *_PICKLED)) or not path.is_file():
+            continue
+        if name != INDEX_FILE or not (target / INDEX_FILE).exists():
+            shutil.copyfile(path, target / name)
+
+
+def length(where: tuple[int, int]) -> int:
+    return where[1] - where[0]
+
+
+def read(file: int, into: memoryview, position: int) -> None:
+    while into:
+        count = os.preadv(file, [into], position)
+        if count == 0:
+            raise SnapshotCorrupt("a file became shorter while it was read")
+        into, position = into[count:], position + count
+
+
+def write(file: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(file, data, position)
+        data, position = data[count:], position + count
+
+
+def shard_names(parent: Path) -> list[str]:
+    spec = read_spec(parent)
+    if not (parent / INDEX_FILE).exists():
+        return [WEIGHTS_FILE]
+    return sorted({tensor.file for tensor in spec.tensors.values()})
