@@ -80,6 +80,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_kv_snapshots: tell which snapshots computed the KV (GenerationEvent.kv_snapshots).
     grammar: what the generated text must match, in llguidance's Lark dialect or JSON; None: anything. Only for an engine
         whose ModelInfo.grammars is true. Checked before (replica/grammar.py): one that does not compile ends in an error event.
+    urgent: goes before requests that wait, and beside as many as run already.
     kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
     """
 
@@ -94,6 +95,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_kv_snapshots: bool = False
     grammar: str | None = None
     kv_age_max: int | None = None
+    urgent: bool = False
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +183,14 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
             snapshot=self.snapshot, url=self.url, fingerprint=self.fingerprint, compression=self.compression
         )
         return (*self.parents, own)
+
+
+class Hint(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of a snapshot that lie in the bucket before it is signalled. url: the directory they lie in; files: their names."""
+
+    snapshot: str
+    url: str
+    files: tuple[str, ...]
 
 
 class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):

@@ -167,7 +167,7 @@ def test_what_serves_counts_as_done_although_loading_it_once_more_failed() -> No
 
 
 def test_going_back_to_what_serves_loads_nothing() -> None:
-    loaded = [("a", 3, Stage.COMMITTING), ("a", 3, Stage.IDLE)]
+    loaded = [("a", 3, Stage.COMMITTING), ("a", 3, Stage.CHECKING), ("a", 3, Stage.IDLE)]
     back = [*loaded, ("b", 4, Stage.FETCHING), ("a", 5, Stage.IDLE)]
     seen = ReplicaReport(
         replica="r", boot="b", ready=True, snapshot="a", generation=5, transitions=moves(*back)

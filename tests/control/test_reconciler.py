@@ -29,6 +29,7 @@ NEXT = {
     Stage.STAGING: Event.STAGED,
     Stage.STAGED: Event.COMMIT,
     Stage.COMMITTING: Event.COMMITTED,
+    Stage.CHECKING: Event.CHECKED,
 }
 
 
@@ -67,7 +68,7 @@ class FakeReplica:
 
     def step(self) -> None:
         machine, target = self.machine, self.machine.target
-        if machine.behind and machine.stage is not Stage.COMMITTING:
+        if machine.behind and machine.stage not in (Stage.COMMITTING, Stage.CHECKING):
             accepted = machine.accepted
             assert accepted is not None
             if (
@@ -197,7 +198,7 @@ class World:
     def signal(self, identity: str, policy: ResetPromptCache = "all") -> None:
         assert self.ledger is not None
         url, fingerprint = f"file:///bucket/{identity}", self.bucket.fingerprint(identity)
-        result = self.run(self.ledger.signal(DEPLOYMENT, identity, url, policy, fingerprint=fingerprint))
+        result = self.run(self.ledger.signal(DEPLOYMENT, Signal(identity=identity, url=url, reset_prompt_cache=policy, fingerprint=fingerprint)))
         if result.changed:
             self.signals.append((result.desired.generation, policy))
         self.reconciler.signalled()
@@ -357,7 +358,7 @@ def test_a_wake_is_acted_on_without_waiting_for_the_poll(tmp_path: Path) -> None
         task = asyncio.create_task(world.reconciler.run())
         world.set.hear(0)
         assert world.ledger is not None
-        await world.ledger.signal(DEPLOYMENT, "a", "file:///bucket/a")
+        await world.ledger.signal(DEPLOYMENT, Signal(identity="a", url="file:///bucket/a"))
         world.reconciler.signalled()
         await until(lambda: world.replicas[0].machine.behind)
         while world.replicas[0].machine.serving != "a":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from midstream.types import (
     FinishReason,
     GenerateRequest,
     GenerationEvent,
+    Hint,
     ModelInfo,
     SwapTiming,
     TokenRecord,
@@ -115,6 +116,13 @@ class FakeEngine(Engine):
         self.made_of: dict[tuple[str, int], int] = {}  # tokens generated of one choice
         self.stage_ticks = self.commit_ticks = 0  # loop ticks that each takes
         self.switches: list[str] = []  # what the engine has switched to
+        self.canaries: list[GenerateRequest] = []
+        self.canary: dict[
+            str, list[float]
+        ] = {}  # a snapshot's log-probability at each check, the last one for good
+        self.digests: dict[str, str | None] = {}  # of a snapshot; else a digest of its name
+        self.check_gate = asyncio.Event()
+        self.check_gate.set()
         self.closed = False
         self.commit_gate = asyncio.Event()
         self.commit_gate.set()
@@ -153,12 +161,16 @@ class FakeEngine(Engine):
         self.calls.append("close")
         self.closed = True
         self.commit_gate.set()
+        self.check_gate.set()
 
     def end_choice(self, request_id: str, index: int) -> None:
         self.end_choice_calls.append((request_id, index))
         self.ended.add((request_id, index))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        if request.urgent:
+            yield await self._score(request)
+            return
         self.requests.append(request)
         finished = False
         try:
@@ -212,6 +224,19 @@ class FakeEngine(Engine):
             if all((request.request_id, index) in self.ended for index in range(request.n)):
                 return
 
+    async def _score(self, request: GenerateRequest) -> GenerationEvent:
+        self.canaries.append(request)
+        await self.check_gate.wait()
+        if self.closed:
+            raise EngineDied("closed")
+        values = self.canary.get(self.serving, [-1.0])
+        logprob = values.pop(0) if len(values) > 1 else values[0]
+        records = tuple(TokenRecord(token, logprob, None, self.serving) for token in request.prompt)
+        return GenerationEvent(prompt=records, finish="length")
+
+    async def weights_digest(self) -> str | None:
+        return self.digests.get(self.serving, f"digest of {self.serving}")
+
     async def stage(self, snapshot: str, directory: Path) -> None:
         self.calls.append(f"stage {snapshot} {directory.name}")
         await self.stage_gate.wait()
@@ -262,8 +287,9 @@ class FakeSource(SnapshotSource):
         self.blocked: set[str] = set()
         self.ticks = 0
         self.fetching = asyncio.Event()
+        self.released = asyncio.Event()
 
-    async def fetch(self, desired: Desired) -> Path:
+    async def fetch(self, desired: Desired) -> Path | None:
         self.calls.append(f"fetch {desired.snapshot}")
         self.fetching.set()
         if desired.snapshot in self.blocked:
@@ -273,16 +299,27 @@ class FakeSource(SnapshotSource):
                 self.calls.append(f"cancelled {desired.snapshot}")
                 raise
         await self._pass()
+        return None if desired.compression else Path("/cache") / desired.snapshot
+
+    async def rebuild(self, desired: Desired) -> Path:
+        self.calls.append(f"rebuild {desired.snapshot}")
+        await self._pass()
         return Path("/cache") / desired.snapshot
 
-    async def verify(self, path: Path) -> None:
+    async def verify(self, path: Path, desired: Desired) -> None:
+        assert path.name == desired.snapshot
         self.calls.append(f"verify {path.name}")
         await self._pass()
         if path.name in self.corrupt:
             raise SnapshotCorrupt(f"{path.name}: checksum of a.weight differs")
 
-    async def release(self, keep: set[str]) -> None:
-        self.calls.append(f"release all but {sorted(keep)}")
+    async def release(self, keep: Sequence[Desired]) -> None:
+        self.calls.append(f"release all but {[desired.snapshot for desired in keep]}")
+        self.released.set()
+        await self._pass()
+
+    async def prefetch(self, hint: Hint) -> None:
+        self.calls.append(f"prefetch {hint.snapshot} {' '.join(hint.files)}")
         await self._pass()
 
     async def _pass(self) -> None:

@@ -66,7 +66,7 @@ def check_agreement(replica: Replica, engine: FakeEngine, boot: str) -> None:
     done = [
         after.snapshot
         for before, after in zip(machine.transitions, list(machine.transitions)[1:], strict=False)
-        if (before.stage, after.stage) == (Stage.COMMITTING, Stage.IDLE)
+        if (before.stage, after.stage) == (Stage.COMMITTING, Stage.CHECKING)
     ]
     assert done == engine.switches
     assert machine.serving == engine.serving
@@ -196,7 +196,7 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
 
 def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
     class Interrupted(FakeSource):
-        async def fetch(self, desired: Desired) -> Path:
+        async def fetch(self, desired: Desired) -> Path | None:
             if not self.calls:
                 self.calls.append("interrupted")
                 raise asyncio.CancelledError
@@ -233,7 +233,7 @@ def test_a_bug_in_the_runner_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_unexpected_failure_before_the_commit_keeps_the_boot_and_shows_the_error(tmp_path: Path) -> None:
     class Buggy(FakeSource):
-        async def verify(self, path: Path) -> None:
+        async def verify(self, path: Path, desired: Desired) -> None:
             raise KeyError("model.embed_tokens")
 
     engine = FakeEngine()
@@ -278,8 +278,8 @@ def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path
         await serves(replica, "v3")
         await tick(5)
         assert source.calls == [
-            "fetch v1", "verify v1", "release all but ['base']",
-            "fetch v2", "cancelled v2", "release all but ['base', 'v3']",
+            "fetch v1", "verify v1", "release all but []",
+            "fetch v2", "cancelled v2", "release all but ['v3']",
             "fetch v3", "verify v3", "release all but ['v3']",
         ]  # fmt: skip
 

@@ -18,7 +18,8 @@ from midstream.replica.replica import Replica
 from midstream.replica.swap import MOVES, Event, IllegalMove, SwapMachine, mermaid
 from midstream.types import BASE_SNAPSHOT, Desired, Stage
 
-LOADING = [Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED]
+LOADING = [Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED]
+AFTER_COMMIT = (Stage.COMMITTING, Stage.CHECKING)
 
 
 def wanted(snapshot: str, generation: int, **more: object) -> Desired:
@@ -34,6 +35,7 @@ class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
         self.machine = SwapMachine(self.tick)
         self.generation = 0
         self.serving = BASE_SNAPSHOT
+        self.sound = True
         self.moves = 0
 
     def tick(self) -> float:
@@ -47,33 +49,48 @@ class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
         assert not self.machine.accept(wanted(snapshot, self.generation))
         assert self.machine.behind
 
-    @precondition(lambda self: self.machine.behind and self.machine.stage is not Stage.COMMITTING)
+    @precondition(lambda self: self.machine.behind and self.machine.stage not in AFTER_COMMIT)
     @rule()
     def it_is_taken_up(self) -> None:
         accepted = self.machine.accepted
         assert accepted is not None
         taken = self.machine.begin()
-        assert (taken is None) == (accepted.snapshot == self.serving)
+        assert (taken is None) == (accepted.snapshot == self.serving and self.sound)
+        assert self.machine.distrusted == (not self.sound)
         assert self.machine.stage is (Stage.IDLE if taken is None else Stage.FETCHING)
         self.moves += 1
 
-    @precondition(lambda self: self.machine.stage in (*LOADING, Stage.COMMITTING))
-    @rule()
-    def it_goes_on(self) -> None:
-        events = [Event.FETCHED, Event.VERIFIED, Event.STAGED, Event.COMMIT, Event.COMMITTED]
-        event = events[[*LOADING, Stage.COMMITTING].index(self.machine.stage)]
+    @precondition(lambda self: self.machine.stage in (*LOADING, *AFTER_COMMIT))
+    @rule(whole=st.booleans())
+    def it_goes_on(self, whole: bool) -> None:
+        event = {
+            Stage.FETCHING: Event.FETCHED if whole else Event.FETCHED_DELTA,
+            Stage.REBUILDING: Event.REBUILT,
+            Stage.VERIFYING: Event.VERIFIED,
+            Stage.STAGING: Event.STAGED,
+            Stage.STAGED: Event.COMMIT,
+            Stage.COMMITTING: Event.COMMITTED,
+            Stage.CHECKING: Event.CHECKED,
+        }[self.machine.stage]
         self.machine.advance(event)
         self.moves += 1
         if event is Event.COMMITTED:
             assert self.machine.target is not None
             self.serving = self.machine.target.snapshot
+        elif event is Event.CHECKED:
+            self.sound = True
 
-    @precondition(lambda self: self.machine.stage in (*LOADING, Stage.COMMITTING))
+    @precondition(lambda self: self.machine.stage in (*LOADING, *AFTER_COMMIT))
     @rule()
     def it_fails(self) -> None:
+        self.sound = self.sound and self.machine.stage is not Stage.CHECKING
         self.machine.fail("the disk is full")
         self.moves += 1
         assert (self.machine.stage, self.machine.error) == (Stage.ERROR, "the disk is full")
+
+    @invariant()
+    def it_is_sound_unless_its_last_check_failed(self) -> None:
+        assert self.machine.sound == self.sound
 
     @invariant()
     def what_serves_changed_only_by_a_finished_commit(self) -> None:
@@ -110,7 +127,11 @@ def test_a_move_that_the_table_does_not_have_raises_and_changes_nothing() -> Non
 
 def test_committing_can_be_left_only_by_its_own_outcome() -> None:
     assert {event: to for (at, event), to in MOVES.items() if at is Stage.COMMITTING} == {
-        Event.COMMITTED: Stage.IDLE,
+        Event.COMMITTED: Stage.CHECKING,
+        Event.FAILED: Stage.ERROR,
+    }
+    assert {event: to for (at, event), to in MOVES.items() if at is Stage.CHECKING} == {
+        Event.CHECKED: Stage.IDLE,
         Event.FAILED: Stage.ERROR,
     }
 
@@ -158,10 +179,11 @@ def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> 
         assert replica.report().generation == 3
         await settled(replica)
         assert stages(replica) == [
-            ("v1", s) for s in ("fetching", "verifying", "staging", "staged", "committing", "idle")
+            ("v1", s)
+            for s in ("fetching", "verifying", "staging", "staged", "committing", "checking", "idle")
         ]
         assert engine.calls == ["stage v1 v1", "commit v1"]
-        await until(replica, lambda: len(source.calls) == 3)
+        await source.released.wait()
         assert source.calls == ["fetch v1", "verify v1", "release all but ['v1']"]
         report = replica.report()
         assert (report.snapshot, report.target, report.error, report.ready) == ("v1", None, None, True)
@@ -213,7 +235,7 @@ def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> N
         await source.fetching.wait()
         replica.desire(wanted("v2", 2))
         await settled(replica)
-        assert source.calls[:4] == ["fetch v1", "cancelled v1", "release all but ['base', 'v2']", "fetch v2"]
+        assert source.calls[:4] == ["fetch v1", "cancelled v1", "release all but ['v2']", "fetch v2"]
         assert engine.calls == ["stage v2 v2", "commit v2"]
         assert stages(replica)[:2] == [("v1", "fetching"), ("v2", "fetching")]
         assert replica.report().snapshot == "v2"

@@ -24,9 +24,9 @@ DEATHS_MAX = 2  # one may be an accident
 FIRST_RETRY_S = 2.0
 LAST_RETRY_S = 60.0
 
-LOADING = frozenset((Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED, Stage.COMMITTING))
+LOADING = frozenset(Stage) - {Stage.IDLE, Stage.ERROR}
 #: Stages in which the engine has been given the weights, so that they may be what kills it.
-IN_ENGINE = frozenset((Stage.STAGING, Stage.STAGED, Stage.COMMITTING))
+IN_ENGINE = frozenset((Stage.STAGING, Stage.STAGED, Stage.COMMITTING, Stage.CHECKING))
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ def serving_generation(report: ReplicaReport) -> int:
     """
     if report.snapshot == BASE_SNAPSHOT:
         return 0
-    moves = report.transitions
-    idle = [i for i, m in enumerate(moves) if m.stage is Stage.IDLE and m.snapshot == report.snapshot]
-    committed = [i for i in idle if i > 0 and moves[i - 1].stage is Stage.COMMITTING]
+    moves = [moved for moved in report.transitions if moved.snapshot == report.snapshot]
+    committed = [moved for moved in moves if moved.stage is Stage.CHECKING]
+    idle = [moved for moved in moves if moved.stage is Stage.IDLE]
     if found := committed or idle:  # the commit may be too long ago to be in the report
-        return moves[found[-1]].generation
+        return found[-1].generation
     return report.generation if report.stage is Stage.IDLE else 0
 
 

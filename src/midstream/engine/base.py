@@ -63,6 +63,14 @@ class Engine(abc.ABC):
         EngineDied. The timing's pause_ms runs from the end of the last step before the switch to the switch.
         """
 
+    async def weights_digest(self) -> str | None:
+        """Digest of the weights that serve, as the engine holds them; None: this engine cannot tell.
+
+        Equal for equal weights in engines of equal settings. Steps go on meanwhile. Not during commit. Raises EngineDied;
+        StagingFailed when the weights cannot be read.
+        """
+        return None
+
     @abc.abstractmethod
     async def pause(self) -> None:
         """Stop stepping at the next step boundary. Running sequences keep their KV. Idempotent."""

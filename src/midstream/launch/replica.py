@@ -10,13 +10,14 @@ import contextlib
 import gc
 import logging
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
 from midstream.engine.base import EngineDied
 from midstream.engine.embedded.process import EmbeddedEngine
-from midstream.errors import ConfigError, SnapshotError
+from midstream.errors import ConfigError, SnapshotError, SnapshotIncompatible
 from midstream.launch.child import (
     STOP_GRACE_S,
     Announcer,
@@ -38,7 +39,7 @@ from midstream.snapshots.layout import CheckpointSpec
 from midstream.snapshots.layout import read_spec as read_checkpoint
 from midstream.snapshots.store import fetch_snapshot
 from midstream.snapshots.verify import check_compatible
-from midstream.types import Desired
+from midstream.types import Desired, Hint
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,18 @@ class CachedSource(SnapshotSource):
         await fetch_snapshot(desired.url, path, fingerprint=desired.fingerprint)
         return path
 
-    async def verify(self, path: Path) -> None:
-        spec = await asyncio.to_thread(read_checkpoint, path)
-        check_compatible(self._base, spec)
+    async def rebuild(self, desired: Desired) -> Path:
+        raise SnapshotIncompatible(f"{desired.snapshot} is incremental, which this server does not take")
 
-    async def release(self, keep: set[str]) -> None:
-        await asyncio.to_thread(self._cache.prune, keep)
+    async def verify(self, path: Path, desired: Desired) -> None:
+        spec = await asyncio.to_thread(read_checkpoint, path)
+        check_compatible(self._base, spec, frozenset(desired.ignore_config))
+
+    async def release(self, keep: Sequence[Desired]) -> None:
+        await asyncio.to_thread(self._cache.prune, {desired.snapshot for desired in keep})
+
+    async def prefetch(self, hint: Hint) -> None:
+        logger.debug("nothing is fetched before %s is signalled", hint.snapshot)
 
 
 async def serve(spec: ReplicaSpec, announce: Announcer) -> int:

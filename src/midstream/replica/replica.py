@@ -1,8 +1,9 @@
 """One replica: an engine, the swap runner beside it, and the report of both.
 
 Owns: the life of the engine (start, death, start again) and the boot id. A swap runner that fails counts as a dead engine.
-Always holds: a boot starts on the base weights with an empty cache and no accepted target; `ready` is true only between a
-successful engine start and its death; every change of the report wakes its watchers.
+Always holds: a boot starts on the base weights with an empty cache and no accepted target; a report's `ready` is true only
+between a successful engine start and its death, and only while what serves has not failed its check; every change of the
+report wakes its watchers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from midstream.engine.base import Engine
 from midstream.names import ServedNames
 from midstream.replica.admission import REQUESTS_MAX, Door, Gate
 from midstream.replica.chat import TextModel
+from midstream.replica.check import Checker
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.runner import SnapshotSource, SwapRunner
 from midstream.replica.service import Service
 from midstream.replica.swap import SwapMachine
-from midstream.types import Desired, ReplicaReport, Stage
+from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Replica:
         self._monotonic = monotonic
         self._random_seed = random_seed
         self._new_boot = new_boot
+        self._checker = Checker(engine, new_boot)
         self._sleep = sleep
         self._watch = asyncio.Event()  # replaced at every change
         self._runner_task: asyncio.Task[None] | None = None
@@ -80,7 +83,7 @@ class Replica:
         return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.runner.machine!r}, {self.gate!r})"
 
     async def start(self) -> None:
-        """Start the engine on the base weights and open the gate. Raises what the engine's start raises."""
+        """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""
         info = await self._engine.start()
         boot = self.boot
         self.service = Service(
@@ -96,6 +99,8 @@ class Replica:
             random_seed=self._random_seed,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )
+        self.runner.info = info
+        self.runner.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
         self._runner_task = asyncio.create_task(self.runner.run(), name="swap runner")
         self._runner_task.add_done_callback(lambda task: self._runner_ended(boot, task))
         self.ready = True
@@ -121,13 +126,15 @@ class Replica:
             replica=self.name,
             boot=self.boot,
             started_at=self._started_at,
-            ready=self.ready,
+            ready=self.ready and machine.sound,
             snapshot=machine.serving,
             generation=machine.accepted.generation if machine.accepted else 0,
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
             error=machine.error,
             in_flight=self.gate.inside,
+            admitting=self.gate.door is not Door.CLOSED,
+            check=self.runner.check,
             last_swap=self.runner.last_swap,
             engine=self._engine.stats(),
             transitions=tuple(machine.transitions),
@@ -205,6 +212,7 @@ class Replica:
             gate=self.gate,
             namespaces=self.namespaces,
             machine=SwapMachine(self.clock),
+            checker=self._checker,
             base_directory=self._base_directory,
             monotonic=self._monotonic,
             on_change=self._changed,

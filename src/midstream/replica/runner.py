@@ -1,10 +1,10 @@
-"""Carries out what the swap machine decides: fetch, verify, stage, commit.
+"""Carries out what the swap machine decides: fetch, rebuild, verify, stage, commit, check.
 
-Owns: the one attempt in work, and the gate and namespaces at the moment of the switch.
+Owns: the one attempt in work, and the gate and namespaces at the moment of the switch; what the last check found.
 Always holds: one attempt at a time, never an orphaned one; whether an attempt is superseded is decided in the step in which
 the newer target comes, and an attempt that has reached COMMIT always runs to its end, whoever is cancelled; the gate is open
 again however an attempt ends; between the engine's switch and the new namespace nobody is admitted. A failure that leaves
-open what the engine serves ends the runner: its owner starts a new boot.
+open what the engine serves ends the runner: its owner starts a new boot. What serves and fails its check is loaded once more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,9 +20,10 @@ import msgspec
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.errors import SnapshotError
 from midstream.replica.admission import Door, Gate
+from midstream.replica.check import Checker, NotSound
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.swap import BEFORE_COMMIT, Event, SwapMachine
-from midstream.types import BASE_SNAPSHOT, Desired, Stage, SwapTiming
+from midstream.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +39,27 @@ class SnapshotSource(abc.ABC):
     """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await."""
 
     @abc.abstractmethod
-    async def fetch(self, desired: Desired) -> Path:
-        """A local directory with the snapshot's files, complete but not yet trusted. Raises SnapshotError."""
+    async def fetch(self, desired: Desired) -> Path | None:
+        """A local directory with the snapshot's files, complete but not yet trusted. None: what has been fetched has to be
+        applied to a parent first (`rebuild`). Raises SnapshotError."""
 
     @abc.abstractmethod
-    async def verify(self, path: Path) -> None:
+    async def rebuild(self, desired: Desired) -> Path:
+        """After `fetch` returned None: the directory with the whole files. Raises SnapshotError."""
+
+    @abc.abstractmethod
+    async def verify(self, path: Path, desired: Desired) -> None:
         """Raises SnapshotError unless the files at `path` are a whole snapshot that fits the served model."""
 
     @abc.abstractmethod
-    async def release(self, keep: set[str]) -> None:
-        """Local files of every snapshot but `keep` may go."""
+    async def release(self, keep: Sequence[Desired]) -> None:
+        """Local files may go, but for those of `keep` and of the chains they stand on: what serves first (if it is not the
+        base snapshot), then what is about to be loaded. Called after every attempt, also a failed one."""
+
+    @abc.abstractmethod
+    async def prefetch(self, hint: Hint) -> None:
+        """Fetch what will be asked for soon, so that `fetch` finds it. Never while a `fetch` of the same snapshot runs; it is
+        cancelled when one begins. Raises SnapshotError."""
 
 
 class _GivenUp(Exception):
@@ -63,6 +75,7 @@ class SwapRunner:
         gate: Gate,
         namespaces: Namespaces,
         machine: SwapMachine,
+        checker: Checker,
         base_directory: Path,
         monotonic: Callable[[], float],
         on_change: Callable[[], None],
@@ -72,6 +85,7 @@ class SwapRunner:
         self._source = source
         self._gate = gate
         self._namespaces = namespaces
+        self._checker = checker
         self._base_directory = base_directory
         self._monotonic = monotonic
         self._on_change = on_change
@@ -79,16 +93,24 @@ class SwapRunner:
         self._wake = asyncio.Event()
         self._attempt: asyncio.Task[None] | None = None
         self._given_up_in_a_row = 0
+        self._failed_check = False  # the attempt in work did
+        self._holding = False  # it waits to be let go
         self._given_up = False  # the attempt in work is to end; the accepted target has to be taken up anew
+        self._load_again = False  # what serves failed its check for the first time
+        self._let_go = asyncio.Event()  # replaced at every accepted target
         self.machine = machine
+        self.info: ModelInfo | None = None  # of the engine, set before `run`
         self.last_swap: SwapTiming | None = None
+        self.check: SnapshotCheck | None = None  # of what serves
 
     def desire(self, desired: Desired) -> bool:
         """Take note of a target; returns at once. False when it is already accepted."""
         if not self.machine.accept(desired):
             return False
-        if self._given_up_in_a_row < GIVEN_UP_MAX:
+        if self.machine.behind and (self._given_up_in_a_row < GIVEN_UP_MAX or self._holding):
             self._give_up()
+        let_go, self._let_go = self._let_go, asyncio.Event()
+        let_go.set()
         self._wake.set()
         self._on_change()
         return True
@@ -98,11 +120,12 @@ class SwapRunner:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self.machine.behind or self._given_up:
+            while self.machine.behind or self._given_up or self._load_again:
                 await self._one_target()
 
     async def _one_target(self) -> None:
-        self._given_up = False
+        self._given_up = self._failed_check = False
+        last_try, self._load_again = self._load_again, False
         desired = self.machine.begin()
         self._on_change()
         if desired is None:
@@ -118,6 +141,7 @@ class SwapRunner:
             attempt.result()
         elif not self._given_up:
             raise RuntimeError(f"the swap to {desired.snapshot} was cancelled by nobody known")
+        self._load_again = self._failed_check and not last_try and not self.machine.behind
         await self._to_its_end(asyncio.create_task(self._release(), name="release of old snapshots"))
 
     def _give_up(self) -> None:
@@ -142,6 +166,7 @@ class SwapRunner:
         """One attempt. Raises only what leaves open what the engine serves."""
         try:
             await self._steps(desired)
+            await self._check(desired)
         except _GivenUp:
             log.debug("the swap to %s was given up", desired.snapshot)
         except EngineDied as error:
@@ -149,10 +174,11 @@ class SwapRunner:
             self._on_engine_death(str(error))
         except (
             Exception
-        ) as error:  # any failure before COMMIT is the snapshot's error row; after it, the boot's end
+        ) as error:  # any failure before COMMIT is the snapshot's error row; while it commits, the boot's end
             in_doubt = self.machine.stage is Stage.COMMITTING and not isinstance(error, StagingFailed)
-            if in_doubt or not isinstance(error, SnapshotError | StagingFailed | OSError):
+            if in_doubt or not isinstance(error, SnapshotError | StagingFailed | NotSound | OSError):
                 log.exception("loading snapshot %s failed unexpectedly", desired.snapshot)
+            self._failed_check = self.machine.stage is Stage.CHECKING
             self._fail(str(error) or type(error).__name__)
             if in_doubt:  # the engine may have switched or not
                 raise
@@ -173,21 +199,39 @@ class SwapRunner:
         started = self._monotonic()
         base = desired.snapshot == BASE_SNAPSHOT  # its files are those of the model directory
         path = self._base_directory if base else await self._source.fetch(desired)
-        fetched = self._advance(Event.FETCHED)
+        fetched = rebuilt = self._advance(Event.FETCHED if path else Event.FETCHED_DELTA)
+        if path is None:
+            path = await self._source.rebuild(desired)
+            rebuilt = self._advance(Event.REBUILT)
         if not base:
-            await self._source.verify(path)
+            await self._source.verify(path, desired)
         verified = self._advance(Event.VERIFIED)
         await self._engine.stage(desired.snapshot, path)
         staged = self._advance(Event.STAGED)
+        await self._held()
         timing = await self._switch(desired)
         self.last_swap = msgspec.structs.replace(
             timing,
             snapshot=desired.snapshot,
             fetch_ms=(fetched - started) * 1e3,
-            verify_ms=(verified - fetched) * 1e3,
+            rebuild_ms=(rebuilt - fetched) * 1e3,
+            verify_ms=(verified - rebuilt) * 1e3,
             stage_ms=(staged - verified) * 1e3,
         )
+        self.check = None
         self._advance(Event.COMMITTED)
+
+    async def _held(self) -> None:
+        """Wait until the target is let go. Once there is a newer one nobody will: give up."""
+        self._holding = True
+        try:
+            while self.machine.held and not self.machine.behind:
+                await self._let_go.wait()
+        finally:
+            self._holding = False
+        if self.machine.held:
+            self._given_up = True
+            raise _GivenUp
 
     async def _switch(self, desired: Desired) -> SwapTiming:
         """Sync: close and drain first, still supersedable. Then hold newcomers while the engine commits."""
@@ -199,11 +243,20 @@ class SwapRunner:
                 self._gate.set(Door.HELD)
             self._advance(Event.COMMIT)
             timing = await self._engine.commit(desired.snapshot)
-            self._namespaces.commit(desired.reset_prompt_cache)
+            self._namespaces.commit("all" if self.machine.distrusted else desired.reset_prompt_cache)
             return timing
         finally:
             if self._gate.door in (Door.HELD, Door.CLOSED):
                 self._gate.set(Door.OPEN)
+
+    async def _check(self, desired: Desired) -> None:
+        started = self._monotonic()
+        assert self.info is not None
+        self.check = await self._checker.check(self.info, desired.snapshot, desired.generation)
+        if self.last_swap is not None:
+            check_ms = (self._monotonic() - started) * 1e3
+            self.last_swap = msgspec.structs.replace(self.last_swap, check_ms=check_ms)
+        self._advance(Event.CHECKED)
 
     async def _drained(self, desired: Desired) -> None:
         """No limit: a sync swap waits for the last request, and says so while it does."""
@@ -217,10 +270,10 @@ class SwapRunner:
 
     async def _release(self) -> None:
         """After every attempt, also a failed one: what serves stays on disk, and what is about to be loaded."""
-        keep = {self.machine.serving}
-        if self.machine.accepted is not None and (self.machine.behind or self._given_up):
-            keep.add(self.machine.accepted.snapshot)
+        keep = [self.machine.loaded]
+        if self.machine.behind or self._given_up:
+            keep.append(self.machine.accepted)
         try:
-            await self._source.release(keep)
+            await self._source.release([desired for desired in keep if desired and desired.files])
         except (SnapshotError, OSError) as error:
             log.warning("old snapshot files could not be released: %s", error)

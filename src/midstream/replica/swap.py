@@ -1,8 +1,8 @@
 """The swap machine: where a replica stands with the snapshot it should serve. Pure; replica/runner.py does the I/O.
 
 Always holds: every move is one entry of `MOVES`, any other raises; a machine lives for one boot and begins with `serving`
-at the base snapshot; only COMMITTED changes it, so a target that failed before COMMITTED never serves; every move gets a
-sequence number and a time, and the last `TRANSITIONS_KEPT` of them are kept.
+at the base snapshot; only COMMITTED changes it, so a target that failed before COMMITTED never serves, and one that failed
+after it does; every move gets a sequence number and a time, and the last `TRANSITIONS_KEPT` of them are kept.
 """
 
 from __future__ import annotations
@@ -20,26 +20,32 @@ DETAIL_MAX = 2000
 class Event(enum.StrEnum):
     DESIRED = "desired"  # start on a new target; whatever was being prepared is dropped
     ALREADY_SERVING = "already serving"  # the new target is what serves
-    FETCHED = "fetched"
+    FETCHED = "fetched"  # whole files
+    FETCHED_DELTA = "fetched delta"  # files that have to be applied to a parent's
+    REBUILT = "rebuilt"
     VERIFIED = "verified"
     STAGED = "staged"
     COMMIT = "commit"  # the point of no return: no newer target supersedes this one
-    COMMITTED = "committed"
+    COMMITTED = "committed"  # it serves
+    CHECKED = "checked"  # and is what it should be
     FAILED = "failed"
 
 
-BEFORE_COMMIT = (Stage.FETCHING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
+BEFORE_COMMIT = (Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
 
 #: The legal moves, all of them.
 MOVES: dict[tuple[Stage, Event], Stage] = {
     **{(stage, Event.DESIRED): Stage.FETCHING for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
     **{(stage, Event.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
     (Stage.FETCHING, Event.FETCHED): Stage.VERIFYING,
+    (Stage.FETCHING, Event.FETCHED_DELTA): Stage.REBUILDING,
+    (Stage.REBUILDING, Event.REBUILT): Stage.VERIFYING,
     (Stage.VERIFYING, Event.VERIFIED): Stage.STAGING,
     (Stage.STAGING, Event.STAGED): Stage.STAGED,
     (Stage.STAGED, Event.COMMIT): Stage.COMMITTING,
-    (Stage.COMMITTING, Event.COMMITTED): Stage.IDLE,
-    **{(stage, Event.FAILED): Stage.ERROR for stage in (*BEFORE_COMMIT, Stage.COMMITTING)},
+    (Stage.COMMITTING, Event.COMMITTED): Stage.CHECKING,
+    (Stage.CHECKING, Event.CHECKED): Stage.IDLE,
+    **{(stage, Event.FAILED): Stage.ERROR for stage in (*BEFORE_COMMIT, Stage.COMMITTING, Stage.CHECKING)},
 }
 
 
@@ -49,7 +55,8 @@ class IllegalMove(RuntimeError):
 
 class SwapMachine:
     """The state of one boot. `accepted` is the Desired that came last; `target` the one last taken into work, whether it
-    is still being loaded, failed, or serves."""
+    is still being loaded, failed, or serves. `sound` is False from a check that failed to the next one that passes;
+    `distrusted` is True when the target replaces weights that may not have been what they should be."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -57,6 +64,8 @@ class SwapMachine:
         self.stage = Stage.IDLE
         self.serving = BASE_SNAPSHOT
         self.loaded: Desired | None = None  # what serves, None: the base weights of the start
+        self.sound = True
+        self.distrusted = False
         self.accepted: Desired | None = None
         self.target: Desired | None = None
         self.error: str | None = None
@@ -69,13 +78,19 @@ class SwapMachine:
         )
 
     def accept(self, desired: Desired) -> bool:
-        """Remember what is wanted now; False when it is what was already accepted.
+        """Remember what is wanted now; False when it is what was already accepted, or asks to hold what was let go.
 
         Any other (snapshot, generation) counts, also a lower generation: the one who sends has the truth.
         """
-        if self.accepted and _key(self.accepted) == _key(desired):
+        if (
+            self.accepted
+            and _key(self.accepted) == _key(desired)
+            and (desired.hold or not self.accepted.hold)
+        ):
             return False
         self.accepted = desired
+        if self.target and _key(self.target) == _key(desired):
+            self.target = desired  # is let go
         return True
 
     @property
@@ -83,28 +98,41 @@ class SwapMachine:
         """True when the accepted target has not been taken into work."""
         return self.accepted is not None and (self.target is None or _key(self.accepted) != _key(self.target))
 
+    @property
+    def held(self) -> bool:
+        """True while the target in work has to wait at STAGED."""
+        return self.target is not None and self.target.hold
+
     def begin(self) -> Desired | None:
         """Take the accepted target into work; None when there is nothing to load since it serves already."""
         desired = self.accepted
         assert desired is not None
-        serves = desired.snapshot == self.serving and (
-            self.loaded is None or desired.fingerprint == self.loaded.fingerprint
+        same = desired.snapshot == self.serving and (
+            self.loaded is None or _content(desired) == _content(self.loaded)
         )
+        asked_again = desired.reload > (self.loaded.reload if self.loaded else 0)
+        serves = same and self.sound and not asked_again
+        self.distrusted = not serves and (same or not self.sound)
         self._move(Event.ALREADY_SERVING if serves else Event.DESIRED, desired)
         return None if serves else desired
 
     def advance(self, event: Event) -> None:
-        """FETCHED, VERIFIED, STAGED, COMMIT or COMMITTED of the target in work."""
+        """Anything but the beginning and the failure of the target in work."""
         target = self.target
         assert target is not None
         self._move(event, target)
         if event is Event.COMMITTED:
             self.serving = target.snapshot
             self.loaded = target
+        elif event is Event.CHECKED:
+            self.sound = True
 
     def fail(self, message: str) -> None:
         assert self.target is not None
+        checking = self.stage is Stage.CHECKING
         self._move(Event.FAILED, self.target, printable(message))
+        if checking:
+            self.sound = False
 
     def _move(self, event: Event, desired: Desired, detail: str = "") -> None:
         stage = MOVES.get((self.stage, event))
@@ -126,8 +154,13 @@ class SwapMachine:
         self._seq += 1
 
 
-def _key(desired: Desired) -> tuple[str, int]:
-    return desired.snapshot, desired.generation
+def _key(desired: Desired) -> tuple[str, int, int]:
+    return desired.snapshot, desired.generation, desired.reload
+
+
+def _content(desired: Desired) -> list[tuple[str, str | None]]:
+    """What tells two snapshots of one name apart: every file they are made of."""
+    return [(files.snapshot, files.fingerprint) for files in desired.files]
 
 
 def mermaid() -> str:
