@@ -18,7 +18,7 @@ from midstream.control.loop import Reconciler
 from midstream.control.reconcile import failure, serves
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaView
-from midstream.ledger import Ledger, sqlite_url, stronger_reset
+from midstream.ledger import Ledger, Signal, sqlite_url, stronger_reset
 from midstream.replica.swap import Event, SwapMachine
 from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage, Transition
 
@@ -198,7 +198,12 @@ class World:
     def signal(self, identity: str, policy: ResetPromptCache = "all") -> None:
         assert self.ledger is not None
         url, fingerprint = f"file:///bucket/{identity}", self.bucket.fingerprint(identity)
-        result = self.run(self.ledger.signal(DEPLOYMENT, Signal(identity=identity, url=url, reset_prompt_cache=policy, fingerprint=fingerprint)))
+        result = self.run(
+            self.ledger.signal(
+                DEPLOYMENT,
+                Signal(identity=identity, url=url, reset_prompt_cache=policy, fingerprint=fingerprint),
+            )
+        )
         if result.changed:
             self.signals.append((result.desired.generation, policy))
         self.reconciler.signalled()
@@ -312,7 +317,7 @@ def test_stage_changes_from_while_the_gateway_was_down_are_stored(tmp_path: Path
     world.reconcile()
     assert world.serving() == [("a", True)]
     stages = [stage for _, _, _, stage, _ in world.stored(world.replicas[0])]
-    assert stages == ["fetching", "verifying", "staging", "staged", "committing", "idle"]
+    assert stages == ["fetching", "verifying", "staging", "staged", "committing", "checking", "idle"]
     world.close()
 
 
@@ -512,7 +517,7 @@ def test_a_snapshot_asked_for_again_is_sent_only_to_those_that_failed(tmp_path: 
     world.reconcile()
     for _ in range(3):
         world.replicas[0].step()
-    while world.replicas[1].machine.serving != "a":
+    while world.replicas[1].machine.stage is not Stage.IDLE or world.replicas[1].machine.serving != "a":
         world.replicas[1].step()
     world.broken.add("a")
     for _ in range(4):

@@ -15,7 +15,17 @@ import pytest
 import sqlalchemy as sa
 
 from midstream.errors import ConfigError, NotFound
-from midstream.ledger import Death, Ledger, LedgerUnavailable, core, schema, sqlite_url, stronger_reset
+from midstream.ledger import (
+    Death,
+    Fleet,
+    Ledger,
+    LedgerUnavailable,
+    Signal,
+    database,
+    schema,
+    sqlite_url,
+    stronger_reset,
+)
 from midstream.types import Desired, Stage, Transition
 
 DEPLOYMENT = "accounts/local/deployments/default"
@@ -49,8 +59,19 @@ def on_ledger(path: Path, work: Callable[[Ledger], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
-def signal(ledger: Ledger, identity: str, **kwargs: Any) -> Awaitable[Any]:
-    return ledger.signal(DEPLOYMENT, identity, f"file:///bucket/{identity}", **kwargs)
+def signal(
+    ledger: Ledger,
+    identity: str,
+    *,
+    failed_generation: int | None = None,
+    generation_floor: int = 0,
+    serving: tuple[tuple[str, int], ...] = (),
+    chain_max: int = 64,
+    **kwargs: Any,
+) -> Awaitable[Any]:
+    fleet = Fleet(failed_generation, generation_floor, serving)
+    signalled = Signal(identity=identity, url=f"file:///bucket/{identity}", **kwargs)
+    return ledger.signal(DEPLOYMENT, signalled, fleet, chain_max=chain_max)
 
 
 def moved(seq: int, identity: str, generation: int, stage: Stage, detail: str = "") -> Transition:
@@ -273,7 +294,7 @@ def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
 
         for identity in ("a", "b"):
             await signal(ledger, identity)
-        sa.event.listen(ledger._core.engine, "before_cursor_execute", note)
+        sa.event.listen(ledger._core.database.engine, "before_cursor_execute", note)
         await ledger.state(DEPLOYMENT)
         await ledger.boot_history(DEPLOYMENT, "replica-0", "new")
         await ledger.record(DEPLOYMENT, "replica-0", "new", [moved(0, "b", 2, Stage.IDLE)])
@@ -293,7 +314,7 @@ def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
 
 
 def test_reading_waits_for_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
 
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
@@ -374,7 +395,7 @@ def test_deployments_are_separate(tmp_path: Path) -> None:
         other = "accounts/local/deployments/other"
         await ledger.ensure_deployment(other, MODEL, "file:///other", "SYNC")
         await signal(ledger, "a")
-        await ledger.signal(other, "a", "file:///other/a")
+        await ledger.signal(other, Signal(identity="a", url="file:///other/a"))
         assert (await ledger.state(DEPLOYMENT)).desired != (await ledger.state(other)).desired
         assert [r.url for r in await ledger.snapshots(other)] == ["file:///other/a"]
         assert [d.name for d in await ledger.deployments()] == [DEPLOYMENT, other]
@@ -388,7 +409,7 @@ def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
             with pytest.raises(NotFound, match="there is no deployment nope"):
                 await call("nope")
         with pytest.raises(NotFound):
-            await ledger.signal("nope", "a", "file:///a")
+            await ledger.signal("nope", Signal(identity="a", url="file:///a"))
 
     on_ledger(tmp_path, work)
 
@@ -414,7 +435,7 @@ def test_a_crash_between_the_steps_of_a_signal_leaves_the_old_state_whole(
     on_ledger(tmp_path, lambda ledger: signal(ledger, "a"))
     script = f"""
 import asyncio, os, sqlalchemy as sa
-from midstream.ledger import Ledger
+from midstream.ledger import Ledger, Signal
 ledger = Ledger({sqlite_url(tmp_path / "ledger.sqlite")!r})
 left = {statement}
 def die(conn, cursor, text, parameters, context, many):
@@ -423,8 +444,8 @@ def die(conn, cursor, text, parameters, context, many):
         left -= 1
         if left < 0:
             os._exit(9)
-sa.event.listen(ledger._core.engine, "before_cursor_execute", die)
-asyncio.run(ledger.signal({DEPLOYMENT!r}, "b", "file:///bucket/b"))
+sa.event.listen(ledger._core.database.engine, "before_cursor_execute", die)
+asyncio.run(ledger.signal({DEPLOYMENT!r}, Signal(identity="b", url="file:///bucket/b")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == 9, done.stderr.decode()
@@ -471,7 +492,7 @@ def test_the_same_signal_from_two_ledgers_at_once_is_one_signal(tmp_path: Path) 
 
 
 def test_a_locked_database_is_a_retryable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
 
     async def work(ledger: Ledger) -> None:
         holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
@@ -493,7 +514,7 @@ def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:
         db.execute("UPDATE midstream_schema SET version = 99")
     db.close()
     with pytest.raises(
-        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 2"
+        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 3"
     ):
         Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
 
@@ -510,7 +531,7 @@ def test_what_is_no_ledger_is_a_configuration_error(tmp_path: Path) -> None:
 
 
 def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
-    with opened(tmp_path) as ledger, ledger._core.engine.begin() as db:
+    with opened(tmp_path) as ledger, ledger._core.database.engine.begin() as db:
         assert db.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"
         assert db.execute(sa.text("PRAGMA foreign_keys")).scalar_one() == 1
         with pytest.raises(sa.exc.IntegrityError):

@@ -27,7 +27,7 @@ from midstream.errors import (
 )
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaView
-from midstream.ledger import DeploymentRow, DeploymentState, Ledger, TransitionRow
+from midstream.ledger import DeploymentRow, DeploymentState, Fleet, Ledger, Signal, TransitionRow
 from midstream.snapshots.identity import check_identity, snapshot_url
 from midstream.snapshots.store import snapshot_fingerprint
 from midstream.types import ReplicaReport, ResetPromptCache, Stage
@@ -95,12 +95,16 @@ class _Api:
         reports = [view.report for view in deployment.replicas.views if view.report is not None]
         result = await self._ledger.signal(
             deployment.name,
-            signal.identity,
-            url,
-            reset_policy(signal.reset_prompt_cache),
-            failed_generation=_failed_generation(state, reports),
-            generation_floor=max((report.generation for report in reports), default=0),
-            fingerprint=fingerprint,
+            Signal(
+                identity=signal.identity,
+                url=url,
+                reset_prompt_cache=reset_policy(signal.reset_prompt_cache),
+                fingerprint=fingerprint,
+            ),
+            Fleet(
+                failed_generation=_failed_generation(state, reports),
+                generation_floor=max((report.generation for report in reports), default=0),
+            ),
         )
         deployment.reconciler.signalled()
         desired = result.desired

@@ -7,37 +7,50 @@ Always holds:
   are others now (another fingerprint) or a replica failed on it: then it is asked for again under a new generation.
   Signalling any other identity supersedes the desired one, also when it is an older one (a rollback).
 - A stage change is stored once, however often it is reported.
+- An incremental snapshot is stored with the whole chain it stands on, as it was when it was signalled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, Unpack
 
-from midstream.ledger.core import LedgerCore, LedgerUnavailable
+from midstream.ledger.core import LedgerCore
+from midstream.ledger.database import LedgerUnavailable
 from midstream.ledger.records import (
+    CHAIN_MAX,
+    NO_FLEET,
     BootHistory,
     Death,
+    DeploymentChange,
     DeploymentRow,
     DeploymentState,
+    Disagreement,
+    Fleet,
+    Signal,
     SignalResult,
     SnapshotRow,
     TransitionRow,
     stronger_reset,
 )
-from midstream.types import ResetPromptCache, Transition, TransitionType
+from midstream.types import Transition, TransitionType
 
 __all__ = [
+    "CHAIN_MAX",
     "BootHistory",
     "Death",
+    "DeploymentChange",
     "DeploymentRow",
     "DeploymentState",
+    "Disagreement",
+    "Fleet",
     "Ledger",
     "LedgerUnavailable",
+    "Signal",
     "SignalResult",
     "SnapshotRow",
     "TransitionRow",
@@ -67,7 +80,7 @@ class Ledger:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
     def __repr__(self) -> str:
-        return f"<Ledger {self._core.engine.url.render_as_string(hide_password=True)}>"
+        return f"<Ledger {self._core.database.shown}>"
 
     def close(self) -> None:
         """Finish what is running and close the database. Idempotent."""
@@ -78,14 +91,57 @@ class Ledger:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def ensure_deployment(
-        self, name: str, model: str, bucket_url: str, transition: TransitionType
+        self,
+        name: str,
+        model: str,
+        bucket_url: str,
+        transition: TransitionType | None = None,
+        replicas: int = 1,
     ) -> DeploymentRow:
-        """Create the deployment, or bring its settings up to date.
+        """Create the deployment, or bring model, bucket and transition (None: as stored, first ASYNC) up to date.
 
-        Raises ConfigError when it has snapshots of another model: they cannot be served by this one.
+        replicas: how many are asked for when it is created; an existing one keeps its own. One that was being deleted is
+        there again. Raises ConfigError when it has snapshots of another model: they cannot be served by this one.
         """
         now = self._now()
-        return await self._run(lambda: self._core.ensure_deployment(name, model, bucket_url, transition, now))
+        return await self._run(
+            lambda: self._core.ensure_deployment(name, model, bucket_url, transition, replicas, now)
+        )
+
+    async def create_deployment(
+        self,
+        name: str,
+        *,
+        model: str,
+        bucket_url: str,
+        transition: TransitionType = "ASYNC",
+        replicas_min: int = 1,
+        replicas_max: int = 1,
+        fields: Mapping[str, Any] | None = None,
+    ) -> DeploymentRow:
+        """fields: whatever else the API was told of it, JSON values. Raises Conflict when there is one of this name."""
+        now = self._now()
+        more = dict(fields or {})
+        counts = (replicas_min, replicas_max)
+        return await self._run(
+            lambda: self._core.create_deployment(name, model, bucket_url, transition, counts, more, now)
+        )
+
+    async def update_deployment(self, name: str, **change: Unpack[DeploymentChange]) -> DeploymentRow:
+        """Change what is given, leave the rest. Raises NotFound."""
+        now = self._now()
+        return await self._run(lambda: self._core.update_deployment(name, change, now))
+
+    async def delete_deployment(self, name: str) -> None:
+        """Remove it with its snapshots and everything known of its replicas. Raises NotFound."""
+        await self._run(lambda: self._core.delete_deployment(name))
+
+    async def reset_ledger(self, name: str, generation_floor: int = 0) -> int:
+        """Forget every snapshot: the base weights are desired again and the next signal must be a full snapshot.
+
+        The generation of that; resetting again changes nothing. Raises NotFound.
+        """
+        return await self._run(lambda: self._core.reset_ledger(name, generation_floor))
 
     async def deployment(self, name: str) -> DeploymentRow:
         """Raises NotFound."""
@@ -96,32 +152,18 @@ class Ledger:
         return await self._run(self._core.deployments)
 
     async def signal(
-        self,
-        name: str,
-        identity: str,
-        url: str,
-        reset_prompt_cache: ResetPromptCache = "all",
-        *,
-        failed_generation: int | None = None,
-        generation_floor: int = 0,
-        fingerprint: str | None = None,
+        self, name: str, signal: Signal, fleet: Fleet = NO_FLEET, *, chain_max: int = CHAIN_MAX
     ) -> SignalResult:
-        """Make `identity` the desired snapshot; committed when this returns.
+        """Make a snapshot the desired one; committed when this returns.
 
-        failed_generation: the caller knows that a replica failed on this generation (its row may not be written yet).
-        generation_floor: the highest generation a replica has reported; the new one is above it, also when this
-            ledger is younger than the replicas.
-        fingerprint: of the snapshot's files. Another one than before makes it another snapshot.
+        fleet: what the replicas report. The new generation is above all they have seen, also when this ledger is younger.
+        chain_max: how many incremental snapshots may stand on one full one.
 
         When only asked for again, the policy that holds is the stronger of the two. Raises NotFound for an unknown
-        deployment.
+        deployment and SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/chain.py).
         """
         now = self._now()
-        return await self._run(
-            lambda: self._core.signal(
-                name, identity, url, reset_prompt_cache, now, failed_generation, generation_floor, fingerprint
-            )
-        )
+        return await self._run(lambda: self._core.signal(name, signal, fleet, chain_max, now))
 
     async def new_generation(self, name: str, floor: int = 0) -> int:
         """A generation nobody has seen, above `floor`, to ask a replica for the same once more. Raises NotFound."""
@@ -147,6 +189,18 @@ class Ledger:
         """
         now = self._now()
         return await self._run(lambda: self._core.record_death(name, boot, death, seq, now))
+
+    async def disagree(
+        self, name: str, replica: str, boot: str, identity: str, *, checked: int, detail: str, floor: int = 0
+    ) -> Disagreement:
+        """Store that a replica's check of `identity`, made under generation `checked`, differs from the others'.
+
+        The first time it is given a generation above `floor` to load it again under; the second time is final.
+        """
+        now = self._now()
+        return await self._run(
+            lambda: self._core.disagree(name, replica, boot, identity, checked, detail, floor, now)
+        )
 
     async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
         """What is stored of one boot of a replica, in order."""

@@ -3,50 +3,50 @@
 Always holds:
 - Durable before visible: a method that changes the desired state returns after its commit.
 - Writers of one deployment are serialised: on SQLite by the write lock every writing transaction begins with (waited for
-  up to BUSY_TIMEOUT_S), on PostgreSQL by the deployment's row, which every writer updates first.
+  up to database.BUSY_TIMEOUT_S), on PostgreSQL by the deployment's row, which every writer updates first.
 - Readers wait for nobody and hold nobody up; what `state` reads does not grow with the number of stage changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from midstream.errors import ConfigError, NotFound, ReplicaUnavailable
+from midstream.ledger import deployments as resources
+from midstream.ledger.chain import Standing, check_full, parents_of
+from midstream.ledger.database import Database
 from midstream.ledger.records import (
     BootHistory,
     Death,
+    DeploymentChange,
     DeploymentRow,
     DeploymentState,
+    Disagreement,
+    Fleet,
+    Signal,
     SignalResult,
     SnapshotRow,
     TransitionRow,
     stronger_reset,
 )
-from midstream.ledger.schema import (
-    SCHEMA_VERSION,
-    deaths,
-    deployments,
-    metadata,
-    schema_version,
-    snapshots,
-    transitions,
+from midstream.ledger.rows import (
+    as_death,
+    as_desired,
+    as_disagreement,
+    as_snapshot,
+    as_transition,
+    base_desired,
 )
-from midstream.types import BASE_SNAPSHOT, Desired, ResetPromptCache, Stage, Transition, TransitionType
+from midstream.ledger.schema import deaths, deployments, disagreements, insert_new, snapshots, transitions
+from midstream.types import BASE_SNAPSHOT, ResetPromptCache, SnapshotFiles, Stage, Transition, TransitionType
 
-BUSY_TIMEOUT_S = 10.0
 MAX_FALLBACKS = 8
+MAX_DISAGREEMENTS = 256  # the newest, looked through for the last one of each replica
 TAIL_ROWS = 2  # of a boot that ended: its last stage change, and the one that says how far it had got
-_READS_ONLY = "midstream_reads_only"
-
-
-class LedgerUnavailable(ReplicaUnavailable):
-    """503: the database did not answer; nothing was changed, a retry may succeed."""
 
 
 class LedgerCore:
@@ -54,161 +54,136 @@ class LedgerCore:
 
     def __init__(self, url: str) -> None:
         """Open or create the ledger at `url` (an SQLAlchemy URL). Raises ConfigError when it cannot be used."""
-        try:
-            self.engine = sa.create_engine(url)
-        except (SQLAlchemyError, ImportError) as error:
-            raise ConfigError(f"the ledger's database URL cannot be used: {error}") from error
-        shown = self.engine.url.render_as_string(hide_password=True)
-        if self.engine.dialect.name == "sqlite":
-            sa.event.listen(self.engine, "connect", _configure_sqlite)
-            sa.event.listen(self.engine, "begin", _begin_sqlite)
-        self._reader = self.engine.execution_options(**{_READS_ONLY: True})
-        try:
-            with self.engine.begin() as db:
-                version = _prepare_schema(db)
-        except SQLAlchemyError as error:
-            self.engine.dispose()
-            raise ConfigError(f"ledger {shown}: cannot be opened: {_reason(error)}") from error
-        if version != SCHEMA_VERSION:
-            self.engine.dispose()
-            raise ConfigError(
-                f"ledger {shown}: has schema version {version}, this midstream reads version {SCHEMA_VERSION}; "
-                "use the midstream that wrote it, or another --state-dir"
-            )
+        self.database = Database(url)
+        self._write = self.database.write
+        self._read = self.database.read
 
     def close(self) -> None:
-        self.engine.dispose()
-
-    @contextmanager
-    def _begin(self, engine: sa.Engine) -> Iterator[sa.Connection]:
-        try:
-            with engine.begin() as db:
-                yield db
-        except DBAPIError as error:
-            raise LedgerUnavailable(f"the ledger cannot be used now: {_reason(error)}") from error
-
-    def _write(self) -> AbstractContextManager[sa.Connection]:
-        return self._begin(self.engine)
-
-    def _read(self) -> AbstractContextManager[sa.Connection]:
-        return self._begin(self._reader)
+        self.database.close()
 
     def ensure_deployment(
-        self, name: str, model: str, bucket_url: str, transition: TransitionType, now: float
+        self,
+        name: str,
+        model: str,
+        bucket_url: str,
+        transition: TransitionType | None,
+        replicas: int,
+        now: float,
     ) -> DeploymentRow:
-        values = {"model": model, "bucket_url": bucket_url, "transition": transition}
         with self._write() as db:
-            fresh: dict[str, Any] = {
-                **values,
-                "name": name,
-                "desired_snapshot": BASE_SNAPSHOT,
-                "created_at": now,
-            }
-            fresh |= dict.fromkeys(("generation", "last_generation"), 0)
-            fresh |= dict.fromkeys(("reset_all_generation", "reset_new_session_generation"), 0)
-            db.execute(_insert_new(db, deployments).values(fresh))
-            row = _locked_deployment(db, name)
-            if row.generation > 0 and row.model != model:
-                raise ConfigError(
-                    f"the ledger's deployment {name} serves {row.model}, not {model}; use another --state-dir"
-                )
-            db.execute(deployments.update().where(deployments.c.name == name).values(values))
-            return _deployment_row(_deployment(db, name))
+            return resources.ensure(db, name, model, bucket_url, transition, replicas, now)
+
+    def create_deployment(
+        self,
+        name: str,
+        model: str,
+        bucket_url: str,
+        transition: TransitionType,
+        replicas: tuple[int, int],
+        fields: dict[str, Any],
+        now: float,
+    ) -> DeploymentRow:
+        with self._write() as db:
+            return resources.create(db, name, model, bucket_url, transition, replicas, fields, now)
+
+    def update_deployment(self, name: str, change: DeploymentChange, now: float) -> DeploymentRow:
+        with self._write() as db:
+            return resources.update(db, name, change, now)
+
+    def delete_deployment(self, name: str) -> None:
+        with self._write() as db:
+            resources.delete(db, name)
+
+    def reset_ledger(self, name: str, floor: int) -> int:
+        with self._write() as db:
+            return resources.reset(db, name, floor)
 
     def deployment(self, name: str) -> DeploymentRow:
         with self._read() as db:
-            return _deployment_row(_deployment(db, name))
+            return resources.as_row(resources.find(db, name))
 
     def deployments(self) -> list[DeploymentRow]:
         with self._read() as db:
             rows = db.execute(sa.select(deployments).order_by(deployments.c.name))
-            return [_deployment_row(row) for row in rows]
+            return [resources.as_row(row) for row in rows]
 
-    def signal(
-        self,
-        name: str,
-        identity: str,
-        url: str,
-        reset: ResetPromptCache,
-        now: float,
-        failed_generation: int | None,
-        generation_floor: int,
-        fingerprint: str | None,
-    ) -> SignalResult:
+    def signal(self, name: str, signal: Signal, fleet: Fleet, chain_max: int, now: float) -> SignalResult:
         with self._write() as db:
-            row = _locked_deployment(db, name)
-            known = _snapshot(db, row.id, identity)
-            same_files = known is not None and known.fingerprint == fingerprint
-            if same_files and row.desired_snapshot == identity:
-                if failed_generation != row.generation and not _failed_somewhere(db, row):
-                    return SignalResult(_as_desired(known, row), changed=False)
-                reset = stronger_reset(
-                    reset, known.reset_prompt_cache
-                )  # nobody may have loaded the first one
-            generation = max(row.last_generation, generation_floor) + 1
-            signalled: dict[str, Any] = {
-                "url": url,
-                "reset_prompt_cache": reset,
-                "signalled_at": now,
-                "generation": generation,
-                "fingerprint": fingerprint,
-            }
+            row = resources.lock(db, name)
+            known = _snapshot(db, row.id, signal.identity)
+            failed = fleet.failed_generation == row.generation or _failed_somewhere(db, row)
+            parents = _parents(
+                db, row, known, signal, Standing(row.desired_snapshot, failed, fleet.serving), chain_max
+            )
+            same_files = known is not None and _content(as_snapshot(known)) == (
+                signal.fingerprint,
+                signal.compression,
+                parents,
+            )
+            if same_files and row.desired_snapshot == signal.identity:
+                if not failed and tuple(known.ignore_config) == signal.ignore_config:
+                    return SignalResult(as_desired(known, row), changed=False)
+                signal = _at_least(signal, known)  # nobody may have loaded the first one
+            generation = max(row.last_generation, fleet.generation_floor) + 1
+            values = _values(signal, parents) | {"signalled_at": now, "generation": generation}
             if not same_files:
-                signalled |= {"since_generation": generation, "ready_order": None}
+                values |= {"since_generation": generation, "ready_order": None}
             if known is None:
-                fresh = {
-                    "deployment_id": row.id,
-                    "identity": identity,
-                    "kind": "full",
-                    "first_signalled_at": now,
-                }
-                db.execute(snapshots.insert().values({**fresh, **signalled}))
+                fresh = {"deployment_id": row.id, "identity": signal.identity, "first_signalled_at": now}
+                db.execute(snapshots.insert().values({**fresh, **values}))
             else:
-                db.execute(snapshots.update().where(snapshots.c.id == known.id).values(signalled))
-            db.execute(_desire(row, identity, generation, reset, now))
-            desired = _as_desired(_snapshot(db, row.id, identity), _deployment(db, name))
+                db.execute(snapshots.update().where(snapshots.c.id == known.id).values(values))
+            db.execute(_desire(row, signal.identity, generation, signal.reset_prompt_cache, now))
+            desired = as_desired(_snapshot(db, row.id, signal.identity), resources.find(db, name))
             return SignalResult(desired, changed=True)
 
     def new_generation(self, name: str, floor: int) -> int:
         with self._write() as db:
-            row = _locked_deployment(db, name)
-            generation = max(int(row.last_generation), floor) + 1
-            this = deployments.c.id == row.id
-            db.execute(deployments.update().where(this).values(last_generation=generation))
-            return generation
+            return _next_generation(db, resources.lock(db, name), floor)
 
     def state(self, name: str) -> DeploymentState:
         with self._read() as db:
-            row = _deployment(db, name)
+            row = resources.find(db, name)
+            disputed = _disagreements(db, row.id)
             if row.desired_snapshot == BASE_SNAPSHOT:
-                return DeploymentState(None, ever_ready=row.first_ready_at is not None)
+                return DeploymentState(
+                    base_desired(row) if row.generation else None,
+                    since={BASE_SNAPSHOT: 0},
+                    reset_all=row.reset_all_generation,
+                    deaths=_deaths(db, row),
+                    disagreements=disputed,
+                )
             desired = _snapshot(db, row.id, row.desired_snapshot)
             fallbacks = _fallbacks(db, row)
             return DeploymentState(
-                _as_desired(desired, row),
-                tuple(_as_desired(snapshot, row) for snapshot in fallbacks),
+                as_desired(desired, row),
+                tuple(as_desired(snapshot, row) for snapshot in fallbacks),
                 since={snapshot.identity: snapshot.since_generation for snapshot in (desired, *fallbacks)},
                 ever_ready=row.first_ready_at is not None,
                 first_signalled_at=row.first_signalled_at,
                 reset_all=row.reset_all_generation,
                 reset_new_session=row.reset_new_session_generation,
                 deaths=_deaths(db, row),
+                disagreements=disputed,
+                proven=desired.ready_order is not None,
             )
 
     def record(self, name: str, replica: str, boot: str, rows: Sequence[Transition]) -> int:
         with self._write() as db:
-            key = _locked_deployment(db, name).id
+            deployment = resources.lock(db, name)
             added = 0
             for t in rows:
-                new = _insert_transition(db, key, replica, boot, t)
+                if t.generation < deployment.reset_ledger_generation:
+                    continue  # of what was forgotten
+                new = _insert_transition(db, deployment.id, replica, boot, t)
                 if new and t.stage is Stage.IDLE and t.snapshot != BASE_SNAPSHOT:
-                    _note_ready(db, key, t)
+                    _note_ready(db, deployment.id, replica, t)
                 added += new
             return added
 
     def boot_history(self, name: str, replica: str, boot: str, ended: str | None) -> BootHistory:
         with self._read() as db:
-            ours = (transitions.c.deployment_id == _deployment(db, name).id) & (
+            ours = (transitions.c.deployment_id == resources.find(db, name).id) & (
                 transitions.c.replica == replica
             )
             this = ours & (transitions.c.boot == boot)
@@ -222,15 +197,17 @@ class LedgerCore:
                 return BootHistory(last_seq=-1)
             tail = sa.select(transitions).where(ours & (transitions.c.boot == ended))
             tail = tail.order_by(transitions.c.seq.desc()).limit(TAIL_ROWS)
-            rows = tuple(_transition_row(row) for row in db.execute(tail))
+            rows = tuple(as_transition(row) for row in db.execute(tail))
             return BootHistory(last_seq=-1, previous_boot=ended, tail=rows[::-1])
 
     def record_death(self, name: str, boot: str, death: Death, seq: int | None, now: float) -> bool:
         with self._write() as db:
-            key = _locked_deployment(db, name).id
+            row = resources.lock(db, name)
             values = {"replica": death.replica, "identity": death.identity, "generation": death.generation}
-            values |= {"deployment_id": key, "boot": boot, "detail": death.detail}
-            if not db.execute(_insert_new(db, deaths).values(values)).rowcount:
+            values |= {"deployment_id": row.id, "boot": boot, "detail": death.detail, "forgiven": False}
+            if death.generation < row.reset_ledger_generation:
+                return False
+            if not db.execute(insert_new(db, deaths).values(values)).rowcount:
                 return False
             if seq is not None:
                 failed = Transition(
@@ -241,93 +218,117 @@ class LedgerCore:
                     stage=Stage.ERROR,
                     detail=death.detail,
                 )
-                _insert_transition(db, key, death.replica, boot, failed)
+                _insert_transition(db, row.id, death.replica, boot, failed)
             return True
+
+    def disagree(
+        self,
+        name: str,
+        replica: str,
+        boot: str,
+        identity: str,
+        checked: int,
+        detail: str,
+        floor: int,
+        now: float,
+    ) -> Disagreement:
+        with self._write() as db:
+            row = resources.lock(db, name)
+            this = (
+                (disagreements.c.deployment_id == row.id)
+                & (disagreements.c.replica == replica)
+                & (disagreements.c.boot == boot)
+                & (disagreements.c.identity == identity)
+            )
+            last = db.execute(
+                sa.select(disagreements).where(this).order_by(disagreements.c.id.desc()).limit(1)
+            ).one_or_none()
+            if last is not None and not last.final:
+                again = disagreements.update().where(disagreements.c.id == last.id)
+                db.execute(again.values(final=True, detail=detail, at=now))
+            elif last is None:
+                values = {"deployment_id": row.id, "replica": replica, "boot": boot, "identity": identity}
+                values |= {"generation": checked, "retry_generation": _next_generation(db, row, floor)}
+                db.execute(
+                    disagreements.insert().values({**values, "at": now, "detail": detail, "final": False})
+                )
+            newest = sa.select(disagreements).where(this).order_by(disagreements.c.id.desc()).limit(1)
+            return as_disagreement(db.execute(newest).one())
 
     def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
         with self._read() as db:
             this = (
-                (transitions.c.deployment_id == _deployment(db, name).id)
+                (transitions.c.deployment_id == resources.find(db, name).id)
                 & (transitions.c.replica == replica)
                 & (transitions.c.boot == boot)
             )
             rows = db.execute(sa.select(transitions).where(this).order_by(transitions.c.seq))
-            return [_transition_row(row) for row in rows]
+            return [as_transition(row) for row in rows]
 
     def snapshots(self, name: str) -> list[SnapshotRow]:
         with self._read() as db:
-            query = sa.select(snapshots).where(snapshots.c.deployment_id == _deployment(db, name).id)
-            return [_snapshot_row(row) for row in db.execute(query.order_by(snapshots.c.id))]
+            query = sa.select(snapshots).where(snapshots.c.deployment_id == resources.find(db, name).id)
+            return [as_snapshot(row) for row in db.execute(query.order_by(snapshots.c.id))]
 
-    def transitions(self, name: str, newest: int | None) -> list[TransitionRow]:
+    def transitions(self, name: str, newest: int | None = None) -> list[TransitionRow]:
         with self._read() as db:
-            query = sa.select(transitions).where(transitions.c.deployment_id == _deployment(db, name).id)
+            query = sa.select(transitions).where(transitions.c.deployment_id == resources.find(db, name).id)
             rows = db.execute(query.order_by(transitions.c.id.desc()).limit(newest)).all()
-            return [_transition_row(row) for row in reversed(rows)]
+            return [as_transition(row) for row in reversed(rows)]
 
 
-def _configure_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins no transactions of its own; _begin_immediate does
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    cursor.execute("PRAGMA synchronous = FULL")
-    cursor.execute("PRAGMA foreign_keys = ON")
-    cursor.close()
+def _parents(
+    db: sa.Connection, row: Any, known: Any, signal: Signal, standing: Standing, chain_max: int
+) -> tuple[SnapshotFiles, ...]:
+    """What the snapshot stands on, () for a full one. Raises SnapshotRefused."""
+    known = as_snapshot(known) if known is not None else None
+    if signal.previous is None:
+        check_full(signal, known)
+        return ()
+    parent = _snapshot(db, row.id, signal.previous)
+    if parent is None:
+        return parents_of(signal, known, None, 0, standing, chain_max)
+    return parents_of(signal, known, as_snapshot(parent), parent.since_generation, standing, chain_max)
 
 
-def _begin_sqlite(db: sa.Connection) -> None:
-    # A transaction that reads first and writes later fails at once when another wrote in between; one that takes
-    # the write lock at its start waits instead. They are few and short.
-    db.exec_driver_sql("BEGIN" if db.get_execution_options().get(_READS_ONLY) else "BEGIN IMMEDIATE")
+def _content(known: SnapshotRow) -> tuple[str | None, str | None, tuple[SnapshotFiles, ...]]:
+    return known.fingerprint, known.compression, known.parents
 
 
-def _prepare_schema(db: sa.Connection) -> int:
-    """The schema version found, after creating the tables in an empty database."""
-    if not sa.inspect(db).has_table(schema_version.name):
-        metadata.create_all(db)
-        db.execute(_insert_new(db, schema_version).values(version=SCHEMA_VERSION))
-    return int(db.execute(sa.select(sa.func.max(schema_version.c.version))).scalar_one() or 0)
+def _at_least(signal: Signal, known: Any) -> Signal:
+    """The signal with cache rules that do what those of the one before did, too."""
+    ages = [age for age in (signal.max_cache_age, known.max_cache_age) if age is not None]
+    return replace(
+        signal,
+        reset_prompt_cache=stronger_reset(signal.reset_prompt_cache, known.reset_prompt_cache),
+        max_cache_age=min(ages, default=None),
+    )
 
 
-def _insert_new(db: sa.Connection, table: sa.Table) -> Any:
-    """An INSERT that does nothing when a unique constraint says the row is there."""
-    dialect = postgresql if db.dialect.name == "postgresql" else sqlite
-    return dialect.insert(table).on_conflict_do_nothing()
+def _values(signal: Signal, parents: tuple[SnapshotFiles, ...]) -> dict[str, Any]:
+    return {
+        "kind": "full" if signal.previous is None else "delta",
+        "url": signal.url,
+        "previous": signal.previous,
+        "compression": signal.compression,
+        "checksum_format": signal.checksum_format,
+        "parents": msgspec.to_builtins(parents),
+        "max_cache_age": signal.max_cache_age,
+        "ignore_config": list(signal.ignore_config),
+        "reset_prompt_cache": signal.reset_prompt_cache,
+        "fingerprint": signal.fingerprint,
+    }
 
 
-def _locked_deployment(db: sa.Connection, name: str) -> Any:
-    touch = deployments.update().where(deployments.c.name == name)
-    db.execute(touch.values(generation=deployments.c.generation))
-    return _deployment(db, name)
-
-
-def _deployment(db: sa.Connection, name: str) -> Any:
-    row = db.execute(sa.select(deployments).where(deployments.c.name == name)).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no deployment {name}")
-    return row
+def _next_generation(db: sa.Connection, row: Any, floor: int) -> int:
+    generation = max(int(row.last_generation), floor) + 1
+    db.execute(deployments.update().where(deployments.c.id == row.id).values(last_generation=generation))
+    return generation
 
 
 def _snapshot(db: sa.Connection, key: int, identity: str) -> Any:
     this = (snapshots.c.deployment_id == key) & (snapshots.c.identity == identity)
     return db.execute(sa.select(snapshots).where(this)).one_or_none()
-
-
-def _as_desired(snapshot: Any, row: Any) -> Desired:
-    """A snapshot as it may be sent.
-
-    It carries the deployment's generation, also as a fallback: a replica takes (snapshot, generation) pairs, and an
-    older generation could be mistaken for a late message.
-    """
-    return Desired(
-        snapshot=snapshot.identity,
-        generation=row.generation,
-        url=snapshot.url,
-        reset_prompt_cache=snapshot.reset_prompt_cache,
-        transition=row.transition,
-        fingerprint=snapshot.fingerprint,
-    )
 
 
 def _desire(row: Any, identity: str, generation: int, reset: ResetPromptCache, now: float) -> sa.Update:
@@ -352,7 +353,14 @@ def _fallbacks(db: sa.Connection, row: Any) -> Sequence[Any]:
 def _deaths(db: sa.Connection, row: Any) -> tuple[Death, ...]:
     query = sa.select(deaths).where(deaths.c.deployment_id == row.id, deaths.c.generation >= row.generation)
     found = sorted(db.execute(query), key=lambda death: death.id)
-    return tuple(Death(d.replica, d.identity, d.generation, d.detail) for d in found)
+    return tuple(as_death(death) for death in found if not death.forgiven)
+
+
+def _disagreements(db: sa.Connection, key: int) -> tuple[Disagreement, ...]:
+    this = sa.select(disagreements).where(disagreements.c.deployment_id == key)
+    newest = db.execute(this.order_by(disagreements.c.id.desc()).limit(MAX_DISAGREEMENTS)).all()
+    last = {row.replica: as_disagreement(row) for row in reversed(newest)}
+    return tuple(last.values())
 
 
 def _failed_somewhere(db: sa.Connection, row: Any) -> bool:
@@ -372,10 +380,14 @@ def _failed_somewhere(db: sa.Connection, row: Any) -> bool:
 def _insert_transition(db: sa.Connection, key: int, replica: str, boot: str, t: Transition) -> int:
     values = {"deployment_id": key, "replica": replica, "boot": boot, "seq": t.seq, "identity": t.snapshot}
     values |= {"generation": t.generation, "at": t.at, "stage": t.stage.value, "detail": t.detail}
-    return db.execute(_insert_new(db, transitions).values(values)).rowcount
+    return db.execute(insert_new(db, transitions).values(values)).rowcount
 
 
-def _note_ready(db: sa.Connection, key: int, t: Transition) -> None:
+def _note_ready(db: sa.Connection, key: int, replica: str, t: Transition) -> None:
+    made_up = (
+        (deaths.c.deployment_id == key) & (deaths.c.replica == replica) & (deaths.c.identity == t.snapshot)
+    )
+    db.execute(deaths.update().where(made_up).values(forgiven=True))
     this = (snapshots.c.deployment_id == key) & (snapshots.c.identity == t.snapshot)
     first = snapshots.update().where(this).values(ready_at=sa.func.coalesce(snapshots.c.ready_at, t.at))
     if not db.execute(first).rowcount:
@@ -386,47 +398,3 @@ def _note_ready(db: sa.Connection, key: int, t: Transition) -> None:
     db.execute(snapshots.update().where(current).values(ready_order=order))
     of_all = sa.func.coalesce(deployments.c.first_ready_at, t.at)
     db.execute(deployments.update().where(deployments.c.id == key).values(first_ready_at=of_all))
-
-
-def _deployment_row(row: Any) -> DeploymentRow:
-    return DeploymentRow(
-        name=row.name,
-        model=row.model,
-        bucket_url=row.bucket_url,
-        transition=row.transition,
-        desired_snapshot=row.desired_snapshot,
-        generation=row.generation,
-        created_at=row.created_at,
-    )
-
-
-def _snapshot_row(row: Any) -> SnapshotRow:
-    return SnapshotRow(
-        identity=row.identity,
-        kind=row.kind,
-        url=row.url,
-        reset_prompt_cache=row.reset_prompt_cache,
-        first_signalled_at=row.first_signalled_at,
-        signalled_at=row.signalled_at,
-        generation=row.generation,
-        fingerprint=row.fingerprint,
-        ready_at=row.ready_at,
-    )
-
-
-def _transition_row(row: Any) -> TransitionRow:
-    return TransitionRow(
-        replica=row.replica,
-        boot=row.boot,
-        seq=row.seq,
-        identity=row.identity,
-        generation=row.generation,
-        stage=Stage(row.stage),
-        at=row.at,
-        detail=row.detail,
-    )
-
-
-def _reason(error: SQLAlchemyError) -> str:
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    return str(cause).strip().split("\n", 1)[0]

@@ -4,25 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
 
-from midstream.types import BASE_SNAPSHOT, Desired, ResetPromptCache, Stage, TransitionType
+from midstream.types import (
+    BASE_SNAPSHOT,
+    CompressionFormat,
+    Desired,
+    ResetPromptCache,
+    SnapshotFiles,
+    Stage,
+    TransitionType,
+)
+
+CHAIN_MAX = 64  # incremental snapshots on one full snapshot, unless the settings say otherwise
 
 
 @dataclass(frozen=True)
 class DeploymentRow:
+    """replicas_min, replicas_max: as asked for. fields: whatever else the API was told, by its names there."""
+
     name: str
     model: str
     bucket_url: str
     transition: TransitionType
     desired_snapshot: str
-    generation: int  # of the last effective signal; 0: nothing signalled yet
+    generation: int  # of the last effective signal or reset; 0: nothing signalled yet
     created_at: float
+    updated_at: float
+    replicas_min: int = 1
+    replicas_max: int = 1
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    deleting: bool = False
+
+
+class DeploymentChange(TypedDict, total=False):
+    """What can be changed of a deployment. `fields` is merged into what is stored; a value of None removes one."""
+
+    bucket_url: str
+    transition: TransitionType
+    replicas_min: int
+    replicas_max: int
+    fields: Mapping[str, Any]
+    deleting: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """One hot-load signal, understood. previous: what an incremental snapshot is the difference to, None: it is full."""
+
+    identity: str
+    url: str
+    reset_prompt_cache: ResetPromptCache = "all"
+    fingerprint: str | None = None
+    previous: str | None = None
+    compression: CompressionFormat | None = None
+    checksum_format: str | None = None
+    max_cache_age: int | None = None
+    ignore_config: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What the replicas report when a signal comes.
+
+    failed_generation: a replica failed on what is desired under this generation (its row may not be written yet).
+    generation_floor: the highest one reported. serving: (snapshot, generation it was loaded under) of each ready replica.
+    """
+
+    failed_generation: int | None = None
+    generation_floor: int = 0
+    serving: tuple[tuple[str, int], ...] = ()
+
+
+NO_FLEET = Fleet()
 
 
 @dataclass(frozen=True)
 class SnapshotRow:
+    """parents: of a delta, the files it stands on, the full snapshot first, as they were when it was signalled."""
+
     identity: str
-    kind: str  # "full"
+    kind: Literal["full", "delta"]
     url: str
     reset_prompt_cache: ResetPromptCache
     first_signalled_at: float
@@ -30,6 +92,12 @@ class SnapshotRow:
     generation: int
     fingerprint: str | None  # of its files at that signal
     ready_at: float | None  # when it was ready on a replica for the first time
+    previous: str | None = None
+    compression: CompressionFormat | None = None
+    checksum_format: str | None = None
+    parents: tuple[SnapshotFiles, ...] = ()
+    max_cache_age: int | None = None
+    ignore_config: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,16 +136,36 @@ class Death:
 
 
 @dataclass(frozen=True)
+class Disagreement:
+    """The check of a replica differed from the others', which serve the same files.
+
+    generation: of the check. retry_generation: under which it loads them once more. final: it differed again, or could
+    not load them, and is out.
+    """
+
+    replica: str
+    boot: str
+    identity: str
+    generation: int
+    retry_generation: int
+    detail: str
+    final: bool = False
+
+
+@dataclass(frozen=True)
 class DeploymentState:
     """What control/ acts on: read in one transaction.
 
-    desired: None while nothing has been signalled: the replicas serve the weights they started with.
+    desired: None while nothing has been signalled: the replicas serve the weights they started with. BASE_SNAPSHOT after
+        the ledger was reset: they go back to those.
     fallbacks: snapshots that some replica has served, the last one to become ready first, as they may be sent.
     since: by identity, of the desired one and the fallbacks: the first generation that meant the files of now. A replica
         that loaded the identity under this or a later generation has exactly these.
     ever_ready: whether any published snapshot was ever ready on any replica.
     reset_all, reset_new_session: the generation of the last signal with this policy, 0 when there was none.
-    deaths: under the generation of the desired snapshot and later ones.
+    deaths: under the generation of the desired snapshot and later ones, but those that the replica made up for.
+    disagreements: the last one of each replica.
+    proven: some replica has served what is desired.
     """
 
     desired: Desired | None
@@ -88,6 +176,8 @@ class DeploymentState:
     reset_all: int = 0
     reset_new_session: int = 0
     deaths: tuple[Death, ...] = ()
+    disagreements: tuple[Disagreement, ...] = ()
+    proven: bool = False
 
     @property
     def snapshot(self) -> str:

@@ -3,14 +3,19 @@
 Always holds: one snapshots row per (deployment, identity), one transitions row per (replica, boot, seq) and one deaths row
 per (replica, boot), as database constraints; that is what makes repeated signals and repeated reports harmless. What is read
 on every pass is on the deployments and snapshots rows, or found by an index: the transitions only ever grow. Times are seconds
-since the epoch.
+since the epoch. JSON columns hold plain values; no column holds a credential.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
+    JSON,
     BigInteger,
+    Boolean,
     Column,
+    Connection,
     Float,
     ForeignKey,
     Index,
@@ -21,8 +26,9 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
@@ -41,6 +47,10 @@ deployments = Table(
     Column("model", String(512), nullable=False),
     Column("bucket_url", Text, nullable=False),
     Column("transition", String(16), nullable=False),
+    Column("replicas_min", Integer, nullable=False),
+    Column("replicas_max", Integer, nullable=False),
+    Column("fields", JSON, nullable=False),  # what else the API was told of it, by its names there
+    Column("deleting", Boolean, nullable=False),
     Column("desired_snapshot", String(512), nullable=False),
     Column("generation", BigInteger, nullable=False),  # of the last effective signal
     Column(
@@ -50,9 +60,12 @@ deployments = Table(
         "reset_all_generation", BigInteger, nullable=False
     ),  # of the last signal with this policy; 0: none
     Column("reset_new_session_generation", BigInteger, nullable=False),
+    # Given to the last reset of the ledger, 0: never. What replicas report of lower ones is forgotten.
+    Column("reset_ledger_generation", BigInteger, nullable=False),
     Column("first_signalled_at", Float),
     Column("first_ready_at", Float),  # when a published snapshot was ready on a replica for the first time
     Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),  # when its settings were set the last time
 )
 
 snapshots = Table(
@@ -61,8 +74,16 @@ snapshots = Table(
     Column("id", _RowId, primary_key=True),
     Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("identity", String(512), nullable=False),
-    Column("kind", String(16), nullable=False),
+    Column("kind", String(16), nullable=False),  # full, delta
     Column("url", Text, nullable=False),
+    Column("previous", String(512)),  # what a delta is the difference to
+    Column("compression", String(16)),
+    Column("checksum_format", String(16)),
+    # Of a delta, as types.SnapshotFiles: the files it stands on as they were when it was signalled, the full snapshot
+    # first, its parent last.
+    Column("parents", JSON, nullable=False),
+    Column("max_cache_age", BigInteger),
+    Column("ignore_config", JSON, nullable=False),
     Column("reset_prompt_cache", String(16), nullable=False),
     Column("first_signalled_at", Float, nullable=False),
     Column("signalled_at", Float, nullable=False),
@@ -107,6 +128,31 @@ deaths = Table(
     Column("identity", String(512), nullable=False),
     Column("generation", BigInteger, nullable=False),
     Column("detail", Text, nullable=False),
+    Column("forgiven", Boolean, nullable=False),  # the replica has loaded the snapshot since
     UniqueConstraint("deployment_id", "replica", "boot"),
     Index("deaths_by_generation", "deployment_id", "generation"),
 )
+
+#: Replicas whose weights were not those of the others that serve the same files.
+disagreements = Table(
+    "disagreements",
+    metadata,
+    Column("id", _RowId, primary_key=True),
+    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
+    Column("replica", String(256), nullable=False),
+    Column("boot", String(64), nullable=False),
+    Column("identity", String(512), nullable=False),
+    Column("generation", BigInteger, nullable=False),  # of the check that differed
+    Column("retry_generation", BigInteger, nullable=False),  # under which it is loaded once more
+    Column("at", Float, nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("final", Boolean, nullable=False),  # it differed, or failed to load, that time too
+    UniqueConstraint("deployment_id", "replica", "boot", "identity", "generation"),
+    Index("disagreements_by_age", "deployment_id", "id"),
+)
+
+
+def insert_new(db: Connection, table: Table) -> Any:
+    """An INSERT that does nothing when a unique constraint says the row is there."""
+    dialect = postgresql if db.dialect.name == "postgresql" else sqlite
+    return dialect.insert(table).on_conflict_do_nothing()

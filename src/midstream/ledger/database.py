@@ -1,0 +1,136 @@
+"""The database under the ledger: opened or created, its transactions, its failures.
+
+Always holds: a writing transaction sees what is committed when it has its lock; a reading one sees one moment. What a
+database URL holds in secrets is in no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from midstream.errors import ConfigError, ReplicaUnavailable
+from midstream.ledger.schema import SCHEMA_VERSION, insert_new, metadata, schema_version
+
+BUSY_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5
+_CREATING = 0x6D696473  # PostgreSQL's advisory lock of those who create tables
+_READS_ONLY = "midstream_reads_only"
+_DRIVERS = ("sqlite", "postgresql+psycopg")
+
+
+class LedgerUnavailable(ReplicaUnavailable):
+    """503: the database did not answer; nothing was changed, a retry may succeed."""
+
+
+class Database:
+    """One SQLite file or PostgreSQL database. Not for use from several threads at once."""
+
+    def __init__(self, url: str) -> None:
+        """Open, or create the tables. Raises ConfigError when it cannot be used."""
+        self.engine = _engine(url)
+        self.shown = self.engine.url.render_as_string(hide_password=True)
+        if self.engine.dialect.name == "sqlite":
+            sa.event.listen(self.engine, "connect", _configure_sqlite)
+            sa.event.listen(self.engine, "begin", _begin_sqlite)
+            self._reader = self.engine.execution_options(**{_READS_ONLY: True})
+        else:
+            options: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+            self._reader = self.engine.execution_options(**options)
+        try:
+            with self.engine.begin() as db:
+                version = _prepare_schema(db)
+        except SQLAlchemyError as error:
+            self.close()
+            raise ConfigError(f"ledger {self.shown}: cannot be opened: {_reason(error)}") from error
+        if version != SCHEMA_VERSION:
+            self.close()
+            raise ConfigError(
+                f"ledger {self.shown}: has schema version {version}, this midstream reads version {SCHEMA_VERSION}; "
+                "use the midstream that wrote it, or another --state-dir or --database"
+            )
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def write(self) -> AbstractContextManager[sa.Connection]:
+        """A transaction that may change the ledger. Raises LedgerUnavailable; it was then rolled back."""
+        return self._begin(self.engine)
+
+    def read(self) -> AbstractContextManager[sa.Connection]:
+        """A transaction that only reads. Raises LedgerUnavailable."""
+        return self._begin(self._reader)
+
+    @contextmanager
+    def _begin(self, engine: sa.Engine) -> Iterator[sa.Connection]:
+        try:
+            with engine.begin() as db:
+                yield db
+        except DBAPIError as error:
+            raise LedgerUnavailable(f"the ledger cannot be used now: {_reason(error)}") from error
+
+
+def _engine(url: str) -> sa.Engine:
+    for short in ("postgres://", "postgresql://"):
+        if url.startswith(short):
+            url = "postgresql+psycopg://" + url.removeprefix(short)
+    try:
+        parsed = sa.make_url(url)
+    except (SQLAlchemyError, ValueError) as error:  # its text may hold the URL with its password
+        raise ConfigError(
+            "the ledger's database URL is not one: expected postgresql://user:password@host/name"
+        ) from error
+    shown = parsed.render_as_string(hide_password=True)
+    if parsed.drivername not in _DRIVERS:
+        raise ConfigError(f"ledger {shown}: expected a URL that begins with postgresql:// or sqlite:///")
+    if parsed.drivername == "sqlite":
+        return sa.create_engine(parsed)
+    milliseconds = int(BUSY_TIMEOUT_S * 1000)
+    try:
+        return sa.create_engine(
+            parsed,
+            pool_pre_ping=True,
+            connect_args={
+                "connect_timeout": CONNECT_TIMEOUT_S,
+                "options": f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}",
+            },
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"ledger {shown}: PostgreSQL needs the package psycopg: pip install 'midstream[postgres]'"
+        ) from error
+
+
+def _configure_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # the driver begins no transactions of its own; _begin_sqlite does
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _begin_sqlite(db: sa.Connection) -> None:
+    # A transaction that reads first and writes later fails at once when another wrote in between; one that takes
+    # the write lock at its start waits instead. They are few and short.
+    db.exec_driver_sql("BEGIN" if db.get_execution_options().get(_READS_ONLY) else "BEGIN IMMEDIATE")
+
+
+def _prepare_schema(db: sa.Connection) -> int:
+    """The schema version found, after creating the tables in an empty database."""
+    if db.dialect.name == "postgresql":
+        db.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
+    if not sa.inspect(db).has_table(schema_version.name):
+        metadata.create_all(db)
+        db.execute(insert_new(db, schema_version).values(version=SCHEMA_VERSION))
+    return int(db.execute(sa.select(sa.func.max(schema_version.c.version))).scalar_one() or 0)
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return str(cause).strip().split("\n", 1)[0]
