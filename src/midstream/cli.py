@@ -21,6 +21,7 @@ from midstream.errors import ConfigError
 COMMANDS = {  # module of commands/: its line in --help
     "serve": "start a gateway and its replicas on this machine",
     "model": "write a built-in model as a Hugging Face directory",
+    "delta": "make, apply and check incremental snapshots in local directories",
     "demo": "the main job: an RL loop with weights hot-loaded under live rollouts",
 }
 

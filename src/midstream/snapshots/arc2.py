@@ -45,7 +45,7 @@ def compression_format(name: str) -> CompressionFormat:
     found = FORMATS.get(name.lower())
     if found is not None:
         return found
-    why = " nests pickles, which are never loaded from an upload;" if name.lower() == "arc_v3" else ""
+    why = " it nests pickles, which are never loaded from an upload;" if name.lower() == "arc_v3" else ""
     raise ValueError(f"compression format {name[:80]!r} is not supported:{why} use arc_v2 or arc_v1")
 
 
@@ -156,13 +156,14 @@ class Encoder:
         else:
             self._compressor = _zstd_compressor(size, level)
 
-    def add(self, old: memoryview, new: memoryview) -> None:
-        """The next bytes of both; `old` is overwritten with their XOR."""
+    def add(self, old: memoryview, new: memoryview) -> bool:
+        """The next bytes of both, at least one; `old` is overwritten with their XOR. True when they differ."""
         difference = np.frombuffer(old, np.uint8)
         np.bitwise_xor(difference, np.frombuffer(new, np.uint8), out=difference)
         self._sum = zlib.adler32(new, self._sum)
         if part := self._compressor.compress(old):
             self._parts.append(part)
+        return bool(difference.max())
 
     def finish(self) -> tuple[list[bytes], str]:
         """The blob's parts in order, and the checksum."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from midstream.snapshots.delta_files import (
     Meter,
     Progress,
     RebuildCancelled,
+    checkpoint_tensors,
     copy_others,
     directory,
     length,
@@ -70,9 +72,13 @@ def rebuild(
     """
     shards = _matched(parent, delta)
     with directory(out) as work:
-        for shard in shards:
-            _write_header(shard, work / shard.name)
-        _apply_all(shards, work, compression, threads, cancelled, progress)
+        with contextlib.ExitStack() as stack:
+            targets = {shard.name: _new_file(shard, work / shard.name, stack) for shard in shards}
+
+            def store(shard: _Shard, name: str, offset: int, piece: memoryview) -> None:
+                write(targets[shard.name], piece, shard.old.ranges[name][0] + offset)
+
+            _apply_all(shards, store, compression, threads, cancelled, progress)
         copy_others(parent, work)
         copy_others(delta, work)
 
@@ -82,12 +88,37 @@ def verify(
     delta: Path,
     compression: CompressionFormat,
     *,
+    result: Path | None = None,
     threads: int | None = None,
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """All checks of `rebuild` without writing anything."""
-    _apply_all(_matched(parent, delta), None, compression, threads, cancelled, progress)
+    """All checks of `rebuild` without writing anything.
+
+    result: a checkpoint that must hold the very tensors the delta makes, in whatever files; SnapshotIncompatible otherwise.
+    """
+    shards = _matched(parent, delta)
+    compare = _comparison(shards, result) if result else None
+    _apply_all(shards, compare, compression, threads, cancelled, progress)
+
+
+def _comparison(shards: list[_Shard], result: Path) -> _Sink:
+    tensors = checkpoint_tensors(result)
+    expected = {name: spec for shard in shards for name, spec in shard.old.tensors.items()}
+    if differing := sorted(expected.keys() ^ tensors.keys()):
+        raise SnapshotIncompatible(f"{listed(differing)}: is in one of parent and {shown(result.name)} only")
+    for name, spec in expected.items():
+        if (tensors[name].dtype, tensors[name].shape) != (spec.dtype, spec.shape):
+            raise SnapshotIncompatible(
+                f"{shown(result.name)}: {shown(name)} has another dtype or shape than its parent's"
+            )
+    data = {name: np.frombuffer(tensor.data(), np.uint8) for name, tensor in tensors.items()}
+
+    def compare(shard: _Shard, name: str, offset: int, piece: memoryview) -> None:
+        if not np.array_equal(data[name][offset : offset + len(piece)], np.frombuffer(piece, np.uint8)):
+            raise SnapshotIncompatible(f"{shown(result.name)}: {shown(name)} is not what the delta makes")
+
+    return compare
 
 
 @dataclass(frozen=True)
@@ -102,6 +133,9 @@ class _Shard:
     @property
     def name(self) -> str:
         return self.parent.name
+
+
+_Sink = Callable[[_Shard, str, int, memoryview], None]  # a piece of a rebuilt tensor, and its offset there
 
 
 def _matched(parent: Path, delta: Path) -> list[_Shard]:
@@ -172,48 +206,50 @@ def _check_tensors(shard: _Shard) -> None:
 
 def _apply_all(
     shards: list[_Shard],
-    out: Path | None,
+    sink: _Sink | None,
     compression: CompressionFormat,
     threads: int | None,
     cancelled: Cancelled | None,
     progress: Progress | None,
 ) -> None:
+    """Rebuild every tensor, piece by piece, and compare its checksum; `sink` gets the pieces as they come."""
     work = [(shard, name) for shard in shards for name in shard.old.tensors]
     work.sort(key=lambda item: length(item[0].old.ranges[item[1]]), reverse=True)  # the last ones are short
     meter = Meter(sum(length(s.old.ranges[name]) for s, name in work), cancelled, progress)
     with contextlib.ExitStack() as stack:
-        files = {s.name: _Files(s, out, stack) for s in shards}
-        tasks = [partial(_apply, s, name, files[s.name], compression, meter) for s, name in work]
+        files = {s.name: _Files(s, stack) for s in shards}
+        tasks = [partial(_apply, s, name, files[s.name], sink, compression, meter) for s, name in work]
         run(tasks, threads, meter)
 
 
 class _Files:
-    """The open files of a shard. `target` is None when nothing is written."""
+    """The open files of a shard."""
 
-    def __init__(self, shard: _Shard, out: Path | None, stack: contextlib.ExitStack) -> None:
+    def __init__(self, shard: _Shard, stack: contextlib.ExitStack) -> None:
         self.parent = stack.enter_context(shard.parent.open("rb")).fileno()
         self.delta = stack.enter_context(shard.delta.open("rb")).fileno()
-        self.target = stack.enter_context((out / shard.name).open("r+b")).fileno() if out else None
 
 
-def _apply(shard: _Shard, name: str, files: _Files, compression: CompressionFormat, meter: Meter) -> None:
+def _apply(
+    shard: _Shard, name: str, files: _Files, sink: _Sink | None, compression: CompressionFormat, meter: Meter
+) -> None:
     begin, end = shard.old.ranges[name]
     at = f"{shown(shard.name)}: {shown(name)}"
     blob_begin, blob_end = shard.new.ranges[name]
     blob = bytearray(blob_end - blob_begin)
     read(files.delta, memoryview(blob), blob_begin)
     old = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
-    checksum, position = 1, begin
+    checksum, offset = 1, 0
     try:
         for piece in decoded(compression, memoryview(blob), end - begin):
             part = old[: len(piece)]
-            read(files.parent, part, position)
+            read(files.parent, part, begin + offset)
             array = np.frombuffer(part, np.uint8)
             np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
             checksum = zlib.adler32(part, checksum)
-            if files.target is not None:
-                write(files.target, part, position)
-            position += len(piece)
+            if sink is not None:
+                sink(shard, name, offset, part)
+            offset += len(piece)
             meter.advance(len(piece))
     except BlobError as error:
         raise SnapshotCorrupt(f"{at}: its blob {error}") from error
@@ -224,7 +260,10 @@ def _apply(shard: _Shard, name: str, files: _Files, compression: CompressionForm
         )
 
 
-def _write_header(shard: _Shard, path: Path) -> None:
-    with shard.parent.open("rb") as source, path.open("xb") as target:
+def _new_file(shard: _Shard, path: Path, stack: contextlib.ExitStack) -> int:
+    """A shard to fill: the parent's header, and room for its tensors."""
+    target = stack.enter_context(path.open("xb"))
+    with shard.parent.open("rb") as source:
         target.write(source.read(shard.old.data_start))
-        target.truncate(shard.parent.stat().st_size)
+    target.truncate(shard.parent.stat().st_size)
+    return target.fileno()

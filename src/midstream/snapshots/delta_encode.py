@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from midstream.errors import SnapshotIncompatible
 from midstream.snapshots.arc2 import PIECE_BYTES, Encoder
 from midstream.snapshots.delta_files import (
     Cancelled,
     Meter,
     Progress,
+    checkpoint_tensors,
     copy_others,
     directory,
     length,
@@ -30,7 +29,7 @@ from midstream.snapshots.delta_files import (
     run,
     shard_names,
 )
-from midstream.snapshots.layout import INDEX_FILE, FileLayout, TensorSpec, read_file_layout, read_spec
+from midstream.snapshots.layout import INDEX_FILE, FileLayout, read_file_layout
 from midstream.snapshots.messages import listed, shown, shown_value
 from midstream.types import CompressionFormat
 
@@ -76,11 +75,7 @@ def encode_delta(
     The weights of a `child` in other shards are laid out as the parent's; its other files go with the delta. Raises
     SnapshotIncompatible when a name, shape or dtype differs, SnapshotMissing and SnapshotCorrupt as read_spec does.
     """
-    spec = read_spec(child)
-    layouts = {file: read_file_layout(child / file) for file in {t.file for t in spec.tensors.values()}}
-    tensors = {
-        name: _FileTensor(child / t.file, t, layouts[t.file].ranges[name]) for name, t in spec.tensors.items()
-    }
+    tensors = checkpoint_tensors(child)
     return _encode(parent, child, tensors, out, compression, level, threads, cancelled, progress)
 
 
@@ -98,20 +93,6 @@ def encode_tensors(
 ) -> DeltaStats:
     """As `encode_delta`, from tensors in memory. `others`: where config.json and the like are; None: beside the parent."""
     return _encode(parent, others or parent, tensors, out, compression, level, threads, cancelled, progress)
-
-
-class _FileTensor:
-    """A tensor in a safetensors file, read when it is needed."""
-
-    def __init__(self, path: Path, spec: TensorSpec, where: tuple[int, int]) -> None:
-        self.dtype, self.shape = spec.dtype, spec.shape
-        self._path, self._where = path, where
-
-    def data(self) -> memoryview:
-        begin, end = self._where
-        if begin == end:
-            return memoryview(b"")
-        return np.memmap(self._path, np.uint8, "r", begin, (end - begin,)).data
 
 
 def _encode(
@@ -211,8 +192,7 @@ def _encode_tensor(
     for position in range(0, size, PIECE_BYTES):
         part, piece = old[: size - position], new[position : position + PIECE_BYTES]
         read(parent, part, begin + position)
-        changed = changed or part != piece
-        encoder.add(part, piece)
+        changed = encoder.add(part, piece) or changed
         meter.advance(len(piece))
     parts, checksum = encoder.finish()
     return _Blob(parts, checksum, changed)

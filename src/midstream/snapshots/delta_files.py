@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from midstream.errors import SnapshotCorrupt, SnapshotError
-from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE, read_spec
+from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE, TensorSpec, read_file_layout, read_spec
 from midstream.snapshots.messages import shown
 
 Progress = Callable[
@@ -125,3 +127,27 @@ def shard_names(parent: Path) -> list[str]:
     if not (parent / INDEX_FILE).exists():
         return [WEIGHTS_FILE]
     return sorted({tensor.file for tensor in spec.tensors.values()})
+
+
+class FileTensor:
+    """A tensor in a safetensors file, read when it is needed."""
+
+    def __init__(self, path: Path, spec: TensorSpec, where: tuple[int, int]) -> None:
+        self.dtype, self.shape = spec.dtype, spec.shape
+        self._path, self._where = path, where
+
+    def data(self) -> memoryview:
+        begin, end = self._where
+        if begin == end:
+            return memoryview(b"")
+        return np.memmap(self._path, np.uint8, "r", begin, (end - begin,)).data
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, FileTensor]:
+    """The tensors of a whole checkpoint. Raises SnapshotMissing and SnapshotCorrupt as read_spec does."""
+    spec = read_spec(directory)
+    layouts = {file: read_file_layout(directory / file) for file in {t.file for t in spec.tensors.values()}}
+    return {
+        name: FileTensor(directory / t.file, t, layouts[t.file].ranges[name])
+        for name, t in spec.tensors.items()
+    }
