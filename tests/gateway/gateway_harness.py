@@ -14,8 +14,9 @@ from midstream.control.loop import Reconciler
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.gateway.server import Gateway
+from midstream.gateway.upstream import UpstreamPool
 from midstream.ledger import Ledger
 from midstream.names import ServedNames
 from midstream.types import ReplicaReport
@@ -188,6 +189,10 @@ class Stage:
         message = await peer.message()
         peer.writer.close()
         return message
+
+    def pool(self, view: ReplicaView) -> UpstreamPool:
+        """The gateway's connections to a replica."""
+        return self.gateway.proxy.upstream(view).pool
 
     def in_flight(self) -> list[int]:
         return [view.in_flight for view in self.views]

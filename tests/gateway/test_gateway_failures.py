@@ -276,7 +276,7 @@ def test_a_client_that_leaves_while_the_gateway_connects_leaves_nothing_behind()
             raise AssertionError
 
         async with staged(respond_ok) as stage:
-            stage.gateway.proxy.pools[0]._connect = connect  # type: ignore[assignment]
+            stage.pool(stage.views[0])._connect = connect  # type: ignore[assignment]
             client = await stage.connect()
             client.send(post())
             await opening.wait()
@@ -295,7 +295,7 @@ def test_a_replica_that_does_not_accept_in_time_is_passed_over() -> None:
             return await asyncio.Event().wait()
 
         async with staged(respond_ok, respond_ok, connect_timeout_s=0.05) as stage:
-            stage.gateway.proxy.pools[0]._connect = connect  # type: ignore[assignment]
+            stage.pool(stage.views[0])._connect = connect  # type: ignore[assignment]
             for _ in range(3):
                 assert (await stage.ask(post())).headers["x-midstream-replica"] == "replica-1"
 

@@ -38,15 +38,15 @@ async def silent(request: Message, peer: Peer) -> None:
 
 
 def drop_pools(stage: Stage) -> None:
-    for pool in stage.gateway.proxy.pools:
-        pool.close()
+    for view in stage.views:
+        stage.pool(view).close()
 
 
 async def ask_twice_with_a_broken_connect_between(stage: Stage, error: OSError) -> list[Message]:
     """A session's first request, one whose connect fails with `error`, and one after that."""
     answers = [await stage.ask(post(headers=SESSION))]
     drop_pools(stage)
-    pool = stage.gateway.proxy.pools[int(answers[0].headers["x-midstream-replica"][-1])]
+    pool = stage.pool(stage.views[int(answers[0].headers["x-midstream-replica"][-1])])
     connect = pool._connect
     pool._connect = failing(error)
     answers.append(await stage.ask(post(headers=SESSION)))

@@ -25,12 +25,16 @@ loads = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 
 
 def candidates(in_flight: list[int]) -> list[Candidate]:
-    return [Candidate(i, f"replica-{i}", load) for i, load in enumerate(in_flight)]
+    return [Candidate(f"replica-{i}", load) for i, load in enumerate(in_flight)]
+
+
+def number(replica: str) -> int:
+    return int(replica.removeprefix("replica-"))
 
 
 def chosen(decision: Decision | None) -> int:
     assert decision is not None
-    return decision.index
+    return number(decision.replica)
 
 
 @given(sessions, loads)
@@ -55,7 +59,7 @@ def test_among_idle_replicas_only_the_leavers_sessions_move(
     everyone = candidates([0] * count)
     home = chosen(place_session(session, everyone, BOUND))
     leaver = data.draw(st.integers(0, count - 1))
-    rest = [candidate for candidate in everyone if candidate.index != leaver]
+    rest = [candidate for candidate in everyone if number(candidate.name) != leaver]
     again = chosen(place_session(session, rest, BOUND))
     assert again != leaver
     assert leaver == home or again == home
@@ -75,16 +79,15 @@ def test_no_candidates_no_decision() -> None:
 
 def test_decisions_explain_themselves() -> None:
     assert place_request(candidates([3, 1]), 7) == Decision(
-        1, "balanced", "no session: 1 in flight, the least of 2"
+        "replica-1", "balanced", "no session: 1 in flight, the least of 2"
     )
-    assert stays(1, [0, 1]) == Decision(1, "sticky", "session is known on replica 1")
-    assert stays(300, [300]) == Decision(300, "sticky", "session is known on replica 300")
-    assert stays(1, [0]) is None
-    assert stays(None, [0]) is None
-    moved = place_session(("", "s"), candidates([9, 0]), BOUND, home=2)
+    assert stays("r1", ["r0", "r1"]) == Decision("r1", "sticky", "session is known on r1")
+    assert stays("r1", ["r0"]) is None
+    assert stays(None, ["r0"]) is None
+    moved = place_session(("", "s"), candidates([9, 0]), BOUND, home="replica-2")
     assert moved is not None
-    assert (moved.index, moved.reason) == (1, "moved")
-    assert moved.explanation.startswith("replica 2 cannot serve it: rendezvous candidate ")
+    assert (moved.replica, moved.reason) == ("replica-1", "moved")
+    assert moved.explanation.startswith("replica-2 cannot serve it: rendezvous candidate ")
     assert moved.explanation.endswith(" of 2, 0 in flight, limit 7")
 
 
@@ -107,28 +110,28 @@ class Fleet(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 6))
     def build(self, count: int) -> None:
         self.in_flight = [0] * count
-        self.up = set(range(count))
+        self.up = {f"replica-{i}" for i in range(count)}
         self.table = SessionTable(1000)
-        self.homes: dict[Session, int] = {}
+        self.homes: dict[Session, str] = {}
 
     @precondition(lambda self: self.up)
     @rule(session=sessions)
     def request(self, session: Session) -> None:
         home = self.table.home(session)
         assert home == self.homes.get(session)
-        up = [candidate for candidate in candidates(self.in_flight) if candidate.index in self.up]
+        up = [candidate for candidate in candidates(self.in_flight) if candidate.name in self.up]
         limit = load_limit([candidate.in_flight for candidate in up], BOUND)
         decision = stays(home, self.up) or place_session(session, up, BOUND, home)
         assert decision is not None
         if home in self.up:
-            assert (decision.index, decision.reason) == (home, "sticky")
+            assert (decision.replica, decision.reason) == (home, "sticky")
         else:
             assert decision.reason == ("new" if home is None else "moved")
-            assert decision.index in self.up
-            assert self.in_flight[decision.index] < limit
-        self.table.settle(session, decision.index)
-        self.homes[session] = decision.index
-        self.in_flight[decision.index] += 1
+            assert decision.replica in self.up
+            assert self.in_flight[number(decision.replica)] < limit
+        self.table.settle(session, decision.replica)
+        self.homes[session] = decision.replica
+        self.in_flight[number(decision.replica)] += 1
 
     @rule(index=st.integers(0, 5))
     def finish(self, index: int) -> None:
@@ -138,7 +141,7 @@ class Fleet(RuleBasedStateMachine):
     @rule(index=st.integers(0, 5))
     def leave_or_return(self, index: int) -> None:
         if index < len(self.in_flight):
-            self.up ^= {index}
+            self.up ^= {f"replica-{index}"}
 
     @invariant()
     def nobody_moves_unasked(self) -> None:

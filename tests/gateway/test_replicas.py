@@ -181,7 +181,7 @@ def test_a_refused_data_connection_counts_only_when_the_event_stream_is_gone_too
             watched.set.refused(watched.view)
             assert watched.view.report == report()
             server.drop()
-            [ear] = watched.set._ears
+            [ear] = watched.set._ears.values()
             assert ear.stream is not None
             await asyncio.wait({ear.stream.ended})
             assert watched.view.report == report()

@@ -69,12 +69,12 @@ def test_a_body_without_a_session_field_is_not_parsed(monkeypatch: pytest.Monkey
 
 def test_the_table_forgets_the_least_recently_used_session() -> None:
     table = SessionTable(2)
-    table.settle(("", "a"), 0)
-    table.settle(("", "b"), 1)
-    assert table.home(("", "a")) == 0
-    table.settle(("t", "a"), 2)
+    table.settle(("", "a"), "r0")
+    table.settle(("", "b"), "r1")
+    assert table.home(("", "a")) == "r0"
+    table.settle(("t", "a"), "r2")
     assert repr(table) == "SessionTable(2 of at most 2 sessions)"
-    assert [table.home(s) for s in (("", "a"), ("", "b"), ("t", "a"))] == [0, None, 2]
+    assert [table.home(s) for s in (("", "a"), ("", "b"), ("t", "a"))] == ["r0", None, "r2"]
 
 
 def test_a_tenant_is_stable_and_does_not_show_its_key() -> None:

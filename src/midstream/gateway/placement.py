@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 RouteReason = Literal["sticky", "new", "moved", "balanced"]
@@ -27,27 +28,26 @@ Session = tuple[str, str]  # (tenant, key): two tenants' equal keys are differen
 class Candidate:
     """What placement needs to know of one usable replica."""
 
-    index: int
     name: str
     in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    index: int
+    replica: str  # its name
     reason: RouteReason
     explanation: str
 
 
-def stays(home: int | None, usable: Collection[int]) -> Decision | None:
+def stays(home: str | None, usable: Collection[str]) -> Decision | None:
     """The decision for a session whose replica is known and usable; None when it must be placed."""
     if home is None or home not in usable:
         return None
-    return _STICKY[home] if home < len(_STICKY) else _sticky(home)
+    return _sticky(home)
 
 
 def place_session(
-    session: Session, candidates: Sequence[Candidate], bound: float, home: int | None = None
+    session: Session, candidates: Sequence[Candidate], bound: float, home: str | None = None
 ) -> Decision | None:
     """Place a session whose home, if it has one, cannot serve this request. None: no candidates."""
     if not candidates:
@@ -57,8 +57,8 @@ def place_session(
     rank, chosen = next((i, c) for i, c in enumerate(ranked) if c.in_flight < limit)
     why = f"rendezvous candidate {rank + 1} of {len(ranked)}, {chosen.in_flight} in flight, limit {limit}"
     if home is None:
-        return Decision(chosen.index, "new", f"new session: {why}")
-    return Decision(chosen.index, "moved", f"replica {home} cannot serve it: {why}")
+        return Decision(chosen.name, "new", f"new session: {why}")
+    return Decision(chosen.name, "moved", f"{home} cannot serve it: {why}")
 
 
 def place_request(candidates: Sequence[Candidate], turn: int) -> Decision | None:
@@ -68,9 +68,7 @@ def place_request(candidates: Sequence[Candidate], turn: int) -> Decision | None
     least = min(candidate.in_flight for candidate in candidates)
     tied = [candidate for candidate in candidates if candidate.in_flight == least]
     chosen = tied[turn % len(tied)]
-    return Decision(
-        chosen.index, "balanced", f"no session: {least} in flight, the least of {len(candidates)}"
-    )
+    return Decision(chosen.name, "balanced", f"no session: {least} in flight, the least of {len(candidates)}")
 
 
 def load_limit(in_flight: Sequence[int], bound: float) -> int:
@@ -85,8 +83,6 @@ def rendezvous(session: Session, replica: str) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def _sticky(index: int) -> Decision:
-    return Decision(index, "sticky", f"session is known on replica {index}")
-
-
-_STICKY = [_sticky(index) for index in range(256)]  # the common case allocates nothing
+@lru_cache(4096)  # the common case allocates nothing
+def _sticky(home: str) -> Decision:
+    return Decision(home, "sticky", f"session is known on {home}")

@@ -1,4 +1,4 @@
-"""What a request means: who may send it, which replica serves it, and what happens when that replica fails.
+"""What a request means: who may send it, which deployment and replica serve it, and what happens when that replica fails.
 
 Owns: the state all exchanges share, placement, and the policy of sending a request to another replica.
 Always holds:
@@ -6,6 +6,7 @@ Always holds:
   not take it counts as none), and never to more than LOST_SENDS_MAX replicas that then failed with it.
 - A session's home changes only when its replica is not usable: one that fails a request while it stays usable is
   passed over for that request alone.
+- With one deployment no body is looked into for its model.
 - `in_flight` of a view counts exactly the exchanges that are on it.
 """
 
@@ -16,18 +17,18 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from urllib.parse import quote
 
 from midstream.config import GatewaySettings
-from midstream.errors import MidstreamError, NotFound, ReplicaUnavailable
+from midstream.errors import MidstreamError, ReplicaUnavailable
 from midstream.gateway.auth import Authenticator
 from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Candidate, Decision, Session, place_request, place_session, stays
-from midstream.gateway.registry import Deployments
+from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaView, token_header
-from midstream.gateway.sessions import session_key
+from midstream.gateway.sessions import body_model, session_key
 from midstream.gateway.upstream import UpstreamPool
 from midstream.http1 import ClientConnection, Exchange, Request
 from midstream.types import HEADER_SESSION
@@ -57,32 +58,26 @@ class Proxy:
         settings: GatewaySettings,
         deployments: Deployments,
         metrics: GatewayMetrics,
-        pools: Sequence[UpstreamPool],
+        pool_to: Callable[[str], UpstreamPool],
         control: UpstreamPool,
         *,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`pools`: one per view, in the order of the views; `control`: connections to the control app.
+        """`pool_to`: makes the pool of connections to a base URL; `control`: connections to the control app.
 
         replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
         before the exchanges on it are given up. clock: what durations are measured with.
         """
-        replicas = deployments.default.replicas
-        self.views = replicas.views
-        self.replicas = replicas
-        self.on_view: tuple[set[InferenceExchange], ...] = tuple(set() for _ in replicas.views)
+        self.deployments = deployments
+        self.upstreams: dict[ReplicaView, Upstream] = {}
         self.replica_header = token_header(replica_token).removesuffix("\r\n").encode()
         self.clock = clock
         self._unreachable_s = unreachable_s
-        self._unheard_since: dict[
-            int, float
-        ] = {}  # view index -> when check_replicas first saw it without a report
-        self.pools = pools
+        self._pool_to = pool_to
         self.control = control
         self.metrics = metrics
-        self.sessions = deployments.default.sessions
         self.clients: set[ClientConnection] = set()
         self.draining = False
         self._empty: asyncio.Future[None] | None = None
@@ -91,7 +86,6 @@ class Proxy:
         if self._auth.required:  # a credential ends where it was checked
             self.dropped_headers |= _CREDENTIALS
         self._bound = settings.load_bound
-        self._accepted = deployments.default.names.accepted()
         self._turn = 0
         self._request_ids = itertools.count()
         self._request_prefix = os.urandom(8).hex()
@@ -130,12 +124,24 @@ class Proxy:
 
     def check_replicas(self, now: float) -> None:
         """Give up the exchanges on replicas that have been unreachable for long. Call it regularly."""
-        for view in self.views:
+        for view, upstream in list(self.upstreams.items()):
             if view.report is not None:
-                self._unheard_since.pop(view.index, None)
-            elif now - self._unheard_since.setdefault(view.index, now) >= self._unreachable_s:
-                for exchange in list(self.on_view[view.index]):
+                upstream.unheard_since = None
+                continue
+            if upstream.unheard_since is None:
+                upstream.unheard_since = now
+            if now - upstream.unheard_since >= self._unreachable_s:
+                for exchange in list(upstream.exchanges):
                     exchange.give_up(f"nothing was heard of {view.name} for {self._unreachable_s:g} s")
+            if view.standing == "gone" and not upstream.exchanges:
+                del self.upstreams[view]
+                upstream.pool.close()
+
+    def close(self) -> None:
+        """Close every connection to a replica, and to the control app."""
+        for upstream in self.upstreams.values():
+            upstream.pool.close()
+        self.control.close()
 
     # -- for exchanges
 
@@ -148,43 +154,80 @@ class Proxy:
     def request_id(self) -> bytes:
         return f"{self._request_prefix}-{next(self._request_ids):x}".encode()
 
-    def check_names(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raise NotFound when the request names another deployment or model than this one."""
-        for header in (b"fireworks-deployment", b"fireworks-model"):
-            value = headers.get(header)
-            if value is not None:
-                name = value.decode("utf-8", "replace").strip()
-                if name.partition("@")[0] not in self._accepted:
-                    raise NotFound(f"{name!r} is not served here", param=header.decode())
+    def deployment_of(self, request: Request) -> Deployment:
+        """The deployment a request is for. Raises NotFound, and InvalidRequest when its model's name fits several."""
+        headers = request.first
+        named = self.deployments.decide(
+            _decoded(headers.get(b"fireworks-deployment")), _decoded(headers.get(b"fireworks-model"))
+        )
+        if named is not None:
+            return named
+        if len(self.deployments) > 1 and (model := body_model(request.body)) is not None:
+            return self.deployments.find(model, param="model")
+        return self.deployments.default
 
-    def place(self, session: Session | None, tried: set[int]) -> Decision | None:
-        """Choose a replica that is usable and not in `tried`.
+    def upstream(self, view: ReplicaView) -> Upstream:
+        found = self.upstreams.get(view)
+        if found is None:
+            found = self.upstreams[view] = Upstream(self._pool_to(view.url))
+        return found
+
+    def place(
+        self, deployment: Deployment, session: Session | None, tried: Collection[str]
+    ) -> tuple[ReplicaView, Decision] | None:
+        """Choose a replica that is usable and not in `tried`; whoever needs not stay avoids those that take nothing new.
 
         It becomes the session's home, unless the session has a usable one that failed this request only.
         """
-        usable = [view.index for view in self.views if view.usable and view.index not in tried]
-        home = None if session is None else self.sessions.home(session)
-        decision = stays(home, usable)
+        usable = {view.name: view for view in deployment.replicas.views if view.usable}
+        ready = {name: view for name, view in usable.items() if name not in tried} if tried else usable
+        home = None if session is None else deployment.sessions.home(session)
+        decision = stays(home, ready)
         if decision is None:
-            loads = [Candidate(i, self.views[i].name, self.views[i].in_flight) for i in usable]
+            loads = _candidates(ready.values())
             if session is None:
                 decision = place_request(loads, self._turn)
                 self._turn += 1
             else:
                 decision = place_session(session, loads, self._bound, home)
-                if decision is not None and (home is None or not self.views[home].usable):
-                    self.sessions.settle(session, decision.index)
-        if decision is not None:
-            self.metrics.routes[decision.reason] += 1
-            if logger.isEnabledFor(logging.DEBUG):
-                self._log(session, decision)
-        return decision
+                if decision is not None and home not in usable:
+                    deployment.sessions.settle(session, decision.replica)
+        if decision is None:
+            return None
+        view = ready[decision.replica]
+        self.metrics.routes[decision.reason] += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log(session, view, decision)
+        return view, decision
 
-    def _log(self, session: Session | None, decision: Decision) -> None:
+    def _log(self, session: Session | None, view: ReplicaView, decision: Decision) -> None:
         key = "-" if session is None else session[1]
-        view = self.views[decision.index]
         logger.debug("Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
         logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
+
+
+class Upstream:
+    """The gateway's connections to one replica, and the exchanges on it."""
+
+    __slots__ = ("exchanges", "pool", "unheard_since")
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self.pool = pool
+        self.exchanges: set[InferenceExchange] = set()
+        self.unheard_since: float | None = None  # when check_replicas first saw it without a report
+
+    def __repr__(self) -> str:
+        return f"Upstream({len(self.exchanges)} exchanges, {self.pool})"
+
+
+def _candidates(views: Collection[ReplicaView]) -> list[Candidate]:
+    """Those that take new requests now; all of them when none does (a synchronous swap on every replica)."""
+    admitting = [view for view in views if view.report is not None and view.report.admitting]
+    return [Candidate(view.name, view.in_flight) for view in admitting or views]
+
+
+def _decoded(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "replace")
 
 
 class InferenceExchange(ControlExchange):
@@ -193,17 +236,18 @@ class InferenceExchange(ControlExchange):
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
         super().__init__(proxy, request, client, path_class)
         self._session: Session | None = None
+        self._deployment = proxy.deployments.default
         self._view: ReplicaView | None = None  # the last one chosen
         self._decision: Decision | None = None
         self._on_view = False  # counted in the view's in_flight
-        self._tried: set[int] = set()
+        self._tried: set[str] = set()
         self._lost_sends = 0  # replicas that failed with this request
         self._held: tuple[int, bytes, list[tuple[bytes, bytes]]] | None = None  # the head of a 503
         self._held_body = b""
 
     def start(self) -> None:
         try:
-            self._proxy.check_names(self._request.first)
+            self._deployment = self._proxy.deployment_of(self._request)
             key = session_key(self._request.first, self._request.body)
         except MidstreamError as error:
             self._fail(error)
@@ -259,17 +303,17 @@ class InferenceExchange(ControlExchange):
 
     def _send_to_a_replica(self) -> None:
         self._left()
-        decision = self._proxy.place(self._session, self._tried)
-        if decision is None:
+        placed = self._proxy.place(self._deployment, self._session, self._tried)
+        if placed is None:
             self._fail(ReplicaUnavailable("no replica can take the request now"))
             return
-        self._decision = decision
-        self._view = self._proxy.views[decision.index]
+        self._view, self._decision = placed
         self._view.in_flight += 1
-        self._proxy.on_view[decision.index].add(self)
+        upstream = self._proxy.upstream(self._view)
+        upstream.exchanges.add(self)
         self._on_view = True
         self._lost_here = False
-        self._pool = self._proxy.pools[decision.index]
+        self._pool = upstream.pool
         self._send()
 
     def _may_go_elsewhere(self) -> bool:
@@ -279,12 +323,15 @@ class InferenceExchange(ControlExchange):
         return (
             (self._session is None or not view.usable)
             and self._lost_sends + 1 < LOST_SENDS_MAX
-            and any(v.usable and v is not view and v.index not in self._tried for v in self._proxy.views)
+            and any(
+                v.usable and v is not view and v.name not in self._tried
+                for v in self._deployment.replicas.views
+            )
         )
 
     def _refused(self) -> None:
         assert self._view is not None
-        self._proxy.replicas.refused(self._view)
+        self._deployment.replicas.refused(self._view)
 
     def _unreachable(self, reason: str) -> None:
         assert self._view is not None
@@ -294,7 +341,7 @@ class InferenceExchange(ControlExchange):
 
     def _go_elsewhere(self) -> None:
         assert self._view is not None
-        self._tried.add(self._view.index)
+        self._tried.add(self._view.name)
         self._lost_sends += self._lost_here
         if self._lost_sends >= LOST_SENDS_MAX:
             self._fail(ReplicaUnavailable("replicas failed while they worked on this request"))
@@ -306,7 +353,7 @@ class InferenceExchange(ControlExchange):
         if self._on_view and self._view is not None:
             self._on_view = False
             self._view.in_flight -= 1
-            self._proxy.on_view[self._view.index].discard(self)
+            self._proxy.upstreams[self._view].exchanges.discard(self)
 
     # -- what kinds of exchanges differ in
 

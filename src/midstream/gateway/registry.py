@@ -84,19 +84,20 @@ class Deployments:
 
         Raises NotFound, and InvalidRequest when a model's name fits several.
         """
-        return self.decide(headers.get(DEPLOYMENT_HEADER), headers.get(MODEL_HEADER)) or self.default
+        deployment, model = headers.get(DEPLOYMENT_HEADER), headers.get(MODEL_HEADER)
+        return self.decide(deployment or None, model or None) or self.default
 
     def decide(self, deployment: str | None, model: str | None) -> Deployment | None:
         """The one that the values of the two headers mean; None when they name none.
 
         Raises NotFound, also when the deployment named does not serve the model named, and InvalidRequest.
         """
-        if deployment:
+        if deployment is not None:
             found = self.find(deployment, param=DEPLOYMENT_HEADER)
-            if model and _resource(model) not in found.names.accepted():
+            if model is not None and _resource(model) not in found.names.accepted():
                 raise NotFound(f"{found.name} serves {found.model}, not {model}", param=MODEL_HEADER)
             return found
-        return self.find(model, param=MODEL_HEADER) if model else None
+        return None if model is None else self.find(model, param=MODEL_HEADER)
 
     def find(self, name: str, *, param: str) -> Deployment:
         """By any of its names, in full or bare, with or without @snapshot. Raises NotFound and InvalidRequest."""

@@ -1,7 +1,9 @@
-"""What the gateway knows of its replicas, and the event streams it knows it from.
+"""What the gateway knows of the replicas of a deployment, and the event streams it knows it from.
 
-Owns: the views, one long-lived `GET /replica/events` per replica, and delivery of a Desired to a replica.
+Owns: who belongs to the deployment now, one long-lived `GET /replica/events` per replica, and delivery of a Desired.
 Always holds:
+- A view is one replica at one address for as long as it is known. One that leaves is heard until it is gone, takes no new
+  request, and is none of control's business any more.
 - A view's report is the last whole report heard. It becomes None when the replica proves dead (nobody listens after its
   event stream broke), is silent for `silence_s`, or sends what is not a report of it; and, when a broken event stream
   cannot be opened again, `grace_s` after it broke. One broken connection alone moves nobody.
@@ -14,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -33,25 +36,29 @@ SILENCE_CHECKS = 6  # a silent period is counted in so many parts: one stall of 
 class ReplicaView:
     """What the gateway knows of one replica."""
 
-    index: int
-    name: str
+    index: int  # its place among the members now: an order to show them in, not a key
+    name: str  # unique in the whole gateway
     url: str
     report: ReplicaReport | None = None  # None: unreachable
     admitted: bool = False  # placement may use it; set by control/, cleared here on a new boot
     in_flight: int = 0  # requests this gateway has on it now
+    standing: Literal["member", "leaving", "gone"] = "member"
 
     @property
     def usable(self) -> bool:
         """Placement may send requests to it."""
-        return self.admitted and self.report is not None and self.report.ready
+        return self.admitted and self.report is not None and self.report.ready and self.standing == "member"
 
 
 class ReplicaSet:
-    """All replicas of the deployment, in a fixed order. Use from one event loop."""
+    """The replicas of one deployment. Use from one event loop.
+
+    views: the members, in order. leaving: those that finish what they have and then go.
+    """
 
     def __init__(
         self,
-        replicas: Sequence[tuple[str, str]],
+        replicas: Sequence[tuple[str, str]] = (),
         *,
         silence_s: float = 3.0,
         backoff_s_min: float = 0.05,
@@ -60,14 +67,13 @@ class ReplicaSet:
         grace_s: float = 1.0,
         token: str | None = None,
     ) -> None:
-        """`replicas`: (name, base URL) of each, e.g. ("replica-0", "http://127.0.0.1:18081").
+        """`replicas`: of set_members, which see.
 
         grace_s: how long a report outlives its event stream while nothing proves the replica dead.
         token: the secret that replicas ask for, if they do.
         """
-        self.views = tuple(
-            ReplicaView(index, name, url.rstrip("/")) for index, (name, url) in enumerate(replicas)
-        )
+        self.views: tuple[ReplicaView, ...] = ()
+        self.leaving: tuple[ReplicaView, ...] = ()
         self._silence_s = silence_s
         self._backoff_s_min = backoff_s_min
         self._backoff_s_max = backoff_s_max
@@ -76,12 +82,52 @@ class ReplicaSet:
         self._header = token_header(token)
         self._callbacks: list[Callable[[], None]] = []
         self._notice: asyncio.Handle | None = None
-        self._ears = tuple(_Ear() for _ in self.views)
+        self._ears: dict[ReplicaView, _Ear] = {}
+        self._tasks: asyncio.TaskGroup | None = None  # while it runs
+        self.set_members(replicas)
 
     def __repr__(self) -> str:
         reachable = sum(view.report is not None for view in self.views)
         usable = sum(view.usable for view in self.views)
         return f"ReplicaSet({len(self.views)} replicas, {reachable} reachable, {usable} usable)"
+
+    def set_members(self, replicas: Sequence[tuple[str, str]], leaving: Collection[str] = ()) -> None:
+        """The replicas there are from now on: (name, base URL) of each, e.g. ("replica-0", "http://127.0.0.1:18081").
+
+        leaving: names of those that take no new requests. Whoever is not listed is gone. The same list changes nothing; a
+        known name at another address is another replica.
+        """
+        known = {(view.name, view.url): view for view in self._ears}
+        stay: list[ReplicaView] = []
+        leave: list[ReplicaView] = []
+        for name, url in replicas:
+            view = known.pop((name, url.rstrip("/")), None) or self._met(name, url.rstrip("/"))
+            (leave if name in leaving else stay).append(view)
+        if (tuple(stay), tuple(leave)) == (self.views, self.leaving) and not known:
+            return
+        for index, view in enumerate(stay):
+            view.index, view.standing = index, "member"
+        for view in leave:
+            view.standing = "leaving"
+        self.views, self.leaving = tuple(stay), tuple(leave)
+        for view in known.values():
+            self._part(view)
+        self._changed()
+
+    def _met(self, name: str, url: str) -> ReplicaView:
+        view = ReplicaView(0, name, url)
+        self._ears[view] = _Ear()
+        if self._tasks is not None:
+            self._listen(self._tasks, view)
+        return view
+
+    def _part(self, view: ReplicaView) -> None:
+        view.standing = "gone"
+        ear = self._ears.pop(view)
+        ear.calm()
+        if ear.watch is not None:
+            ear.watch.cancel()
+        view.report = None
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every change of any report or of reachability."""
@@ -102,14 +148,23 @@ class ReplicaSet:
 
     def refused(self, view: ReplicaView) -> None:
         """The data path was refused a connection: without an event stream either, the replica is dead."""
-        if not self._ears[view.index].connected:
+        ear = self._ears.get(view)
+        if ear is not None and not ear.connected:
             self._lost(view)
 
     async def run(self) -> None:
-        """Watch all event streams until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for view in self.views:
-                tasks.create_task(self._watch(view), name=f"events of {view.name}")
+        """Watch all event streams, of those that join meanwhile too, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for view in self._ears:
+                    self._listen(tasks, view)
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+
+    def _listen(self, tasks: asyncio.TaskGroup, view: ReplicaView) -> None:
+        self._ears[view].watch = tasks.create_task(self._watch(view), name=f"events of {view.name}")
 
     async def _watch(self, view: ReplicaView) -> None:
         backoff_s = self._backoff_s_min
@@ -137,7 +192,7 @@ class ReplicaSet:
         stream = await open_stream(
             view.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header
         )
-        self._ears[view.index].stream = stream
+        self._ears[view].stream = stream
         try:
             seen, quiet_checks = 0, 0
             while quiet_checks < SILENCE_CHECKS:
@@ -160,7 +215,7 @@ class ReplicaSet:
         except (msgspec.MsgspecError, ValueError):
             self._lost(view)  # whoever speaks there is not the replica that was heard before
             raise
-        ear = self._ears[view.index]
+        ear = self._ears[view]
         ear.calm()
         if report.boot != ear.boot:
             ear.boot = report.boot
@@ -171,18 +226,19 @@ class ReplicaSet:
 
     def _doubt(self, view: ReplicaView) -> None:
         """The event stream is gone: the report goes too, unless another one comes in time."""
-        ear = self._ears[view.index]
+        ear = self._ears[view]
         if view.report is not None and ear.doubt is None:
             ear.doubt = asyncio.get_running_loop().call_later(self._grace_s, self._lost, view)
 
     def _lost(self, view: ReplicaView) -> None:
-        self._ears[view.index].calm()
+        if (ear := self._ears.get(view)) is not None:
+            ear.calm()
         if view.report is not None:
             view.report = None
             self._changed()
 
     def _changed(self) -> None:
-        if self._notice is None:
+        if self._notice is None and self._callbacks:
             self._notice = asyncio.get_running_loop().call_soon(self._notify)
 
     def _notify(self) -> None:
@@ -195,6 +251,7 @@ class ReplicaSet:
 class _Ear:
     """How one replica is heard."""
 
+    watch: asyncio.Task[None] | None = None
     stream: ResponseStream | None = None  # the last event stream
     boot: str | None = None  # the last one heard of
     doubt: asyncio.TimerHandle | None = None  # ends the report's grace

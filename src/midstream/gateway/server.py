@@ -64,18 +64,15 @@ class Gateway:
             body_idle_s=body_idle_s,
         )
         self._control = _ControlServer(control_app)
-        self._pools = [
-            self._tcp_pool(view.url, settings.connect_timeout_s)
-            for view in deployments.default.replicas.views
-        ]
+        self._connect_timeout_s = settings.connect_timeout_s
         connect = functools.partial(self._loop.create_unix_connection, path=self._control.path)
-        self._control_pool = UpstreamPool(connect, settings.connect_timeout_s)
+        control = UpstreamPool(connect, settings.connect_timeout_s)
         self.proxy = Proxy(
             settings,
             deployments,
             metrics,
-            self._pools,
-            self._control_pool,
+            self._tcp_pool,
+            control,
             replica_token=replica_token,
             unreachable_s=unreachable_s,
         )
@@ -83,7 +80,7 @@ class Gateway:
         self._timeouts: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Gateway({len(self.proxy.clients)} connections, {self._pools}, control {self._control_pool})"
+        return f"Gateway({len(self.proxy.clients)} connections, {len(self.proxy.upstreams)} replicas)"
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError when it cannot listen there."""
@@ -125,8 +122,7 @@ class Gateway:
                 await self.proxy.all_left()
         for client in list(self.proxy.clients):
             client.reset()
-        for pool in (*self._pools, self._control_pool):
-            pool.close()
+        self.proxy.close()
         if self._timeouts is not None:
             self._timeouts.cancel()
             await asyncio.gather(self._timeouts, return_exceptions=True)
@@ -140,10 +136,10 @@ class Gateway:
             for client in list(self.proxy.clients):
                 client.check_deadline(now)
 
-    def _tcp_pool(self, url: str, connect_timeout_s: float) -> UpstreamPool:
+    def _tcp_pool(self, url: str) -> UpstreamPool:
         parts = urlsplit(url)
         connect = functools.partial(self._loop.create_connection, host=parts.hostname, port=parts.port or 80)
-        return UpstreamPool(connect, connect_timeout_s)
+        return UpstreamPool(connect, self._connect_timeout_s)
 
 
 class _ControlServer:

@@ -1,4 +1,4 @@
-"""Which session a request belongs to, and where each known session lives.
+"""Which session a request belongs to, where each known session lives, and which model a body names.
 
 Always holds: the table never exceeds its bound (the least recently used session goes first). A body is parsed only when
 no header names a session and the bytes of a field's name with a colon after it occur anywhere in it, nested objects
@@ -28,7 +28,12 @@ class _BodyFields(msgspec.Struct):
     user: str | None = None
 
 
+class _BodyModel(msgspec.Struct):
+    model: str | None = None
+
+
 _decoder = msgspec.json.Decoder(_BodyFields)
+_model_decoder = msgspec.json.Decoder(_BodyModel)
 
 
 def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
@@ -50,6 +55,14 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
     return session_from_body(fields.prompt_cache_key, fields.user)
 
 
+def body_model(body: bytes) -> str | None:
+    """The top-level `model` of a body, as JSON says it; None when there is none, or no text, or no JSON object."""
+    try:
+        return _model_decoder.decode(body).model
+    except msgspec.MsgspecError:
+        return None
+
+
 def _text(value: bytes) -> str:
     try:
         return value.strip().decode()
@@ -58,11 +71,11 @@ def _text(value: bytes) -> str:
 
 
 class SessionTable:
-    """(tenant, key) -> replica index, bounded."""
+    """(tenant, key) -> name of a replica, bounded."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
-        self._homes: OrderedDict[Session, int] = OrderedDict()
+        self._homes: OrderedDict[Session, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -70,16 +83,16 @@ class SessionTable:
     def __repr__(self) -> str:
         return f"SessionTable({len(self._homes)} of at most {self._max_sessions} sessions)"
 
-    def home(self, session: Session) -> int | None:
+    def home(self, session: Session) -> str | None:
         """Where the session lives; asking counts as use."""
-        index = self._homes.get(session)
-        if index is not None:
+        home = self._homes.get(session)
+        if home is not None:
             self._homes.move_to_end(session)
-        return index
+        return home
 
-    def settle(self, session: Session, index: int) -> None:
-        """The session lives on replica `index` from now on."""
-        self._homes[session] = index
+    def settle(self, session: Session, replica: str) -> None:
+        """The session lives on `replica` from now on."""
+        self._homes[session] = replica
         self._homes.move_to_end(session)
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)
