@@ -71,6 +71,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     port: int = 8080
     bucket: str | None = None  # None: file://<state-dir>/bucket
+    # What a replica's snapshots may take on disk, e.g. "20GiB"; None: what is in use and one snapshot more.
+    snapshot_cache: str | None = None
     transition: Literal["async", "sync"] = "async"
     state_dir: str = ".midstream"
     account: str = "local"
@@ -117,6 +119,8 @@ def check_name(what: str, name: str) -> None:
 def _checked(settings: Settings) -> Settings:
     if settings.embedded.kv_cache_memory is not None:
         parse_size("embedded.kv_cache_memory", settings.embedded.kv_cache_memory)
+    if settings.snapshot_cache is not None:
+        parse_size("snapshot_cache", settings.snapshot_cache)
     check_name("account", settings.account)
     check_name("deployment", settings.deployment)
     gateway = settings.gateway

@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("embedded", "vllm"), help=f"(default: {default.engine})")
     parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
     parser.add_argument("--port", type=int, help=f"0 takes a free one (default: {default.port})")
-    parser.add_argument("--bucket", help="where snapshots appear, file:///DIR (default: STATE_DIR/bucket)")
+    parser.add_argument(
+        "--bucket",
+        help="where snapshots appear, file:///DIR, s3://BUCKET/PREFIX, gs:// or az:// (default: STATE_DIR/bucket)",
+    )
     parser.add_argument(
         "--transition",
         choices=("async", "sync"),

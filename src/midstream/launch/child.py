@@ -33,6 +33,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     engine: EngineSettings
     log_level: str
+    cache_bytes: int | None = None  # bound of cache_dir; None: what is in use and one snapshot more
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,11 +24,19 @@ from typing import IO
 import httpx
 import msgspec
 
-from midstream.config import EngineSettings, Settings, check_name, deployment_resource, model_resource
+from midstream.config import (
+    EngineSettings,
+    Settings,
+    check_name,
+    deployment_resource,
+    model_resource,
+    parse_size,
+)
 from midstream.errors import ConfigError
 from midstream.launch.child import STOP_GRACE_S, GatewaySpec, Listening, ReplicaSpec
 from midstream.ledger import sqlite_url
-from midstream.snapshots.identity import check_bucket, file_url_path
+from midstream.snapshots.bucket import check_settings
+from midstream.snapshots.identity import parse_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -180,11 +188,13 @@ def locked(state_dir: Path) -> Iterator[None]:
 
 
 def bucket_url(settings: Settings) -> str:
-    """The bucket's URL; its directory is made. Raises ConfigError."""
+    """The bucket's URL; a local one's directory is made. Raises ConfigError."""
     bucket = settings.bucket or (Path(settings.state_dir).absolute() / "bucket").as_uri()
-    check_bucket(bucket)
+    check_settings(bucket)
+    place = parse_bucket(bucket)
     try:
-        file_url_path(bucket).mkdir(parents=True, exist_ok=True)
+        if place.kind == "file":
+            Path(place.path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--bucket {bucket}: {error.strerror or error}") from error
     return bucket
@@ -214,6 +224,9 @@ def plan(settings: Settings, name: str, model_dir: Path) -> tuple[list[Child], C
             token=token,
             engine=_engine_settings(settings),
             log_level=settings.log_level,
+            cache_bytes=None
+            if settings.snapshot_cache is None
+            else parse_size("snapshot_cache", settings.snapshot_cache),
         )
         for i in range(settings.replicas)
     ]

@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
 from midstream.engine.base import EngineDied
 from midstream.engine.embedded.process import EmbeddedEngine
-from midstream.errors import ConfigError, SnapshotError, SnapshotIncompatible
+from midstream.errors import ConfigError, SnapshotError
 from midstream.launch.child import (
     STOP_GRACE_S,
     Announcer,
@@ -32,45 +30,11 @@ from midstream.names import ServedNames
 from midstream.replica.admission import Door
 from midstream.replica.chat import TextModel
 from midstream.replica.replica import Replica
-from midstream.replica.runner import SnapshotSource
 from midstream.replica.server import ReplicaServer
+from midstream.replica.source import CachedSource
 from midstream.snapshots.cache import SnapshotCache
-from midstream.snapshots.layout import CheckpointSpec
+from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.layout import read_spec as read_checkpoint
-from midstream.snapshots.store import fetch_snapshot
-from midstream.snapshots.verify import check_compatible
-from midstream.types import Desired, Hint
-
-logger = logging.getLogger(__name__)
-
-CACHED_SNAPSHOTS = 1  # kept on disk besides the one that serves
-
-
-class CachedSource(SnapshotSource):
-    """Snapshots from a bucket through the local cache."""
-
-    def __init__(self, cache: SnapshotCache, base: CheckpointSpec) -> None:
-        self._cache = cache
-        self._base = base
-
-    async def fetch(self, desired: Desired) -> Path:
-        assert desired.url is not None
-        path = self._cache.path(desired.snapshot)
-        await fetch_snapshot(desired.url, path, fingerprint=desired.fingerprint)
-        return path
-
-    async def rebuild(self, desired: Desired) -> Path:
-        raise SnapshotIncompatible(f"{desired.snapshot} is incremental, which this server does not take")
-
-    async def verify(self, path: Path, desired: Desired) -> None:
-        spec = await asyncio.to_thread(read_checkpoint, path)
-        check_compatible(self._base, spec, frozenset(desired.ignore_config))
-
-    async def release(self, keep: Sequence[Desired]) -> None:
-        await asyncio.to_thread(self._cache.prune, {desired.snapshot for desired in keep})
-
-    async def prefetch(self, hint: Hint) -> None:
-        logger.debug("nothing is fetched before %s is signalled", hint.snapshot)
 
 
 async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
@@ -82,7 +46,10 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
         text=TextModel.load(model_dir),
         requests_max=spec.engine.max_running + spec.engine.max_waiting,
         source=CachedSource(
-            SnapshotCache(Path(spec.cache_dir), CACHED_SNAPSHOTS), read_checkpoint(model_dir)
+            ChainFetcher(
+                SnapshotCache(Path(spec.cache_dir), spec.cache_bytes), threads=spec.engine.threads or None
+            ),
+            read_checkpoint(model_dir),
         ),
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,

@@ -1,57 +1,141 @@
-"""Where a replica keeps the snapshots it has fetched, and which of them it keeps.
+"""Where a replica keeps the snapshots it has fetched or rebuilt, within how much room, and which of them go first.
 
-Always holds: different identities have different directories; `prune` never removes an identity it was told
-to keep; directories appear whole (fetch_snapshot renames them), so whatever `path` finds is complete. The
-root belongs to one replica process: opening a cache removes what an interrupted fetch left there.
+Always holds: directories appear whole (by a rename), so whatever `whole` or `delta` finds has been complete once; two contents
+have two directories, whatever they are called; what the caller keeps is never removed; what was used least recently
+goes first. The root belongs to one replica process: opening a cache removes what is no use after an interruption, and
+everything when the machine was started anew meanwhile, for then the disk may lack what was written last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from midstream.snapshots.store import TEMPORARY_PREFIX
+import msgspec
+
+from midstream.errors import SnapshotError
+from midstream.snapshots.fetch import PARTIAL_PREFIX, TEMPORARY_PREFIX
+from midstream.snapshots.messages import shown
+from midstream.snapshots.store import directory_bytes
+from midstream.types import SnapshotFiles
+
+BOOT_FILE = ".boot"
+_KERNEL_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+OTHERS_KEPT = 1  # without a bound in bytes: snapshots that stay besides those in use
+
+
+@dataclass(frozen=True)
+class _Entry:
+    path: Path
+    size: int  # bytes
+    used_ns: int
 
 
 class SnapshotCache:
-    """`keep`: how many snapshots stay on disk besides those `prune` is told to keep, the newest first."""
+    """`bytes_max`: how much all of it may take, also while a snapshot is being fetched; None: what is in use and one more."""
 
-    def __init__(self, root: Path, keep: int) -> None:
-        if keep < 0:
-            raise ValueError(f"keep must be at least 0, got {keep}")
+    def __init__(self, root: Path, bytes_max: int | None = None) -> None:
         self.root = root
-        self.keep = keep
+        self.bytes_max = bytes_max
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(f"{TEMPORARY_PREFIX}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        same_boot = _note_boot(root)
+        for path in root.iterdir():
+            if path.is_dir() and not (same_boot and _lasting(path)):
+                shutil.rmtree(path, ignore_errors=True)
 
     def __repr__(self) -> str:
-        return f"<SnapshotCache {self.root} snapshots={len(self._directories())} keep={self.keep}>"
+        entries = self._entries()
+        bound = "unbounded" if self.bytes_max is None else self.bytes_max
+        size = sum(entry.size for entry in entries)
+        return f"<SnapshotCache {self.root} entries={len(entries)} bytes={size} of {bound}>"
 
-    def path(self, identity: str) -> Path:
-        """The directory of `identity`, whether or not it has been fetched."""
-        return self.root / directory_name(identity)
+    def whole(self, chain: Sequence[SnapshotFiles]) -> Path:
+        """Where the whole files are that `chain` (a full snapshot, then deltas) ends in; they need not be there."""
+        return self.root / entry_name(chain[-1].snapshot, chain)
 
-    def prune(self, keep: Iterable[str] = ()) -> None:
-        """Remove all but the identities in `keep` and the `self.keep` newest of the others."""
-        kept = {directory_name(identity) for identity in keep}
-        others = [d for d in self._directories() if d.name not in kept]
-        others.sort(key=lambda d: (d.stat().st_mtime_ns, d.name), reverse=True)
-        for directory in others[self.keep :]:
-            # Renamed first: a removal cut short must not leave half a snapshot under its name.
-            doomed = directory.with_name(TEMPORARY_PREFIX + directory.name)
-            directory.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+    def delta(self, link: SnapshotFiles) -> Path:
+        """Where the own files of an incremental snapshot are; they need not be there."""
+        return self.root / entry_name(f"delta-{link.snapshot}", [link])
 
-    def _directories(self) -> list[Path]:
-        return [d for d in self.root.iterdir() if d.is_dir() and not d.name.startswith(".")]
+    def touch(self, path: Path) -> None:
+        """`path` is used now."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)
+
+    def drop(self, path: Path) -> None:
+        """Remove one directory, if it is there."""
+        # Renamed first: a removal cut short must not leave half a snapshot under its name.
+        doomed = path.with_name(TEMPORARY_PREFIX + path.name)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def make_room(self, needed: int, keep: Collection[Path], what: str) -> None:
+        """Make room for `needed` bytes more, without removing any of `keep`. Raises SnapshotError that names `what`."""
+        if self.bytes_max is None:
+            return
+        entries = self._entries()
+        used = sum(entry.size for entry in entries)
+        for entry in sorted(entries, key=lambda e: e.used_ns):
+            if used + needed <= self.bytes_max:
+                return
+            if entry.path not in keep:
+                self.drop(entry.path)
+                used -= entry.size
+        if used + needed > self.bytes_max:
+            raise SnapshotError(
+                f"{shown(what)}: {needed} bytes do not fit into the snapshot cache, which is bounded to {self.bytes_max} "
+                f"and holds {used} that are in use; a larger snapshot_cache is needed"
+            )
+
+    def prune(self, keep: Collection[Path]) -> None:
+        """Remove what is over the bound, `keep` excepted: the least recently used first."""
+        others = sorted(
+            (e for e in self._entries() if e.path not in keep), key=lambda e: e.used_ns, reverse=True
+        )
+        if self.bytes_max is None:
+            for entry in others[OTHERS_KEPT:]:
+                self.drop(entry.path)
+            return
+        used = sum(entry.size for entry in self._entries())
+        while others and used > self.bytes_max:
+            entry = others.pop()
+            self.drop(entry.path)
+            used -= entry.size
+
+    def _entries(self) -> list[_Entry]:
+        entries = []
+        for path in self.root.iterdir():
+            if path.is_dir() and not path.name.startswith(TEMPORARY_PREFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    entries.append(_Entry(path, directory_bytes(path), path.stat().st_mtime_ns))
+        return entries
 
 
-def directory_name(identity: str) -> str:
-    """A file name for `identity`: its readable beginning, and a digest that tells it from every other."""
-    readable = re.sub(r"[^A-Za-z0-9_-]", "_", identity)[:40]
-    digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
+def entry_name(name: str, chain: Sequence[SnapshotFiles]) -> str:
+    """A file name for the content of `chain`: the readable beginning of `name`, and a digest of the whole content."""
+    readable = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40]
+    content = [(f.snapshot, f.url, f.fingerprint, f.compression) for f in chain]
+    digest = hashlib.sha256(msgspec.json.encode([name, content])).hexdigest()
     return f"{readable}-{digest[:40]}"
+
+
+def _lasting(path: Path) -> bool:
+    return path.name.startswith(PARTIAL_PREFIX) or not path.name.startswith(".")
+
+
+def _note_boot(root: Path) -> bool:
+    """Whether the machine still runs as it did when the cache was last opened."""
+    try:
+        now = _KERNEL_BOOT_ID.read_text()
+    except OSError:  # no Linux: nothing is known, so what was written is not relied on
+        return False
+    before = (root / BOOT_FILE).read_text() if (root / BOOT_FILE).exists() else None
+    (root / BOOT_FILE).write_text(now)
+    return before == now

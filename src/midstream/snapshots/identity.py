@@ -1,18 +1,43 @@
 """What a snapshot may be called, and where its files lie. Pure.
 
 Always holds: two accepted identities never name the same directory, and no accepted identity names a place
-outside its bucket: every segment between slashes is a plain name.
+outside its bucket: every segment between slashes is a plain name. A bucket URL that is accepted holds no secret, and no
+message here shows the part of a refused one where secrets lie.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote, unquote, urlsplit
 
 from midstream.errors import ConfigError, SnapshotRefused
+from midstream.snapshots.messages import shown
 from midstream.types import BASE_SNAPSHOT
 
 MAX_IDENTITY_CHARS = 512
+URL_CHARS = 400  # of a URL in a message
+
+_SCHEMES: Mapping[str, Literal["file", "s3", "gs", "az"]] = {
+    "file": "file",
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "az": "az",
+    "azure": "az",
+    "abfs": "az",
+    "abfss": "az",
+}
+_AZURE_HOSTS = (
+    ".dfs.core.windows.net",
+    ".blob.core.windows.net",
+    ".dfs.fabric.microsoft.com",
+    ".blob.fabric.microsoft.com",
+)
+_CONTAINER = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 
 
 def check_identity(identity: str) -> None:
@@ -48,15 +73,84 @@ def _why_refused(identity: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a bucket URL names. `path`: of the directory; absolute for a file, else without leading or trailing slash."""
+
+    kind: Literal["file", "s3", "gs", "az"]
+    container: str  # the bucket's name; empty for a file
+    path: str
+    account: str | None = None  # Azure: the storage account, when the URL names it
+    host: str | None = None  # Azure: the account's host, when the URL names it
+
+
+def parse_bucket(bucket: str) -> Place:
+    """What `bucket`, or a directory in it, is. Raises ConfigError on what is not a bucket's URL.
+
+    file:///absolute/path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, and for Azure also
+    abfss://container@account.dfs.core.windows.net/prefix. Special characters are percent-encoded. Credentials never
+    belong into it: they come from the environment.
+    """
+    try:
+        parts = urlsplit(bucket)
+        userinfo, _, host = parts.netloc.rpartition("@")
+    except ValueError as error:
+        raise ConfigError(f"bucket {public_url(bucket)!r}: is not a URL") from error
+    kind = _SCHEMES.get(parts.scheme)
+    if kind is None:
+        raise ConfigError(
+            f"bucket {public_url(bucket)!r}: write file:///absolute/path, s3://bucket/prefix, gs://bucket/prefix or "
+            "az://container/prefix"
+        )
+    azure_host = kind == "az" and userinfo and host.endswith(_AZURE_HOSTS)
+    if (userinfo and not azure_host) or ":" in userinfo:
+        raise ConfigError(
+            f"bucket {public_url(bucket)!r}: no user or password belongs into the URL; credentials are taken from the "
+            "environment"
+        )
+    if parts.query or parts.fragment or "?" in bucket or "#" in bucket:
+        raise ConfigError(f"bucket {public_url(bucket)!r}: write it with '?' and '#' percent-encoded")
+    path = unquote(parts.path)
+    if why := _why_no_path(kind, path):
+        raise ConfigError(f"bucket {public_url(bucket)!r}: {why}")
+    if kind == "file":
+        if host not in ("", "localhost"):
+            raise ConfigError(
+                f"bucket {public_url(bucket)!r}: a file URL cannot name a host; write file:///absolute/path"
+            )
+        return Place(kind, "", path)
+    container = userinfo if azure_host else host
+    if not _CONTAINER.fullmatch(container):
+        raise ConfigError(f"bucket {public_url(bucket)!r}: {shown(container)!r} is not a bucket's name")
+    if not azure_host:
+        return Place(kind, container, path.strip("/"))
+    return Place(kind, container, path.strip("/"), account=host.partition(".")[0], host=host)
+
+
+def _why_no_path(kind: str, path: str) -> str | None:
+    if kind == "file" and not path.startswith("/"):
+        return "write file:///absolute/path"
+    if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF or c == "\ufffd" for c in path):
+        return "the path must be valid Unicode without control characters"
+    segments = path.strip("/").split("/") if kind != "file" else path.split("/")
+    if any(s in (".", "..") for s in segments) or (kind != "file" and path.strip("/") and "" in segments):
+        return "the path must be made of names separated by single slashes, none of them '.' or '..'"
+    return None
+
+
+def public_url(url: str) -> str:
+    """`url` as it may be shown: without user, password, query and fragment, where secrets lie."""
+    start = re.split(r"[?#]", url, maxsplit=1)[0]
+    scheme, separator, rest = start.partition("://")
+    netloc, slash, path = rest.partition("/")
+    userinfo, at, host = netloc.rpartition("@")
+    shown_user = userinfo.partition(":")[0] + at if host.endswith(_AZURE_HOSTS) else ""
+    return shown(f"{scheme}{separator}{shown_user}{host}{slash}{path}" if separator else start, URL_CHARS)
+
+
 def check_bucket(bucket: str) -> None:
-    """Raise ConfigError unless `bucket` is a URL snapshots can be fetched from."""
-    parts = urlsplit(bucket)
-    if parts.scheme != "file":
-        raise ConfigError(f"bucket {bucket!r}: only file:///absolute/path is supported so far")
-    if parts.netloc not in ("", "localhost"):
-        raise ConfigError(f"bucket {bucket!r}: a file URL cannot name a host; write file:///absolute/path")
-    if not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise ConfigError(f"bucket {bucket!r}: write file:///absolute/path, with '?' and '#' percent-encoded")
+    """Raise ConfigError unless `bucket` is a URL snapshots can be fetched from (see parse_bucket)."""
+    parse_bucket(bucket)
 
 
 def snapshot_url(bucket: str, identity: str) -> str:
@@ -67,5 +161,7 @@ def snapshot_url(bucket: str, identity: str) -> str:
 
 def file_url_path(url: str) -> Path:
     """The local path a file:// URL names. Raises ConfigError on any other URL."""
-    check_bucket(url)
-    return Path(unquote(urlsplit(url).path))
+    place = parse_bucket(url)
+    if place.kind != "file":
+        raise ConfigError(f"bucket {public_url(url)!r}: is not a file:// URL")
+    return Path(place.path)

@@ -1,0 +1,257 @@
+"""From what a snapshot stands on to its whole files on this machine: fetches what is missing, rebuilds link after link.
+
+Owns: one replica's cache while snapshots are fetched into it.
+Always holds:
+- A whole directory is found under a digest of the whole chain it came from, so no other content is ever taken for it.
+- A chain starts at its newest link whose whole files are here, else at the full snapshot; nothing else is ever a parent.
+- A link that cannot be applied to files found in the cache is tried once more on files made anew from the bucket, which
+  replace them; a delta that is bad itself leaves the cached parent as it was or replaces it by an equal one.
+- What serves, and what the attempt in work needs, is never evicted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible
+from midstream.snapshots.cache import SnapshotCache
+from midstream.snapshots.delta import rebuild
+from midstream.snapshots.fetch import (
+    PARTS_IN_FLIGHT,
+    TEMPORARY_PREFIX,
+    Progress,
+    fetch_listed,
+    finished,
+    move_into_place,
+    partial_directory,
+    prefetch_files,
+)
+from midstream.snapshots.store import (
+    Listing,
+    directory_bytes,
+    is_whole,
+    list_snapshot,
+    write_own_listing,
+)
+from midstream.types import SnapshotFiles
+
+log = logging.getLogger(__name__)
+
+HINTS_KEPT = 4  # snapshots whose early files outlive a release
+
+Chain = Sequence[SnapshotFiles]
+
+
+class ChainFetcher:
+    """`threads`: what a rebuild computes with; None: one per core."""
+
+    def __init__(self, cache: SnapshotCache, threads: int | None = None) -> None:
+        self._cache = cache
+        self._threads = threads
+        self._slots = asyncio.Semaphore(PARTS_IN_FLIGHT)
+        self._in_use: frozenset[Path] = frozenset()  # as of the last release
+        self._hinted: list[Path] = []  # partial directories, the latest last
+        self._hinting = asyncio.Lock()
+        self._fresh: Path | None = None  # fetched by the last `fetch`: a delta that fails on it is bad itself
+        self._proved: set[Path] = set()  # made anew after a delta failed on them: the same
+
+    async def fetch(self, chain: Chain, progress: Progress | None = None) -> Path | None:
+        """The whole files of `chain`, if they are here or in the bucket as they are; None: `rebuild` has to make them.
+
+        All that a rebuild needs is then here. Raises SnapshotError.
+        """
+        start = await asyncio.to_thread(self._newest_whole, chain)
+        if start == len(chain) - 1 and _known(chain):
+            path = self._cache.whole(chain)
+            self._cache.touch(path)
+            return path
+        await self._fetch_from(chain, start, progress)
+        self._fresh = self._cache.whole(chain[:1]) if start < 0 else None
+        return self._cache.whole(chain) if len(chain) == 1 else None
+
+    async def rebuild(self, chain: Chain) -> Path:
+        """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault."""
+        start = await asyncio.to_thread(self._newest_whole, chain)
+        found = self._cache.whole(chain[: max(start, 0) + 1])
+        try:
+            await self._rebuild_from(chain, start)
+        except SnapshotCorrupt as error:
+            if start < 0 or found == self._fresh or found in self._proved:
+                raise
+            log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
+            await self._replay(chain, error)
+            self._proved.add(found)
+        return self._cache.whole(chain)
+
+    async def prefetch(self, url: str, names: Iterable[str]) -> None:
+        """Fetch files early that a later `fetch` will want. Raises SnapshotError."""
+        partial = partial_directory(self._cache.root, url)
+        self._hinted = [*(p for p in self._hinted if p != partial), partial][-HINTS_KEPT:]
+        async with self._hinting:
+            await prefetch_files(url, self._cache.root, names, slots=self._slots)
+
+    async def release(self, keep: Sequence[Chain]) -> None:
+        """Only what `keep` needs is in use from now on: the whole files, or what they will be made of."""
+        self._in_use = frozenset(await asyncio.to_thread(self._needed, keep))
+        await asyncio.to_thread(self._cache.prune, self._in_use | set(self._hinted))
+
+    def _needed(self, keep: Sequence[Chain]) -> set[Path]:
+        return {path for chain in keep for path in self._attempt(chain, self._newest_whole(chain))}
+
+    def _attempt(self, chain: Chain, start: int) -> set[Path]:
+        """All that loading `chain` from its link `start` on (-1: from nothing) touches, inner links excepted."""
+        links = chain[max(start, 0) + 1 :]
+        return {
+            self._cache.whole(chain),
+            self._cache.whole(chain[: max(start, 0) + 1]),
+            *(self._cache.delta(link) for link in links),
+            *(partial_directory(self._cache.root, link.url) for link in (*links, *chain[:1])),
+        }
+
+    def _newest_whole(self, chain: Chain) -> int:
+        """Index of the newest link whose whole files are here; -1: none. Links of unknown content do not count."""
+        for i in reversed(range(len(chain))):
+            if _known(chain[: i + 1]):
+                own = chain[0].fingerprint if i == 0 else None
+                if is_whole(self._cache.whole(chain[: i + 1]), own):
+                    return i
+        return -1
+
+    async def _fetch_from(
+        self, chain: Chain, start: int, progress: Progress | None = None, *, anew: bool = False
+    ) -> None:
+        """Fetch the full snapshot (start -1) and the own files of the links after `start`, all together."""
+        wanted = [(self._cache.whole(chain[:1]), chain[0])] if start < 0 else []
+        wanted += [(self._cache.delta(link), link) for link in chain[max(start, 0) + 1 :]]
+        listed: list[tuple[Path, Listing]] = []
+        for path, link in wanted:
+            known = link.fingerprint is not None
+            if anew or not known or not await asyncio.to_thread(is_whole, path, link.fingerprint):
+                listed.append((path, await list_snapshot(link.url, link.fingerprint)))
+            else:
+                self._cache.touch(path)
+        await asyncio.to_thread(self._make_room_for, chain, start, listed)
+        meters = _Meters(len(listed), progress)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i, (path, listing) in enumerate(listed):
+                    meter = meters.one(i, listing.size)
+                    group.create_task(fetch_listed(listing, path, meter, slots=self._slots))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _make_room_for(self, chain: Chain, start: int, listed: list[tuple[Path, Listing]]) -> None:
+        partials = (partial_directory(self._cache.root, listing.url) for _, listing in listed)
+        have = sum(directory_bytes(path) for path in partials if path.is_dir())
+        needed = max(0, sum(listing.size for _, listing in listed) - have)
+        self._cache.make_room(needed, self._kept(chain, start), chain[-1].snapshot)
+
+    def _kept(self, chain: Chain, start: int) -> frozenset[Path]:
+        return self._in_use | self._attempt(chain, start)
+
+    async def _replay(self, chain: Chain, cause: SnapshotError) -> None:
+        """Everything from the bucket again; what is in the cache is replaced as its successor is ready."""
+        try:
+            for link in chain[1:]:
+                await finished(self._cache.drop, self._cache.delta(link))
+            await self._fetch_full_anew(chain)
+            await self._rebuild_from(chain, 0)
+        except SnapshotError as error:
+            if str(error) == str(cause):
+                raise
+            raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
+
+    async def _fetch_full_anew(self, chain: Chain) -> None:
+        """Beside the old copy, which goes only when the new one is there."""
+        full = self._cache.whole(chain[:1])
+        listing = await list_snapshot(chain[0].url, chain[0].fingerprint)
+        await asyncio.to_thread(self._make_room_for, chain, -1, [(full, listing)])
+        fresh = self._cache.root / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        try:
+            await fetch_listed(listing, fresh, slots=self._slots)
+            await finished(move_into_place, fresh, full)
+        finally:
+            await finished(_remove, fresh)
+
+    async def _rebuild_from(self, chain: Chain, start: int) -> None:
+        await self._fetch_from(chain, start)
+        made: list[Path] = []
+        for i in range(max(start, 0) + 1, len(chain)):
+            await self._apply(chain, i)
+            made.append(self._cache.whole(chain[: i + 1]))
+            for inner in made[:-1]:  # only the last is of use to anybody
+                if inner not in self._in_use:
+                    await finished(self._cache.drop, inner)
+            del made[:-1]
+        for link in chain[1:]:
+            await finished(self._cache.drop, self._cache.delta(link))
+
+    async def _apply(self, chain: Chain, i: int) -> None:
+        """The whole files of link `i` from those of the link before."""
+        parent, link = self._cache.whole(chain[:i]), chain[i]
+        if link.compression is None:
+            raise SnapshotIncompatible(f"{link.snapshot}: is a full snapshot and stands on nothing")
+        size = await asyncio.to_thread(directory_bytes, parent)
+        await asyncio.to_thread(
+            self._cache.make_room, size, self._kept(chain, i - 1), f"{link.snapshot}, rebuilt"
+        )
+        self._cache.touch(parent)
+        out = self._cache.root / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        stop = threading.Event()
+
+        def apply() -> None:
+            assert link.compression is not None
+            rebuild(
+                parent,
+                self._cache.delta(link),
+                out,
+                link.compression,
+                threads=self._threads,
+                cancelled=stop.is_set,
+            )
+            write_own_listing(out)
+            move_into_place(out, self._cache.whole(chain[: i + 1]))
+
+        try:
+            await finished(apply, on_cancel=stop.set)
+        except SnapshotError as error:
+            raise type(error)(f"{link.snapshot}, on {chain[i - 1].snapshot}: {error}") from error
+        except OSError as error:
+            raise SnapshotError(f"{link.snapshot}: cannot be rebuilt: {error.strerror or error}") from error
+        finally:
+            await finished(_remove, out)
+
+
+class _Meters:
+    """One progress of several fetches."""
+
+    def __init__(self, count: int, progress: Progress | None) -> None:
+        self._progress = progress
+        self._done = [0] * count
+        self._total = [0] * count
+
+    def one(self, i: int, total: int) -> Progress | None:
+        if self._progress is None:
+            return None
+        self._total[i] = total
+
+        def advance(done: int, _: int) -> None:
+            assert self._progress is not None
+            self._done[i] = done
+            self._progress(sum(self._done), sum(self._total))
+
+        return advance
+
+
+def _known(chain: Chain) -> bool:
+    return all(link.fingerprint is not None for link in chain)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
