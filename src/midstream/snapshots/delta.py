@@ -31,6 +31,7 @@ from midstream.snapshots.delta_files import (
     Progress,
     RebuildCancelled,
     checkpoint_tensors,
+    copy_index,
     copy_others,
     directory,
     length,
@@ -79,6 +80,7 @@ def rebuild(
                 write(targets[shard.name], piece, shard.old.ranges[name][0] + offset)
 
             _apply_all(shards, store, compression, threads, cancelled, progress)
+        copy_index(parent, work)
         copy_others(parent, work)
         copy_others(delta, work)
 

@@ -7,7 +7,6 @@ is refused before anything is computed; blobs of one shard at most are in memory
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from midstream.snapshots.delta_files import (
     Meter,
     Progress,
     checkpoint_tensors,
+    copy_index,
     copy_others,
     directory,
     length,
@@ -29,7 +29,7 @@ from midstream.snapshots.delta_files import (
     run,
     shard_names,
 )
-from midstream.snapshots.layout import INDEX_FILE, FileLayout, read_file_layout
+from midstream.snapshots.layout import FileLayout, read_file_layout
 from midstream.snapshots.messages import listed, shown, shown_value
 from midstream.types import CompressionFormat
 
@@ -118,8 +118,7 @@ def _encode(
             changed += sum(blob.changed for blob in blobs.values())
             bytes_out += sum(blob.size for blob in blobs.values())
             _write_delta_file(work / file, blobs)
-        if (parent / INDEX_FILE).exists():
-            shutil.copyfile(parent / INDEX_FILE, work / INDEX_FILE)
+        copy_index(parent, work)
         copy_others(others, work)
     return DeltaStats(len(tensors), changed, total, bytes_out, time.perf_counter() - started)
 

@@ -95,13 +95,17 @@ def directory(out: Path) -> Iterator[Path]:
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Copy what is no weights: configuration, tokenizer, templates, index."""
+    """Copy what neither is weights nor places them: configuration, tokenizer, templates. A later copy wins."""
     for path in sorted(source.iterdir()):
         name = path.name
-        if name.startswith(".") or name.endswith((".safetensors", *_PICKLED)) or not path.is_file():
-            continue
-        if name != INDEX_FILE or not (target / INDEX_FILE).exists():
+        weights = name == INDEX_FILE or name.endswith((".safetensors", *_PICKLED))
+        if not weights and not name.startswith(".") and path.is_file():
             shutil.copyfile(path, target / name)
+
+
+def copy_index(source: Path, target: Path) -> None:
+    if (source / INDEX_FILE).exists():
+        shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
 
 
 def length(where: tuple[int, int]) -> int:

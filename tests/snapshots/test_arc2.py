@@ -1,0 +1,223 @@
+"""Blobs and checksums of one tensor: the reference's own files, other frames than ours, and everything cut or wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import zlib
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream.snapshots.arc2 import (
+    PIECE_BYTES,
+    BlobError,
+    Encoder,
+    check_checksum_format,
+    compression_format,
+    decoded,
+)
+from midstream.types import CompressionFormat
+
+FORMATS: tuple[CompressionFormat, ...] = ("arc_v1", "arc_v2")
+
+
+def encode(
+    compression: CompressionFormat, old: bytes, new: bytes, level: int | None = None
+) -> tuple[bytes, str]:
+    encoder = Encoder(compression, len(old), level)
+    for start in range(0, len(old), PIECE_BYTES):
+        encoder.add(
+            memoryview(bytearray(old[start : start + PIECE_BYTES])),
+            memoryview(new)[start : start + PIECE_BYTES],
+        )
+    parts, checksum = encoder.finish()
+    return b"".join(parts), checksum
+
+
+def decode(compression: CompressionFormat, blob: bytes, size: int) -> bytes:
+    return b"".join(bytes(piece) for piece in decoded(compression, memoryview(blob), size))
+
+
+def xor(old: bytes, new: bytes) -> bytes:
+    return (np.frombuffer(old, np.uint8) ^ np.frombuffer(new, np.uint8)).tobytes()
+
+
+def sparse(size: int, every: int = 100) -> bytes:
+    data = np.zeros(size, np.uint8)
+    picked = np.random.default_rng(size).random(size) < 1 / every
+    data[picked] = np.random.default_rng(size + 1).integers(1, 256, picked.sum())
+    return data.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("arc_v1", "arc_v1"),
+        ("ARC_V2", "arc_v2"),
+        ("xor_one_to_one_zlib", "arc_v1"),
+        ("XOR_one_to_one_ZSTD", "arc_v2"),
+    ],
+)
+def test_formats_have_aliases_in_any_case(name: str, expected: str) -> None:
+    assert compression_format(name) == expected
+
+
+@pytest.mark.parametrize("name", ["arc_v3", "ARC_V3"])
+def test_the_format_with_pickles_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=r"(?i)'arc_v3' is not supported: it nests pickles"):
+        compression_format(name)
+
+
+@pytest.mark.parametrize("name", ["", "zstd", "arc_v4", "arc_v2 "])
+def test_unknown_formats_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name!r} is not supported: use arc_v2 or arc_v1"):
+        compression_format(name)
+
+
+def test_checksum_formats() -> None:
+    for name in (None, "alder32", "adler32", "Alder32", "ADLER32"):
+        check_checksum_format(name)
+    with pytest.raises(ValueError, match="'crc32' is not supported: use alder32"):
+        check_checksum_format("crc32")
+
+
+@pytest.mark.parametrize("compression", FORMATS)
+@pytest.mark.parametrize(
+    "size", [0, 1, 7, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 11]
+)
+def test_round_trip_at_the_edges_of_pieces(compression: CompressionFormat, size: int) -> None:
+    old = random.Random(size).randbytes(size)
+    new = xor(old, sparse(size))
+    blob, checksum = encode(compression, old, new)
+    assert checksum == str(zlib.adler32(new))
+    assert xor(old, decode(compression, blob, size)) == new
+    whole = zlib.decompress(blob) if compression == "arc_v1" else zstandard.decompress(blob)
+    assert whole == xor(old, new)
+
+
+@given(
+    st.sampled_from(FORMATS),
+    st.binary(max_size=300),
+    st.integers(0, 2**32),
+    st.sampled_from([None, 1, 9]),
+)
+def test_round_trip_of_any_bytes(
+    compression: CompressionFormat, new: bytes, seed: int, level: int | None
+) -> None:
+    old = random.Random(seed).randbytes(len(new))
+    blob, checksum = encode(compression, old, new, level)
+    assert checksum == str(zlib.adler32(new))
+    assert xor(old, decode(compression, blob, len(new))) == new
+
+
+def test_blobs_of_ours_are_one_frame_that_tells_its_size() -> None:
+    """The reference's decoder reads the size of the first frame only."""
+    difference = sparse(5 * PIECE_BYTES)
+    blob, _ = encode("arc_v2", bytes(len(difference)), difference)
+    assert zstandard.get_frame_parameters(blob).content_size == len(difference)
+    assert zstandard.ZstdDecompressor().decompress(blob) == difference
+
+
+def test_frames_without_size_with_checksum_and_several_in_a_blob() -> None:
+    data = sparse(2 * PIECE_BYTES + 5)
+    plain = zstandard.ZstdCompressor(write_content_size=False)
+    checked = zstandard.ZstdCompressor(write_checksum=True, write_content_size=False)
+    skippable = b"\x51\x2a\x4d\x18\x03\x00\x00\x00abc"
+    cut = [0, 10, PIECE_BYTES + 3, len(data)]
+    parts = [(plain, checked)[i % 2].compress(data[a:b]) for i, (a, b) in enumerate(pairwise(cut))]
+    for blob in (
+        plain.compress(data),
+        checked.compress(data),
+        b"".join(parts),
+        skippable.join(parts) + skippable,
+    ):
+        assert decode("arc_v2", blob, len(data)) == data
+    with pytest.raises(zstandard.ZstdError):  # the frames really have no size
+        zstandard.decompress(plain.compress(data))
+
+
+def test_a_frame_whose_own_checksum_is_wrong_is_refused() -> None:
+    blob = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(sparse(5000)))
+    blob[-1] ^= 1
+    with pytest.raises(BlobError, match="is not valid zstd"):
+        decode("arc_v2", bytes(blob), 5000)
+
+
+@pytest.mark.parametrize("compression", FORMATS)
+def test_a_blob_cut_anywhere_is_refused(compression: CompressionFormat) -> None:
+    """Also where all bytes can be had but the end of the frame is missing."""
+    data = sparse(3000)
+    compressors = {
+        "arc_v1": zlib.compress,
+        "arc_v2": zstandard.ZstdCompressor(write_checksum=True).compress,
+    }
+    blob = compressors[compression](data)
+    for end in range(len(blob)):
+        with pytest.raises(BlobError):
+            decode(compression, blob[:end], len(data))
+    assert decode(compression, blob, len(data)) == data
+
+
+@pytest.mark.parametrize("compression", FORMATS)
+@pytest.mark.parametrize("tail", [b"\0", b"garbage", b"\x28\xb5\x2f\xfd"])
+def test_anything_behind_the_blob_is_refused(compression: CompressionFormat, tail: bytes) -> None:
+    for size in (0, 3000, 70000):
+        blob, _ = encode(compression, bytes(size), sparse(size))
+        with pytest.raises(BlobError):
+            decode(compression, blob + tail, size)
+
+
+@pytest.mark.parametrize("compression", FORMATS)
+@pytest.mark.parametrize("size", [0, 1, 2999, 3001, 300000])
+def test_a_blob_of_another_size_is_refused(compression: CompressionFormat, size: int) -> None:
+    blob, _ = encode(compression, bytes(3000), sparse(3000))
+    with pytest.raises(BlobError, match=r"holds (3000 bytes, the tensor has|more than the)"):
+        decode(compression, blob, size)
+
+
+@pytest.mark.parametrize("compression", FORMATS)
+def test_a_bomb_costs_no_memory(compression: CompressionFormat) -> None:
+    size = 2**30
+    makers: dict[str, Any] = {
+        "arc_v1": lambda: zlib.compressobj(1),
+        "arc_v2": lambda: zstandard.ZstdCompressor().compressobj(size=size),
+    }
+    compressor = makers[compression]()
+    zeros = bytes(2**20)
+    blob = b"".join(compressor.compress(zeros) for _ in range(size // len(zeros))) + compressor.flush()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BlobError, match="holds more than the 1000 bytes"):
+        decode(compression, blob, 1000)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
+
+
+@given(st.sampled_from(FORMATS), st.binary(max_size=60), st.integers(0, 50))
+def test_any_bytes_either_decode_to_the_size_or_are_refused(
+    compression: CompressionFormat, blob: bytes, size: int
+) -> None:
+    with contextlib.suppress(BlobError):
+        assert len(decode(compression, blob, size)) == size
+
+
+@given(st.sampled_from(FORMATS), st.integers(0, 10**6), st.integers(1, 255))
+def test_a_flipped_byte_never_gives_more_or_less_bytes(
+    compression: CompressionFormat, position: int, flip: int
+) -> None:
+    blob = bytearray(encode(compression, bytes(2000), sparse(2000))[0])
+    blob[position % len(blob)] ^= flip
+    with contextlib.suppress(BlobError):
+        assert len(decode(compression, bytes(blob), 2000)) == 2000
+
+
+def test_our_frames_are_about_as_small_as_the_references() -> None:
+    """Level 3 is what the reference writes: ours may be 3 % larger."""
+    difference = sparse(4 * 10**6)
+    ours, _ = encode("arc_v2", bytes(len(difference)), difference)
+    assert len(ours) < 1.03 * len(zstandard.ZstdCompressor(level=3).compress(difference))
