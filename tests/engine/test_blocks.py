@@ -35,13 +35,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.references[block] = 1
         return block
 
-    @rule(block=held, tokens=st.integers(0, 3))
-    def index(self, block: int, tokens: int) -> None:
+    @rule(block=held, tokens=st.integers(0, 3), born=st.integers(0, 2))
+    def index(self, block: int, tokens: int, born: int) -> None:
         if not self.references.get(block) or block in self.content.values():
             return
         digest = block_hash(root_hash(b""), [tokens] * 4)
-        holder = self.pool.index(block, digest)
-        assert holder == self.content.setdefault(digest, block)
+        if digest not in self.content or self.pool.born(self.content[digest]) < born:
+            self.content[digest] = block
+        assert self.pool.index(block, digest, born) == self.content[digest]
+        assert self.pool.born(self.content[digest]) >= born
 
     @rule(tokens=st.integers(0, 3), target=held)
     def share(self, tokens: int) -> int:
@@ -87,6 +89,20 @@ def test_the_cached_block_unused_for_longest_is_evicted_first() -> None:
         pool.release(block)
     assert pool.allocate() == blocks[1]
     assert [pool.lookup(d) for d in digests] == [blocks[0], None, blocks[2]]
+
+
+def test_a_younger_block_of_equal_content_is_found_in_place_of_the_older() -> None:
+    pool = BlockPool(num_blocks=4, block_size=2)
+    digest = block_hash(root_hash(b""), [1, 2])
+    old, young, as_young = (pool.allocate() for _ in range(3))
+    assert pool.index(old, digest, born=3) == old
+    pool.release(old)
+    assert pool.index(young, digest, born=4) == young
+    assert pool.index(as_young, digest, born=4) == young
+    assert (pool.lookup(digest), pool.available, repr(pool)) == (
+        young, 1, "BlockPool(used=2, cached=0, free=1, total=3)",
+    )  # fmt: skip
+    pool.check()
 
 
 def test_a_hash_depends_on_salt_parent_and_every_token() -> None:

@@ -9,7 +9,8 @@ Always holds:
 - Every other block is in exactly one state: in use (references > 0), cached (references 0, reachable by its hash) or
   free (no hash). used + cached + free = total; `check()` proves it.
 - A block's hash covers the salt and every token from position 0 to its end, so equal hash means equal prefix in an
-  equal namespace. A block is indexed only when all its slots are computed, and never changes afterwards.
+  equal namespace. A block is indexed only when all its slots are computed, and never changes afterwards. Of two blocks of
+  equal content the younger is the one that is found.
 - Eviction takes the cached block unused for longest.
 """
 
@@ -48,6 +49,7 @@ class BlockPool:
         self.total = num_blocks - 1
         self._references = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
+        self._born = [0] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # references 0, hashed; oldest use first
@@ -97,15 +99,28 @@ class BlockPool:
         else:
             self._cached[block] = None
 
-    def index(self, block: int, digest: bytes) -> int:
+    def born(self, block: int) -> int:
+        """What `index` was told of a block that can be found."""
+        return self._born[block]
+
+    def index(self, block: int, digest: bytes, born: int = 0) -> int:
         """Make a fully computed block reachable by `digest`; returns the block that now answers for it.
 
-        That is an earlier block when one with equal content was indexed first; `block` then stays private.
+        born: the commits before the oldest KV that the block's own stands on. That is an earlier block when one of equal
+        content, as young as this one, was indexed first; `block` then stays private. An older one is not found any more.
         """
-        holder = self._by_hash.setdefault(digest, block)
-        if holder == block:
-            self._hash[block] = digest
-        return holder
+        holder = self._by_hash.get(digest)
+        if holder is not None:
+            if holder == block or self._born[holder] >= born:
+                return holder
+            self._forget(holder)
+            if holder in self._cached:
+                del self._cached[holder]
+                self._free.append(holder)
+        self._by_hash[digest] = block
+        self._hash[block] = digest
+        self._born[block] = born
+        return block
 
     def check(self) -> None:
         """Assert that the books balance."""

@@ -199,6 +199,10 @@ class EngineCore:
         pause_ms = (time.perf_counter() - started) * 1e3
         return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
 
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        """What serves, for digests; stays readable when it is replaced."""
+        return list(self.runner.model.decoder.weights())
+
     def check(self) -> None:
         """Assert that the block books balance; when idle, that no sequence holds a block."""
         self.pool.check()

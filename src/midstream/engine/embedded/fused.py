@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,17 @@ class FusedDecoder:
     def new_cache(self, slots: int) -> PackedCache:
         return PackedCache(self, slots)
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from (
+            ("embedding", self._embedding),
+            ("cos", self.cos),
+            ("sin", self.sin),
+            ("norm", self._norm),
+        )
+        yield from _tensors_of("head", self._head)
+        for number, layer in enumerate(self.layers):
+            yield from _tensors_of(str(number), layer)
+
     def release(self) -> None:
         """Let the weights go."""
         self.layers = []
@@ -316,6 +328,14 @@ class _Packer:
     def mlp(self, mlp: Any) -> _Mlp:
         order = _gate_up_order(mlp.gate_proj.out_features)
         return _Mlp(self.linear([mlp.gate_proj, mlp.up_proj], order), self.linear([mlp.down_proj]))
+
+
+def _tensors_of(name: str, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(part, torch.Tensor):
+        yield name, part
+    elif isinstance(part, _Layer | _Map | _Mlp | _Experts):
+        for entry in fields(part):
+            yield from _tensors_of(f"{name}.{entry.name}", getattr(part, entry.name))
 
 
 def _in_groups(batch: StepBatch) -> StepBatch:

@@ -9,6 +9,7 @@ nothing is unpickled (safetensors only).
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,9 @@ class Decoder(Protocol):
         self, batch: StepBatch, cache: Any, rows: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """Logits [len(rows), vocab] of packed rows (int64) in the model's dtype, and routes [tokens, moe_layers, top_k]."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything that a forward reads but the batch and the cache, always in the same order."""
 
     def release(self) -> None: ...
 

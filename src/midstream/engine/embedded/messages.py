@@ -52,7 +52,11 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-Command = Start | Generate | Abort | StageSnapshot | Commit | Pause | Resume
+class DigestWeights(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
+Command = Start | Generate | Abort | StageSnapshot | Commit | Pause | Resume | DigestWeights
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -67,11 +71,12 @@ class Events(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """The end of a call: `error` when it failed, `timing` after a commit."""
+    """The end of a call: `error` when it failed, `timing` after a commit, `digest` of weights."""
 
     call: int
     error: str | None = None
     timing: SwapTiming | None = None
+    digest: str | None = None
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

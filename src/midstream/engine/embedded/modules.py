@@ -6,6 +6,7 @@ Always holds: a token's result does not depend on what else is in the batch as f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,10 @@ class ModuleDecoder:
             midstream_cache=cache,
         )
         return output.logits[0], self._routes()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.module.named_parameters()
+        yield from self.module.named_buffers()
 
     def release(self) -> None:
         """Let the weights go."""

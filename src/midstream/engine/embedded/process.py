@@ -187,6 +187,9 @@ class EmbeddedEngine(Engine):
         assert done.timing is not None
         return done.timing
 
+    async def weights_digest(self) -> str | None:
+        return (await self._call(m.DigestWeights)).digest
+
     async def pause(self) -> None:
         await self._call(m.Pause)
 

@@ -47,7 +47,8 @@ class Sequence:
     prompt_tops: dict[int, tuple[TopLogprob, ...]] = field(
         default_factory=dict
     )  # alternatives, until announced
-    epoch: int = 0  # of the weights its first KV was computed under
+    epoch: int = 0  # of the weights its first own KV was computed under
+    oldest: int = 0  # of the weights any of its KV was computed under
     told_epoch: int = -1  # when its KV provenance was last reported; -1: not since it was admitted
     announced: bool = False  # the event with cached_tokens and prompt records is out
     done: bool = False
@@ -119,7 +120,10 @@ class Scheduler:
         return f"prompt plus max_tokens is {longest} tokens, but the KV cache holds {capacity}"
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        if sequence.request.urgent:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Finish or abort: the sequence leaves and its blocks are released."""
@@ -151,9 +155,9 @@ class Scheduler:
                 (decodes if size == 1 else prefills).append(_work(seq, size))
                 budget -= size
         preempted = len(self.waiting) > waiting
-        while budget > 0 and self.waiting and not preempted and len(self.running) < self._max_running:
+        while budget > 0 and self.waiting and not preempted:
             seq = self.waiting[0]
-            if not self._admit(seq):
+            if not (seq.request.urgent or len(self.running) < self._max_running) or not self._admit(seq):
                 break
             size = min(budget, len(seq.tokens) - seq.cursor)
             budget -= size
@@ -170,7 +174,7 @@ class Scheduler:
         while (seq.indexed + 1) * size <= seq.computed:
             number = seq.indexed
             digest = self._digest(seq, number)
-            holder = self.pool.index(seq.blocks[number], digest)
+            holder = self.pool.index(seq.blocks[number], digest, seq.oldest)
             if holder != seq.blocks[number]:
                 duplicates.append((seq.blocks[number], holder))
             seq.indexed += 1
@@ -199,6 +203,7 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(seq)
         seq.epoch, seq.told_epoch = self.epoch, -1
+        seq.oldest = self.pool.born(shared[-1]) if shared else self.epoch
         seq.blocks = shared + [self._allocate() for _ in range(needed)]
         seq.indexed = len(shared)
         seq.computed = len(shared) * self.pool.block_size
@@ -217,10 +222,11 @@ class Scheduler:
         size = self.pool.block_size
         if seq.request.prompt_records and seq.request.top_logprobs and not seq.announced:
             return []  # alternatives for prompt tokens are not kept with the blocks
+        age_max = seq.request.kv_age_max
         found = []
         for number in range(len(seq.tokens) // size):
             block = self.pool.lookup(self._digest(seq, number))
-            if block is None:
+            if block is None or (age_max is not None and self.epoch - self.pool.born(block) > age_max):
                 break
             wanted = max(seq.first_scored - number * size, 0)
             end = min(seq.prompt_len - number * size, size)

@@ -24,6 +24,7 @@ import transformers
 
 from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.digest import Digester
 from midstream.engine.embedded.staging import Staged, Stager
 from midstream.types import SwapTiming
 
@@ -63,6 +64,7 @@ class Worker:
         self._paused = False
         self._staged: str | None = None
         self._stager = Stager(core.stage)
+        self._digester = Digester()
         self._reported_at = 0.0
 
     def run(self) -> None:
@@ -70,6 +72,8 @@ class Worker:
             for command in self._channel.receive(self._wait_s()):
                 self._handle(command)
             self._answer(self._stager.take())
+            for done in self._digester.take():
+                self._channel.send(done)
             outputs = [] if self._paused else self._core.step()
             now = time.monotonic()
             if outputs or now - self._reported_at >= STATS_INTERVAL_S:
@@ -79,7 +83,7 @@ class Worker:
     def _wait_s(self) -> float:
         if not self._paused and not self._core.idle:
             return 0.0
-        return 0.001 if self._stager.busy else STATS_INTERVAL_S
+        return 0.001 if self._stager.busy or self._digester.pending else STATS_INTERVAL_S
 
     def _handle(self, command: m.Command) -> None:
         match command:
@@ -95,6 +99,8 @@ class Worker:
                 self._answer(self._stager.submit(command))
             case m.Commit(call, snapshot):
                 self._commit(call, snapshot)
+            case m.DigestWeights(call):
+                self._digester.submit(call, self._core.weights())
             case m.Pause(call):
                 self._paused = True
                 self._channel.send(m.Done(call))

@@ -1,0 +1,75 @@
+"""A digest of the weights that serve, off the step path.
+
+Owns: the threads that read them. Always holds: every request gets exactly one result; what is read is referenced until its end,
+so a switch meanwhile frees nothing that is being read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from midstream.engine.embedded import messages as m
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 18  # summed at a time, without the interpreter's lock and within a core's cache
+#: Odd, so that no change of a single word goes unseen; all different, so that words that change places are seen.
+FACTORS = np.arange(CHUNK_BYTES // 4, dtype=np.uint32) * np.uint32(2 * 2654435761 % 2**32) | np.uint32(1)
+
+Weights = Sequence[tuple[str, torch.Tensor]]
+
+
+class Digester:
+    """Use from the engine's loop; only `_run` is on a thread."""
+
+    def __init__(self) -> None:
+        self._finished: queue.SimpleQueue[m.Done] = queue.SimpleQueue()
+        self.pending = 0
+
+    def __repr__(self) -> str:
+        return f"Digester(pending={self.pending})"
+
+    def submit(self, call: int, weights: Weights) -> None:
+        self.pending += 1
+        threading.Thread(target=self._run, args=(call, weights), daemon=True).start()
+
+    def take(self) -> list[m.Done]:
+        """What has finished since the last call."""
+        done = []
+        while not self._finished.empty():
+            done.append(self._finished.get())
+        self.pending -= len(done)
+        return done
+
+    def _run(self, call: int, weights: Weights) -> None:
+        try:
+            self._finished.put(m.Done(call, digest=digest(weights)))
+        except Exception as error:  # whatever it is, the request must get its answer
+            logger.warning("the weights could not be read", exc_info=True)
+            self._finished.put(m.Done(call, error=f"{type(error).__name__}: {error}"))
+
+
+def digest(weights: Weights) -> str:
+    """Hexadecimal; of every tensor's name, dtype, shape and bytes. Finds accidents, not forgeries."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, tensor in weights:
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        for first in range(0, len(data), CHUNK_BYTES):
+            whole.update(_checksum(data[first : first + CHUNK_BYTES].cpu().numpy()).to_bytes(4, "little"))
+    return whole.hexdigest()
+
+
+def _checksum(data: np.ndarray) -> int:
+    """Sum of 32-bit words, each times its place's factor, modulo 2**32. data: uint8, at most CHUNK_BYTES."""
+    words = len(data) // 4
+    tail = int.from_bytes(data[4 * words :].tobytes(), "little")
+    products = data[: 4 * words].view(np.uint32) * FACTORS[:words]
+    return (int(products.sum(dtype=np.uint32)) + tail) % 2**32

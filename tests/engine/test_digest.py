@@ -1,0 +1,113 @@
+"""The digest of the serving weights: equal for equal weights, another one for any change, while steps go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import needs_compiler, request, run
+
+from midstream.config import EngineSettings
+from midstream.engine.base import EngineDied
+from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.digest import CHUNK_BYTES, digest
+from midstream.engine.embedded.process import EmbeddedEngine
+
+torch.set_num_threads(1)
+
+
+def core_of(model: Path, kernels: str) -> EngineCore:
+    needs_compiler(kernels)
+    return EngineCore(model, EngineSettings(kernels=kernels))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_snapshot_has_one_digest_however_it_came_to_serve(
+    tiny_model: Callable[..., Path], kernels: str, dtype: str
+) -> None:
+    first, second = tiny_model(dtype=dtype), tiny_model(seed=1, dtype=dtype)
+    started, swapped = core_of(first, kernels), core_of(second, kernels)
+    other = digest(swapped.weights())
+    swapped.set_staged(swapped.stage(first))
+    swapped.commit("first")
+    assert digest(started.weights()) == digest(swapped.weights()) != other
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_one_changed_bit_of_any_tensor_changes_the_digest(
+    tiny_model: Callable[..., Path], kernels: str
+) -> None:
+    core = core_of(tiny_model(), kernels)
+    weights = core.weights()
+    good = digest(weights)
+    assert len({name for name, _ in weights}) == len(weights)
+    for name, tensor in weights:
+        with torch.inference_mode():
+            words = tensor.reshape(-1).view(torch.uint8)
+            assert words.data_ptr() == tensor.data_ptr()
+            at = len(words) // 3
+            words[at] ^= 4
+            assert digest(core.weights()) != good, name
+            words[at] ^= 4
+    assert digest(core.weights()) == good
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_corrupted_tensor_of_the_serving_model_changes_the_digest_and_the_canary(
+    tiny_model: Callable[..., Path], kernels: str
+) -> None:
+    core = core_of(tiny_model(), kernels)
+
+    def canary(name: str) -> list[float]:
+        scored = run(core, [request(name, range(32), max_tokens=0, salt=name.encode())])
+        return [record.logprob for record in scored[name, 0].prompt]
+
+    good = digest(core.weights()), canary("a")
+    assert (digest(core.weights()), canary("b")) == good
+    _, largest = max(core.weights(), key=lambda pair: pair[1].numel())
+    with torch.inference_mode():
+        largest.view(torch.uint8).reshape(-1)[1::4] ^= 1
+    bad = digest(core.weights()), canary("c")
+    assert bad[0] != good[0]
+    assert bad[1] != good[1]
+
+
+def test_places_count_and_so_do_names_shapes_and_odd_bytes() -> None:
+    words = torch.arange(CHUNK_BYTES // 2, dtype=torch.int32)
+    swapped = words.clone()
+    swapped[0], swapped[1] = 1, 0
+    far = words.clone()
+    far[[0, CHUNK_BYTES // 4]] = far[[CHUNK_BYTES // 4, 0]]
+    odd = [torch.tensor([1, 2, 3, 4, n], dtype=torch.uint8) for n in (5, 6)]
+    whole = [("a", words)]
+    different = [whole, [("a", swapped)], [("a", far)], [("b", words)], [("a", words.view(2, -1))]]
+    different += [[("a", odd[0])], [("a", odd[1])], [("a", words[0])], []]
+    assert len({digest(weights) for weights in different}) == len(different)
+    assert digest([("a", words.view(-1, 4).T)]) == digest([("a", words.view(-1, 4).T.contiguous())])
+
+
+def test_the_engine_process_tells_the_digest_while_a_stream_runs(tiny_model: Callable[..., Path]) -> None:
+    first, second = tiny_model(), tiny_model(seed=1)
+
+    async def main() -> None:
+        engine = EmbeddedEngine(first, EngineSettings(kv_cache_tokens=8192))
+        await engine.start()
+        try:
+            stream = engine.generate(request("r", [1, 2, 3], max_tokens=1500, echo=0))
+            await anext(stream)
+            digests = await asyncio.gather(engine.weights_digest(), engine.weights_digest())
+            await engine.stage("second", second)
+            await engine.commit("second")
+            digests.append(await engine.weights_digest())
+            assert digests[0] == digests[1] != digests[2]
+            assert [event.finish async for event in stream][-1] == "length"
+        finally:
+            await engine.close()
+        with pytest.raises(EngineDied):
+            await engine.weights_digest()
+
+    asyncio.run(main())
