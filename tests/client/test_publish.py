@@ -295,7 +295,7 @@ def test_retry_after_is_honoured_in_both_of_its_forms(
         (200, {}, {}),
     )
     publisher = script.publisher(tmp_path)
-    publisher._caller._now = lambda: now
+    publisher.server._caller._now = lambda: now
     publisher.signal("a")
     assert script.slept == [3.0, 7.0, 1.0]
 
@@ -401,9 +401,11 @@ def test_overwritten_files_that_the_server_did_not_take_are_an_error(tmp_path: P
         publisher.publish("a", base, overwrite=True)
     assert len(script.requests) == 1
     script.answers = [503, kept, done]
-    assert publisher.publish("a", base, overwrite=True).serves("a"), "the first signal may have been taken"
-    script.answers = [kept, replicas(row("r0", "b", True, "done", "b"))]
-    assert publisher.publish("b", base, overwrite=True).serves("b"), "nothing was there to overwrite"
+    assert publisher.publish("a", base, overwrite=True).status.serves("a"), (
+        "the first signal may have been taken"
+    )
+    script.answers = [done, kept, replicas(row("r0", "b", True, "done", "b"))]
+    assert publisher.publish("b", base, overwrite=True).status.serves("b"), "nothing was there to overwrite"
 
 
 def test_an_answer_that_is_no_status_is_an_error(tmp_path: Path) -> None:
@@ -427,6 +429,6 @@ def test_publish_writes_then_signals_then_waits(tmp_path: Path, base: Path) -> N
 
     http = httpx.Client(transport=httpx.MockTransport(handler(tmp_path)))
     with SnapshotPublisher("http://server", str(tmp_path), http=http) as publisher:
-        assert publisher.publish("a", base).serves("a")
+        assert publisher.publish("a", base).status.serves("a")
     assert order == ["POST True", "GET True"]
     assert http.is_closed

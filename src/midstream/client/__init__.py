@@ -2,11 +2,17 @@
 
 from midstream.client.decode import decode_routing_matrix, routes_of, snapshot_of, token_snapshots
 from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed
-from midstream.client.publish import ReplicaStatus, SnapshotPublisher, Status
+from midstream.client.publication import Publication, Published
+from midstream.client.publish import SnapshotPublisher
+from midstream.client.server import HotLoadServer
+from midstream.client.status import ReplicaStatus, Status
 
 __all__ = [
+    "HotLoadServer",
     "NotReadyInTime",
+    "Publication",
     "PublishError",
+    "Published",
     "ReplicaStatus",
     "SignalRefused",
     "SnapshotFailed",

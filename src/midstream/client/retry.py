@@ -9,7 +9,7 @@ from __future__ import annotations
 import email.utils
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -18,6 +18,11 @@ from midstream.client.errors import SignalRefused, Unanswered
 RETRY_STATUSES = frozenset({408, 425, 429})
 FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 10.0
+
+
+class Answer(NamedTuple):
+    body: Any  # decoded JSON
+    attempts: int  # requests it took
 
 
 class Caller:
@@ -33,15 +38,14 @@ class Caller:
         self._sleep = sleep
         self._monotonic = monotonic
         self._now = now
-        self.attempts = 0  # that the last call took
 
-    def call(self, method: str, url: str, *, deadline_s: float, json: Any = None) -> Any:
-        """The JSON answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`."""
+    def call(self, method: str, url: str, *, deadline_s: float, json: Any = None) -> Answer:
+        """The answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`."""
         until = self._monotonic() + deadline_s
         pause_s = FIRST_PAUSE_S
-        self.attempts = 0
+        attempts = 0
         while True:
-            self.attempts += 1
+            attempts += 1
             response: httpx.Response | None = None
             try:
                 response = self._http.request(method, url, json=json)
@@ -49,7 +53,7 @@ class Caller:
                 problem = f"{method} {url}: {error or type(error).__name__}"
             else:
                 if response.is_success:
-                    return _decoded(response)
+                    return Answer(_decoded(response), attempts)
                 problem = f"{method} {url}: {response.status_code} {error_message(response)}"
                 if response.status_code not in RETRY_STATUSES and response.status_code < 500:
                     raise SignalRefused(problem, response.status_code)

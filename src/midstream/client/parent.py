@@ -1,0 +1,134 @@
+"""The checkpoint that was published last, kept whole on the trainer's disk: what the next delta is encoded against.
+
+Always holds:
+- What `parent` names was accepted by the server under that identity and generation. It is written down only after the
+  server took the signal; a publisher that dies in between remembers an older one, which the server no longer stands on.
+- One publisher uses a work directory at a time; leftovers of one that died are removed by the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from midstream.client.errors import PublishError
+
+STATE_FILE = "parent.json"
+LOCK_FILE = "lock"
+CHECKPOINT_PREFIX = "checkpoint-"
+
+
+@dataclass(frozen=True)
+class Parent:
+    identity: str
+    generation: int | None  # the server's number for the signal
+    deltas: int  # since the last full snapshot, this one included; 0: it is the full one
+    directory: Path
+
+
+class WorkDirectory:
+    """`root`: kept between runs; None: a temporary directory that `close` removes.
+
+    target: where snapshots go (server, deployment, bucket); a parent that was published to another one is not used.
+    Nothing is made on disk before it is needed. Raises PublishError when another publisher uses `root`.
+    """
+
+    def __init__(self, root: Path | None, target: str) -> None:
+        self._root = root
+        self._target = target
+        self._remove: Callable[[], object] | None = None
+        self._lock: IO[bytes] | None = None
+        self._opened: Path | None = None
+        self._parent: Parent | None = None
+
+    @property
+    def parent(self) -> Parent | None:
+        self._open()
+        return self._parent
+
+    def new_directory(self) -> Path:
+        """An empty directory, for a checkpoint or a delta."""
+        directory = self._open() / f"{CHECKPOINT_PREFIX}{secrets.token_hex(8)}"
+        directory.mkdir()
+        return directory
+
+    def keep(self, directory: Path, identity: str, generation: int | None, deltas: int) -> None:
+        """`directory` of new_directory is the parent from now on; the one before is removed."""
+        before = self._parent
+        state = {
+            "target": self._target,
+            "identity": identity,
+            "generation": generation,
+            "deltas": deltas,
+            "directory": directory.name,
+        }
+        path = self._open() / STATE_FILE
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(state, indent=2))
+        os.replace(temporary, path)
+        self._parent = Parent(identity, generation, deltas, directory)
+        if before is not None:
+            shutil.rmtree(before.directory, ignore_errors=True)
+
+    def forget(self) -> None:
+        """There is no parent any more: the next snapshot is a full one."""
+        before, self._parent = self._parent, None
+        (self._open() / STATE_FILE).unlink(missing_ok=True)
+        if before is not None:
+            shutil.rmtree(before.directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._opened = self._parent = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+    def _open(self) -> Path:
+        if self._opened is not None:
+            return self._opened
+        if self._root is None:
+            self._opened = Path(tempfile.mkdtemp(prefix="midstream-publish-"))
+            self._remove = weakref.finalize(self, shutil.rmtree, self._opened, ignore_errors=True)
+            return self._opened
+        self._root.mkdir(parents=True, exist_ok=True)
+        lock = (self._root / LOCK_FILE).open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise PublishError(f"the work directory {self._root} is used by another publisher") from error
+        self._lock = lock
+        self._opened = self._root
+        self._parent = self._read(self._root)
+        for left in self._root.glob(f"{CHECKPOINT_PREFIX}*"):
+            if self._parent is None or left != self._parent.directory:
+                shutil.rmtree(left, ignore_errors=True)
+        return self._root
+
+    def _read(self, root: Path) -> Parent | None:
+        try:
+            state = json.loads((root / STATE_FILE).read_text())
+            name = str(state["directory"])
+            parent = Parent(str(state["identity"]), state["generation"], int(state["deltas"]), root / name)
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # none was kept, or it cannot be read: a full one is next
+            return None
+        known = name.startswith(CHECKPOINT_PREFIX) and "/" not in name and parent.directory.is_dir()
+        return parent if known and state.get("target") == self._target else None

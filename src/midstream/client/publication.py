@@ -1,0 +1,262 @@
+"""One publication: full or delta, files, signal, wait. The order of things, and what is remembered when.
+
+Always holds: see publish.py; this is where it is kept.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from midstream.client.bucket import Bucket
+from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
+from midstream.client.parent import Parent, WorkDirectory
+from midstream.client.retry import Answer
+from midstream.client.server import SIGNAL_RETRY_S, Compression, HotLoadServer, ResetPromptCache
+from midstream.client.status import ReplicaStatus, Status
+from midstream.errors import SnapshotError
+from midstream.snapshots.delta import encode_delta
+from midstream.snapshots.layout import read_spec
+
+Kind = Literal["full", "delta"]
+Phase = Literal["writing", "encoding", "uploading", "loading"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a publication did. Sizes in bytes, times in seconds."""
+
+    identity: str
+    kind: Kind
+    previous: str | None  # of a delta: the snapshot it stands on
+    why: str  # this kind
+    bytes_sent: int  # of the files in the bucket
+    bytes_whole: int  # of the whole checkpoint
+    write_s: float  # taking the weights
+    encode_s: float
+    upload_s: float
+    load_s: float  # from the signal until every replica served it
+    status: Status = field(repr=False)
+
+    @property
+    def replicas(self) -> tuple[ReplicaStatus, ...]:
+        return self.status.replicas
+
+
+class Publication:
+    """A publication that goes on in the background; see SnapshotPublisher.begin."""
+
+    def __init__(self, identity: str, future: Future[Published]) -> None:
+        self.identity = identity
+        self._future = future
+
+    def __repr__(self) -> str:
+        return f"<Publication {self.identity!r} {'done' if self.done() else 'running'}>"
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> Published:
+        """Raises what SnapshotPublisher.publish raises, and TimeoutError when it is still going on after `timeout_s`."""
+        return self._future.result(timeout_s)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be published, and how; see publish.How."""
+
+    identity: str
+    kind: Kind | None = None
+    overwrite: bool = False
+    reset_prompt_cache: ResetPromptCache = "all"
+    extra_fields_ignore: Sequence[str] = ()
+    timeout_s: float = 300.0
+    on_status: Callable[[Status], None] | None = None
+    on_phase: Callable[[Phase], None] | None = None
+
+    def tell(self, phase: Phase) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
+
+
+def why_full(job: Job, parent: Parent | None, full_every: int) -> str | None:
+    """Why this snapshot has to be whole, as far as is known here; None: a delta may do. Pure."""
+    if job.kind == "full":
+        return "asked for"
+    if parent is None:
+        return "nothing is known to be served that a delta could stand on"
+    if parent.identity == job.identity:
+        return "it replaces its own parent"
+    if job.kind is None and parent.deltas + 1 >= full_every:
+        return f"every {full_every} snapshots" if full_every > 1 else "no deltas wanted"
+    return None
+
+
+class Publishing:
+    """Does jobs, one at a time."""
+
+    def __init__(
+        self,
+        server: HotLoadServer,
+        bucket: Bucket,
+        work: WorkDirectory,
+        *,
+        full_every: int,
+        compression: Compression,
+        hints: bool,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server = server
+        self._bucket = bucket
+        self._work = work
+        self._full_every = full_every
+        self._compression: Compression = compression
+        self._hints = hints
+        self._monotonic = monotonic
+
+    def run(self, job: Job, staged: Path, write_s: float) -> Published:
+        """staged: the whole checkpoint, in the work directory; afterwards it is the parent, or gone. Raises PublishError."""
+        delta = staged.with_name(staged.name + "-delta")
+        try:
+            return self._run(job, staged, delta, write_s)
+        finally:
+            shutil.rmtree(delta, ignore_errors=True)
+            parent = self._work.parent
+            if parent is None or parent.directory != staged:
+                shutil.rmtree(staged, ignore_errors=True)
+
+    def _run(self, job: Job, staged: Path, delta: Path, write_s: float) -> Published:
+        started = self._monotonic()
+        whole_bytes = size_bytes(staged)
+        parent, why = self._parent_of(job, staged, delta)
+        encoded = self._monotonic()
+        sent = self._send(job, staged, delta, parent, why)
+        uploaded = self._monotonic()
+        sent_bytes = size_bytes(delta if sent.parent is not None else staged)
+        deltas = sent.parent.deltas + 1 if sent.parent is not None else 0
+        self._work.keep(staged, job.identity, sent.generation, deltas)
+        job.tell("loading")
+        try:
+            status = self._server.wait_until_ready(job.identity, job.timeout_s, on_status=job.on_status)
+        except SnapshotFailed:
+            self._work.forget()
+            raise
+        return Published(
+            identity=job.identity,
+            kind="full" if sent.parent is None else "delta",
+            previous=None if sent.parent is None else sent.parent.identity,
+            why=sent.why,
+            bytes_sent=sent_bytes,
+            bytes_whole=whole_bytes,
+            write_s=write_s,
+            encode_s=encoded - started,
+            upload_s=uploaded - encoded,
+            load_s=self._monotonic() - uploaded,
+            status=status,
+        )
+
+    def _parent_of(self, job: Job, staged: Path, delta: Path) -> tuple[Parent | None, str]:
+        """The snapshot that `delta`, which is now written, stands on, or None; and why."""
+        parent = self._work.parent
+        why = why_full(job, parent, self._full_every)
+        if why is None and self._bucket.exists(job.identity):
+            why = "it replaces another snapshot of that name"
+        if why is None:
+            assert parent is not None
+            why = self._why_not_on(parent, job, staged)
+            if why is None:
+                job.tell("encoding")
+                encode_delta(parent.directory, staged, delta, self._compression)
+                if job.kind == "delta" or size_bytes(delta) < size_bytes(staged):
+                    return parent, f"stands on {parent.identity!r}"
+                why = "a delta would not be smaller"
+        if job.kind == "delta":
+            raise PublishError(f"snapshot {job.identity!r} cannot be a delta: {why}")
+        return None, why
+
+    def _why_not_on(self, parent: Parent, job: Job, staged: Path) -> str | None:
+        if not self._server.status(retry_s=_retry_s(job)).stands_on(parent.identity, parent.generation):
+            return f"the server does not stand on {parent.identity!r}"
+        if read_spec(parent.directory).tensors != read_spec(staged).tensors:
+            return "names, shapes, dtypes or files of its tensors are not its parent's"
+        return None
+
+    def _send(self, job: Job, staged: Path, delta: Path, parent: Parent | None, why: str) -> _Sent:
+        """Upload and signal. A delta the server refuses is sent again as a full snapshot, unless a delta was asked for."""
+        if parent is not None:
+            self._upload(job, delta, parent.identity, overwrite=False)
+            try:
+                return _Sent(parent, why, _generation(self._signal(job, parent.identity)))
+            except Unanswered:
+                raise
+            except SignalRefused as refused:
+                if job.kind == "delta":
+                    raise
+                why = f"the server refused a delta: {refused}"
+        replaces = self._bucket.exists(job.identity)
+        self._upload(job, staged, None, overwrite=job.overwrite or parent is not None)
+        answer = self._signal(job, None)
+        # After a retry, "nothing changed" may be the answer to a signal that was taken the first time.
+        if replaces and answer.attempts == 1 and _unchanged(answer):
+            raise PublishError(
+                f"snapshot {job.identity!r} was overwritten, but the server goes on with the files it had"
+            )
+        return _Sent(None, why, _generation(answer))
+
+    def _upload(self, job: Job, directory: Path, previous: str | None, *, overwrite: bool) -> None:
+        job.tell("uploading")
+        hinting = self._hints
+
+        def landed(name: str) -> None:
+            nonlocal hinting
+            hinting = hinting and self._server.hint(job.identity, [name], previous, self._compression)
+
+        self._bucket.put(job.identity, directory, overwrite=overwrite, on_file=landed)
+
+    def _signal(self, job: Job, previous: str | None) -> Answer:
+        return self._server.signal(
+            job.identity,
+            job.reset_prompt_cache,
+            previous=previous,
+            compression=self._compression,
+            extra_fields_ignore=job.extra_fields_ignore,
+            retry_s=_retry_s(job),
+        )
+
+
+class _Sent(NamedTuple):
+    """A signal the server took. parent: what the snapshot stands on, None: it is full."""
+
+    parent: Parent | None
+    why: str
+    generation: int | None
+
+
+def size_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
+def check_whole(identity: str, directory: Path) -> None:
+    """Raise PublishError unless `directory` is a whole checkpoint."""
+    try:
+        read_spec(directory)
+    except SnapshotError as error:
+        raise PublishError(f"snapshot {identity!r} would not be whole: {error}") from error
+
+
+def _retry_s(job: Job) -> float:
+    return min(job.timeout_s, SIGNAL_RETRY_S)
+
+
+def _unchanged(answer: Answer) -> bool:
+    return isinstance(answer.body, dict) and answer.body.get("changed") is False
+
+
+def _generation(answer: Answer) -> int | None:
+    found = answer.body.get("generation") if isinstance(answer.body, dict) else None
+    return found if isinstance(found, int) else None
