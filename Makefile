@@ -2,7 +2,8 @@
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make test   all tests        make check  lint and types        make ci  what CI runs
-# make bench  benchmarks, JSON in benchmarks/results
+# make bench  the gateway's cost, JSON in benchmarks/results
+# make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 PYTHON ?= python3
@@ -18,7 +19,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 
-.PHONY: setup setup-fireworks demo test check bench bench-engine ci clean
+.PHONY: setup setup-fireworks demo test check bench bench-swap bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -49,8 +50,10 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	cd benchmarks && ../$(BIN)/python swaps.py --write
 	cd benchmarks && ../$(BIN)/python gateway_cpu.py --write
+
+bench-swap: setup $(VLLM_STAMP)
+	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
 
 bench-engine: setup $(VLLM_STAMP)
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)

@@ -1,10 +1,18 @@
-"""Weight swaps under load: what a stream notices of one.
+"""Weight swaps under running streams: what a stream notices of one, beside vLLM on the same files.
 
-One `midstream serve` with one embedded replica of tiny-moe and 16 streams with logprobs on; each swap is a full snapshot,
-signalled when every stream has its first token. Reported: the engine's pause (no step runs), how many streams crossed,
-the longest time between two tokens of any stream during the swap, from signal to ready, and the same without a swap.
+Owns: `make bench-swap`. Each round starts one engine at a time, alternating: midstream (`serve` with one embedded replica; a
+full snapshot signalled, fetched, verified, staged, committed and checked under the streams) and vLLM (its own server:
+pause keeping requests, `reload_weights` of the same directory, resume). Two models: 10 MB and 1 GB of bfloat16.
 
-    python benchmarks/swaps.py [--swaps 10] [--write]
+A step is the median time between two tokens of a stream while nothing is loaded. Reported per model and engine:
+    engine_pause_ms        what the engine says about itself (midstream only)
+    switch_steps           the wait of a stream at the switch, in steps: for midstream the time between the last token of
+                           the old label and the first of the new one, for vLLM the longest time between two tokens that
+                           touches pause..resume; median and worst over streams and swaps
+    worst_wait_steps       the longest wait of any stream from the signal until ready
+    signal_to_ready_s      from the signal (vLLM: the request to pause) until all is served by the new weights
+
+    python benchmarks/swaps.py [--swaps 5] [--rounds 3] [--models 10MB 1GB] [--engines midstream vllm] [--write]
 """
 
 from __future__ import annotations
@@ -12,10 +20,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,127 +30,243 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from dense_model import VOCABULARY, write_dense
+from engine import vllm_versions
 from hardware import provenance, write_result
+from servers import VLLM_PYTHON, Midstream, Model, Server, Vllm
 
-from midstream.client import SnapshotPublisher
+from midstream.client import SnapshotPublisher, snapshot_of
 from midstream.models.tiny_moe import write_tiny_moe
 
-READY = re.compile(r"midstream ready on (\S+)")
-PROMPT, NEW = 64, 2500
-STREAMS = 16
+PROMPT = 64
+STREAMS = {"10MB": 16, "1GB": 4}
+QUIET_TOKENS = 60  # of each stream, before and after a swap: what a step takes when nothing is loaded
+LONG = 3900  # tokens a stream would give; it is ended when enough is seen
+
+
+class VllmDevelopment(Vllm):
+    """With the endpoints that its RL users swap weights by."""
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "VLLM_SERVER_DEV_MODE": "1"}
 
 
 class Streams:
-    """Running streams and when each of their tokens came."""
+    """Running streams: when each token came, and its label."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        self._url = url
+    def __init__(self, url: str, served: str, model: Model, count: int, seed: int) -> None:
+        self._url, self._model, self._served = url, model, served
         self._rng = random.Random(seed)
-        self._started = [asyncio.Event() for _ in range(STREAMS)]
-        self.times: list[list[float]] = [[] for _ in range(STREAMS)]
+        self.times: list[list[float]] = [[] for _ in range(count)]
+        self.labels: list[list[str | None]] = [[] for _ in range(count)]
+        self._more = asyncio.Condition()
 
-    async def run(self) -> None:
+    async def __aenter__(self) -> Streams:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
-            await asyncio.gather(*(self._stream(client, i) for i in range(STREAMS)))
+        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        self._tasks = [asyncio.create_task(self._stream(i)) for i in range(len(self.times))]
+        await self.after(1)
+        return self
 
-    async def all_running(self) -> None:
-        for event in self._started:
-            await event.wait()
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http.aclose()
 
-    async def _stream(self, client: httpx.AsyncClient, i: int) -> None:
+    async def after(self, tokens: int) -> None:
+        """Wait until each stream has given so many more tokens."""
+        until = [len(times) + tokens for times in self.times]
+
+        def enough() -> bool:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+                    raise RuntimeError("a stream ended before the swap did: raise LONG")
+            return all(len(times) >= n for times, n in zip(self.times, until, strict=True))
+
+        async with self._more:
+            await self._more.wait_for(enough)
+
+    async def _stream(self, i: int) -> None:
         body = {
-            "model": "tiny-moe",
-            "prompt": [self._rng.randrange(256) for _ in range(PROMPT)],
-            "max_tokens": NEW,
+            "model": self._served,
+            "prompt": [self._rng.randrange(self._model.vocabulary) for _ in range(PROMPT)],
+            "max_tokens": LONG,
             "stream": True,
             "ignore_eos": True,
-            "logprobs": True,
         }
-        async with client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+        async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
-                if '"token_id"' in line:
-                    self.times[i].append(time.perf_counter())
-                    self._started[i].set()
-        assert len(self.times[i]) == NEW, f"{len(self.times[i])} of {NEW} tokens"
+                if line.startswith("data: {"):
+                    chunk = json.loads(line[6:])
+                    if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
+                        self.times[i].append(time.perf_counter())
+                        self.labels[i].append(snapshot_of(chunk["model"]))
+                        async with self._more:
+                            self._more.notify_all()
 
-    def worst_gap_ms(self, first: float, last: float) -> float:
-        """The longest time between two tokens of a stream that touches first..last."""
-        gaps = [
-            b - a for times in self.times for a, b in itertools.pairwise(times) if b >= first and a <= last
+    def gaps(self, first: float, last: float) -> list[list[float]]:
+        """Per stream: times between two tokens that touch first..last."""
+        return [
+            [b - a for a, b in itertools.pairwise(times) if b >= first and a <= last] for times in self.times
         ]
-        return max(gaps) * 1e3
+
+    def switch_gaps(self, identity: str) -> list[float]:
+        """Per stream: from the last token before `identity` to its first."""
+        found = []
+        for times, labels in zip(self.times, self.labels, strict=True):
+            at = labels.index(identity)
+            found.append(times[at] - times[at - 1])
+        return found
 
 
-async def one_swap(url: str, publisher: SnapshotPublisher, identity: str, seed: int) -> dict[str, float]:
-    streams = Streams(url, seed)
-    running = asyncio.create_task(streams.run())
-    await streams.all_running()
-    signalled = time.perf_counter()
-    await asyncio.to_thread(publisher.signal, identity)
-    await asyncio.to_thread(publisher.wait_until_ready, identity)
-    ready = time.perf_counter()
-    assert not running.done(), "the streams ended before the swap did: raise NEW"
-    await running
-    swap = publisher.status().replicas[0].last_swap
-    assert swap is not None
-    assert swap["snapshot"] == identity
-    quiet = ready + 0.2
+async def observed(
+    url: str, served: str, model: Model, seed: int, swap: Any
+) -> tuple[dict[str, list[float]], Any]:
+    """One swap under streams of the model `served`. `swap()` does it and returns (identity or None, what it found)."""
+    async with Streams(url, served, model, STREAMS[model.name], seed) as streams:
+        began = time.perf_counter()
+        await streams.after(QUIET_TOKENS)
+        asked = time.perf_counter()
+        identity, found = await asyncio.to_thread(swap)
+        ready = time.perf_counter()
+        await streams.after(QUIET_TOKENS)
+        quiet = [gap for gaps in streams.gaps(began, asked) for gap in gaps if gap < asked - began]
+        step = statistics.median(quiet)
+        during = streams.gaps(asked, ready)
+        switch = streams.switch_gaps(identity) if identity is not None else [max(gaps) for gaps in during]
     return {
-        "pause_ms": swap["pause_ms"],
-        "streams_crossed": swap["streams_crossed"],
-        "signal_to_ready_ms": (ready - signalled) * 1e3,
-        "worst_gap_ms": streams.worst_gap_ms(signalled, ready),
-        "worst_gap_without_ms": streams.worst_gap_ms(quiet, quiet + ready - signalled),
-    }
+        "step_ms": [step * 1e3],
+        "switch_steps": [gap / step for gap in switch],
+        "worst_wait_steps": [max(max(gaps) for gaps in during) / step],
+        "signal_to_ready_s": [ready - asked],
+    }, found
 
 
-def measure(url: str, bucket: Path, models: Path, swaps: int) -> dict[str, Any]:
-    runs = []
+def midstream_swaps(
+    server: Server, model: Model, directories: list[Path], swaps: int, seed: int
+) -> list[dict[str, list[float]]]:
+    url = f"http://127.0.0.1:{server.port}"
+    bucket = server.log.with_suffix("") / "state" / "bucket"
+    made = []
     with SnapshotPublisher(url, bucket.as_uri()) as publisher:
         for i in range(swaps):
-            publisher.write_full(f"step-{i}", models / f"seed-{i % 2 + 1}")
-            runs.append(asyncio.run(one_swap(url, publisher, f"step-{i}", i)))
-            print(runs[-1], file=sys.stderr)
-    summary: dict[str, Any] = {
-        "swaps": swaps,
-        "streams_crossed": sum(int(run.pop("streams_crossed")) for run in runs),
+            identity = f"step-{i}"
+            publisher.write_full(identity, directories[(i + 1) % 2])
+
+            def swap(identity: str = identity) -> tuple[str, dict[str, Any]]:
+                publisher.signal(identity)
+                status = publisher.wait_until_ready(identity, poll_s=0.02)
+                assert status.replicas[0].last_swap is not None
+                return identity, status.replicas[0].last_swap
+
+            run, last_swap = asyncio.run(observed(url, model.directory.name, model, seed + i, swap))
+            assert last_swap["snapshot"] == identity
+            made.append({**run, "engine_pause_ms": [last_swap["pause_ms"]]})
+            say(f"{model.name} midstream {identity}: {shown(made[-1])}")
+    return made
+
+
+def vllm_swaps(
+    server: Server, model: Model, directories: list[Path], swaps: int, seed: int
+) -> list[dict[str, list[float]]]:
+    url = f"http://127.0.0.1:{server.port}"
+    made = []
+    with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
+        for i in range(swaps):
+            directory = directories[(i + 1) % 2]
+
+            def swap(directory: Path = directory) -> tuple[None, None]:
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+                http.post("/pause", params={"mode": "keep", "clear_cache": "false"}).raise_for_status()
+                http.post("/collective_rpc", json=reload).raise_for_status()
+                http.post("/resume").raise_for_status()
+                return None, None
+
+            run, _ = asyncio.run(observed(url, model.name, model, seed + i, swap))
+            made.append(run)
+            say(f"{model.name} vllm swap {i}: {shown(run)}")
+    return made
+
+
+def shown(run: dict[str, list[float]]) -> str:
+    return ", ".join(f"{key} {max(values):.2f}" for key, values in run.items())
+
+
+def summary(runs: list[dict[str, list[float]]]) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "swaps": len(runs),
+        "streams_crossed": sum(len(r["switch_steps"]) for r in runs),
     }
     for key in runs[0]:
-        values = [run[key] for run in runs]
-        summary |= {f"{key}_p50": round(statistics.median(values), 2), f"{key}_max": round(max(values), 2)}
-    return summary
+        values = [value for run in runs for value in run[key]]
+        result |= {f"{key}_p50": round(statistics.median(values), 3), f"{key}_max": round(max(values), 3)}
+    return result
+
+
+def write_models(names: list[str], folder: Path) -> dict[str, tuple[Model, list[Path]]]:
+    """Each with two checkpoints of other weights; the first is what is served at the start."""
+    made = {}
+    for name in names:
+        directories = [folder / name / f"seed-{seed}" for seed in (0, 1)]
+        for seed, directory in enumerate(directories):
+            if name == "10MB":
+                write_tiny_moe(directory, seed=seed, layers=11)
+            else:
+                directory.parent.mkdir(exist_ok=True, parents=True)
+                write_dense(directory, seed=seed)
+        vocabulary = 256 if name == "10MB" else VOCABULARY - 1
+        made[name] = Model(name, directories[0], vocabulary, 2, "0-1", 1), directories
+    return made
+
+
+def weight_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--swaps", type=int, default=10)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["10MB", "1GB"], choices=["10MB", "1GB"])
+    parser.add_argument("--engines", nargs="+", default=["midstream", "vllm"], choices=["midstream", "vllm"])
+    parser.add_argument("--swaps", type=int, default=5, help="in a round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/swaps.json")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for seed in (1, 2):
-            write_tiny_moe(root / "models" / f"seed-{seed}", seed=seed)
-        command = [sys.executable, "-m", "midstream.cli", "serve", "--port", "0", "--replicas", "1"]
-        server = subprocess.Popen(
-            [*command, "--state-dir", str(root / "state"), "--log-level", "warning"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert server.stdout is not None
-            match = READY.match(server.stdout.readline())
-            assert match, "the server did not start"
-            swapped = measure(match[1], root / "state" / "bucket", root / "models", options.swaps)
-        finally:
-            server.terminate()
-            server.wait(timeout=30)
-    result = provenance(prompt_tokens=PROMPT, new_tokens=NEW, streams=STREAMS, model="tiny-moe bfloat16")
-    result |= swapped
+    if "vllm" in options.engines and not VLLM_PYTHON.exists():
+        parser.error(f"{VLLM_PYTHON} is missing; `make bench-swap` makes it")
+    runs: dict[tuple[str, str], list[dict[str, list[float]]]] = {}
+    kinds = {"midstream": (Midstream, midstream_swaps), "vllm": (VllmDevelopment, vllm_swaps)}
+    with tempfile.TemporaryDirectory(prefix="bench-swap-") as folder:
+        models = write_models(options.models, Path(folder))
+        for round_number, (name, (model, directories)) in itertools.product(
+            range(options.rounds), models.items()
+        ):
+            for engine in options.engines:
+                kind, swap_all = kinds[engine]
+                logs = Path(folder) / f"round-{round_number}"
+                logs.mkdir(exist_ok=True)
+                with kind(model, logs) as server:
+                    seed = 1000 * round_number
+                    made = swap_all(server, model, directories, options.swaps, seed)
+                runs.setdefault((name, engine), []).extend(made)
+        sizes = {name: weight_bytes(directories[0]) for name, (_, directories) in models.items()}
+    result = provenance(
+        prompt_tokens=PROMPT, streams=STREAMS, swaps_a_round=options.swaps, rounds=options.rounds, bytes=sizes
+    )
+    if "vllm" in options.engines:
+        result["versions"]["vllm environment"] = vllm_versions()
+    result["lines"] = [
+        {"model": name, "engine": engine, **summary(made)} for (name, engine), made in runs.items()
+    ]
     if options.write:
-        print(f"wrote {write_result('swaps', result)}")
-    print(swapped)
+        say(f"wrote {write_result('swaps', result)}")
+    print(json.dumps(result["lines"], indent=2))
     return 0
 
 
