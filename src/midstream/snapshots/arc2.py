@@ -9,13 +9,13 @@ them than a piece; a blob that is cut short, followed by anything, or not what i
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import zstandard
+from zlib_ng import zlib_ng as zlib
 
 from midstream.types import CompressionFormat
 
@@ -28,12 +28,18 @@ FORMATS: Mapping[str, CompressionFormat] = MappingProxyType(
     }
 )
 CHECKSUM_FORMATS = ("alder32", "adler32")  # the first is how the public clients spell it
-PIECE_BYTES = 256 * 2**10  # stays in a core's cache from decoding to checksum
+PIECE_BYTES = 128 * 2**10  # stays in a core's cache from decoding to checksum
 ZLIB_INPUT_BYTES = 64 * 2**10
 MAX_WINDOW_BYTES = 2**31
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _DICTIONARY_BYTES = (0, 1, 2, 4)
+
+
+_ZLIB_ERROR = cast(type[Exception], zlib.error)  # its stub takes the class for an instance
+adler32: Callable[[memoryview, int], int] = (
+    zlib.adler32
+)  # of bytes that follow those of the second argument's
 
 
 class BlobError(Exception):
@@ -131,7 +137,7 @@ def _zlib_pieces(blob: memoryview, size: int) -> Iterator[memoryview]:
                 data = decoder.unconsumed_tail
         while not decoder.eof and (piece := decoder.decompress(b"", PIECE_BYTES)):
             yield memoryview(piece)
-    except zlib.error as error:
+    except _ZLIB_ERROR as error:
         raise BlobError(f"is not valid zlib: {str(error)[:200]}") from error
     if not decoder.eof:
         raise BlobError("is not valid zlib: it is cut short")
@@ -148,6 +154,7 @@ class Encoder:
     """One tensor's blob and checksum, from pieces of its old and new bytes. `level`: of zlib or zstd; None: ours."""
 
     def __init__(self, compression: CompressionFormat, size: int, level: int | None = None) -> None:
+        self.changed = False  # whether any old byte differs from the new one
         self._parts: list[bytes] = []
         self._sum = 1
         self._compressor: _Compressor
@@ -156,14 +163,14 @@ class Encoder:
         else:
             self._compressor = _zstd_compressor(size, level)
 
-    def add(self, old: memoryview, new: memoryview) -> bool:
-        """The next bytes of both, at least one; `old` is overwritten with their XOR. True when they differ."""
+    def add(self, old: memoryview, new: memoryview) -> None:
+        """The next bytes of both, at least one; `old` is overwritten with their XOR."""
         difference = np.frombuffer(old, np.uint8)
         np.bitwise_xor(difference, np.frombuffer(new, np.uint8), out=difference)
-        self._sum = zlib.adler32(new, self._sum)
+        self._sum = adler32(new, self._sum)
         if part := self._compressor.compress(old):
             self._parts.append(part)
-        return bool(difference.max())
+        self.changed = self.changed or bool(difference.max())
 
     def finish(self) -> tuple[list[bytes], str]:
         """The blob's parts in order, and the checksum."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from midstream.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
-from midstream.snapshots.arc2 import PIECE_BYTES, BlobError, decoded
+from midstream.snapshots.arc2 import PIECE_BYTES, BlobError, adler32, decoded
 from midstream.snapshots.delta_encode import DeltaStats, TensorSource, encode_delta, encode_tensors
 from midstream.snapshots.delta_files import (
     Cancelled,
@@ -248,7 +247,7 @@ def _apply(
             read(files.parent, part, begin + offset)
             array = np.frombuffer(part, np.uint8)
             np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
-            checksum = zlib.adler32(part, checksum)
+            checksum = adler32(part, checksum)
             if sink is not None:
                 sink(shard, name, offset, part)
             offset += len(piece)

@@ -187,14 +187,13 @@ def _encode_tensor(
         raise SnapshotIncompatible(f"{at}: has {len(new)} bytes in the child, {size} in the parent")
     encoder = Encoder(compression, size, level)
     old = memoryview(bytearray(min(PIECE_BYTES, size)))
-    changed = False
     for position in range(0, size, PIECE_BYTES):
         part, piece = old[: size - position], new[position : position + PIECE_BYTES]
         read(parent, part, begin + position)
-        changed = encoder.add(part, piece) or changed
+        encoder.add(part, piece)
         meter.advance(len(piece))
     parts, checksum = encoder.finish()
-    return _Blob(parts, checksum, changed)
+    return _Blob(parts, checksum, encoder.changed)
 
 
 def _write_delta_file(path: Path, blobs: Mapping[str, _Blob]) -> None:
