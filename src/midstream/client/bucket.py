@@ -2,76 +2,164 @@
 
 Always holds:
 - In a local directory a snapshot appears whole or not at all: it is copied beside its place and renamed, so a trainer that
-  dies leaves at most a hidden directory behind.
+  dies leaves at most a hidden directory behind. Elsewhere files appear one by one, what makes them a snapshot last.
 - An existing snapshot is not replaced unless the caller says so, and no other one is touched in doing so.
+- What a bucket refuses is a PublishError, without credentials in it.
 """
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import secrets
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from midstream.client.errors import PublishError
-from midstream.snapshots.identity import file_url_path
+from midstream.errors import SnapshotError
+from midstream.snapshots.identity import file_url_path, parse_bucket
 from midstream.snapshots.store import is_snapshot_file
+from midstream.snapshots.upload import list_directory, put_directory
 
 OnFile = Callable[[str], None]
 
 
-class LocalBucket:
+class Bucket(abc.ABC):
+    """One bucket, by its URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __str__(self) -> str:
+        return self.url
+
+    @abc.abstractmethod
+    def exists(self, identity: str) -> bool:
+        """Whether anything of that name is there."""
+
+    @abc.abstractmethod
+    def check(self, identity: str, overwrite: bool) -> None:
+        """Raise PublishError when `identity` is taken, lies inside another snapshot, or has others inside it."""
+
+    @abc.abstractmethod
+    def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
+        """Copy `directory` to its place. on_file: told each file that can be read from now on, where they appear singly."""
+
+    @abc.abstractmethod
+    def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> Path | None:
+        """Let `fill` write the files of `identity` into a directory; where they are now, if that is a directory."""
+
+
+class LocalBucket(Bucket):
     """`root` is made when the first snapshot is put."""
 
     def __init__(self, root: Path) -> None:
+        super().__init__(root.absolute().as_uri())
         self.root = root
-
-    def __str__(self) -> str:
-        return str(self.root)
 
     def exists(self, identity: str) -> bool:
         return (self.root / identity).exists()
 
     def check(self, identity: str, overwrite: bool) -> None:
-        """Raise PublishError when `identity` is taken, lies inside another snapshot, or has others inside it."""
         place = self.root / identity
-        around = identity.rpartition("/")[0]
-        while around:
+        for around in _around(identity):
             if any(is_snapshot_file(name) for name in _names(self.root / around)):
-                raise PublishError(
-                    f"snapshot {identity!r} cannot be written: it lies inside the snapshot {around!r}"
-                )
-            around = around.rpartition("/")[0]
+                raise _inside_another(identity, around)
         names = [name for name in _names(place) if not name.startswith(".")]
         inside = [name for name in names if (place / name).is_dir()]
         if inside:
-            raise PublishError(
-                f"snapshot {identity!r} cannot be written: {f'{identity}/{inside[0]}'!r} lies inside it"
-            )
+            raise _around_another(identity, inside[0])
         if (names or place.is_file()) and not overwrite:
-            raise PublishError(f"snapshot {identity!r} is already in the bucket {self}")
+            raise _taken(identity, self)
 
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
-        """Copy `directory` to its place. on_file: not called, since the files appear all at once."""
-
         def copy(temporary: Path) -> None:
             shutil.copytree(directory, temporary, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
         self.write(identity, copy, overwrite=overwrite)
 
     def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> Path:
-        """Let `fill` write the snapshot's files into a directory that takes its place afterwards."""
         self.check(identity, overwrite)
         place = self.root / identity
-        place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.parent / f".publish-{secrets.token_hex(8)}"
-        temporary.mkdir()
         try:
+            temporary.mkdir(parents=True)
             fill(temporary)
             _move(temporary, place)
             return place
+        except OSError as error:
+            raise PublishError(f"snapshot {identity!r} cannot be written to {self}: {error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+class RemoteBucket(Bucket):
+    """S3, Google Cloud Storage or Azure; credentials come from the environment."""
+
+    def exists(self, identity: str) -> bool:
+        with _refusals(identity):
+            return bool(list_directory(self.url, identity)[0])
+
+    def check(self, identity: str, overwrite: bool) -> None:
+        with _refusals(identity):
+            for around in _around(identity):
+                if list_directory(self.url, around)[0]:
+                    raise _inside_another(identity, around)
+            names, inside = list_directory(self.url, identity)
+            if inside:
+                raise _around_another(identity, inside[0])
+            if names and not overwrite:
+                raise _taken(identity, self)
+
+    def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
+        self.check(identity, overwrite)
+        with _refusals(identity):
+            put_directory(self.url, identity, directory, overwrite=overwrite, on_file=on_file)
+
+    def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> None:
+        self.check(identity, overwrite)
+        with tempfile.TemporaryDirectory(prefix="midstream-publish-") as temporary:
+            fill(Path(temporary))
+            self.put(identity, Path(temporary), overwrite=overwrite)
+
+
+def open_bucket(bucket: str) -> Bucket:
+    """`bucket`: a URL, or the path of a local directory. Raises ConfigError."""
+    if "://" not in bucket:
+        return LocalBucket(Path(bucket))
+    if parse_bucket(bucket).kind == "file":
+        return LocalBucket(file_url_path(bucket))
+    return RemoteBucket(bucket)
+
+
+@contextlib.contextmanager
+def _refusals(identity: str) -> Iterator[None]:
+    try:
+        yield
+    except SnapshotError as error:
+        raise PublishError(f"snapshot {identity!r}: {error}") from error
+
+
+def _around(identity: str) -> Iterator[str]:
+    """The names of the directories that `identity` lies in, the innermost first."""
+    around = identity.rpartition("/")[0]
+    while around:
+        yield around
+        around = around.rpartition("/")[0]
+
+
+def _inside_another(identity: str, around: str) -> PublishError:
+    return PublishError(f"snapshot {identity!r} cannot be written: it lies inside the snapshot {around!r}")
+
+
+def _around_another(identity: str, inside: str) -> PublishError:
+    return PublishError(f"snapshot {identity!r} cannot be written: {f'{identity}/{inside}'!r} lies inside it")
+
+
+def _taken(identity: str, bucket: Bucket) -> PublishError:
+    return PublishError(f"snapshot {identity!r} is already in the bucket {bucket}")
 
 
 def _names(directory: Path) -> list[str]:
@@ -86,11 +174,3 @@ def _move(temporary: Path, place: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(place)
-
-
-Bucket = LocalBucket
-
-
-def open_bucket(bucket: str) -> Bucket:
-    """`bucket`: a URL, or the path of a local directory. Raises ConfigError."""
-    return LocalBucket(file_url_path(bucket) if "://" in bucket else Path(bucket))
