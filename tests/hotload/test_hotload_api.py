@@ -116,6 +116,7 @@ def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
         assert response.status_code == 200
         assert response.json() == {
             "identity": "run 1/step-1", "generation": 1, "changed": True, "reset_prompt_cache": "new_session",
+            "max_cache_age": None, "kind": "full",
         }  # fmt: skip
         url = f"{server.bucket.as_uri()}/run%201/step-1"
         assert await server.desired() == Desired(
@@ -169,11 +170,6 @@ def test_every_spelling_of_the_cache_policy_is_understood(
         ({"identity": "../etc"}, None, "identity"),
         ({"identity": "base"}, "identity 'base' is reserved: it names the weights the server started with",
          "identity"),
-        ({"identity": "a", "incremental_snapshot_metadata": {"previous_snapshot_identity": "b"}},
-         "incremental snapshots are not supported yet: publish a full snapshot and leave "
-         "incremental_snapshot_metadata out", "incremental_snapshot_metadata"),
-        ({"identity": "a", "validation": {"extra_fields_ignore": ["x"]}},
-         "ignoring configuration fields is not supported yet: leave validation out", "validation"),
         (["a"], "the body must be a JSON object", None),
     ],
 )  # fmt: skip
@@ -477,13 +473,29 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
                 {
                     "identity": "a",
                     "kind": "full",
+                    "previous_snapshot_identity": None,
+                    "compression_format": None,
+                    "checksum_format": None,
+                    "chain": [],
                     "url": f"{server.bucket.as_uri()}/a",
                     "reset_prompt_cache": "none",
+                    "max_cache_age": None,
+                    "extra_fields_ignore": [],
                     "first_signalled_at": 1000.0,
                     "signalled_at": 1000.0,
                     "generation": 1,
                     "fingerprint": await snapshot_fingerprint(f"{server.bucket.as_uri()}/a"),
                     "ready_at": None,
+                    "replicas": [
+                        {
+                            "replica": "replica-0",
+                            "generation": 1,
+                            "ready_at": None,
+                            "stage": "error",
+                            "at": 1.0,
+                            "error": "short",
+                        }
+                    ],
                     "transitions": [
                         {
                             "replica": "replica-0",
@@ -497,6 +509,7 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
                     ],
                 }
             ],
+            "disagreements": [],
         }
         await server.reconciler.settle()
 

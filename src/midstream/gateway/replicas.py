@@ -24,7 +24,7 @@ import msgspec
 
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.httpcall import CallFailed, ResponseStream, call, open_stream
-from midstream.types import HEADER_TOKEN, Desired, ReplicaReport
+from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,18 @@ class ReplicaSet:
         if status != 202:
             text = answer[:500].decode("utf-8", "replace")
             raise ReplicaUnavailable(f"{view.name} answered {status}: {text}")
+
+    async def send_hint(self, view: ReplicaView, hint: Hint) -> bool:
+        """Tell a replica of files that will be asked for; whether it took note."""
+        body = msgspec.json.encode(hint)
+        try:
+            status, _ = await call(
+                view.url, "POST", "/replica/hint", body, self._call_timeout_s, self._header
+            )
+        except CallFailed as error:
+            logger.info("%s was not told of files of %s: %s", view.name, hint.snapshot, error)
+            return False
+        return status == 202
 
     def refused(self, view: ReplicaView) -> None:
         """The data path was refused a connection: without an event stream either, the replica is dead."""
