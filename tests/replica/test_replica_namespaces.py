@@ -81,6 +81,46 @@ def test_the_least_recently_used_session_is_forgotten_first() -> None:
     assert namespaces.admit(("", "b")) != first
 
 
+def test_a_session_that_has_not_been_seen_for_an_hour_is_new_and_takes_no_memory() -> None:
+    now = 0.0
+    namespaces = Namespaces(clock=lambda: now)
+    first = namespaces.admit(OLD)
+    namespaces.admit(NEW)
+    now = 3000.0
+    namespaces.admit(OLD)
+    namespaces.commit("new_session")
+    now = 3601.0  # NEW was seen 3601 s ago, OLD 601 s ago
+    assert namespaces.admit(OLD) == first
+    assert repr(namespaces) == "Namespaces(current=1, sessions=1)"
+    assert namespaces.admit(NEW) == 1
+    now = 10_000.0
+    assert namespaces.admit(None) == 1
+    assert repr(namespaces) == "Namespaces(current=1, sessions=0)"
+    assert namespaces.admit(OLD) == 1
+
+
+def test_pins_expire_at_a_swap_too() -> None:
+    now = 0.0
+    namespaces = Namespaces(clock=lambda: now)
+    namespaces.admit(OLD)
+    now = 3600.0
+    namespaces.commit("none")
+    assert repr(namespaces) == "Namespaces(current=0, sessions=1)"
+    now = 3600.5
+    namespaces.commit("none")
+    assert repr(namespaces) == "Namespaces(current=0, sessions=0)"
+
+
+def test_the_age_limit_is_that_of_the_last_swap() -> None:
+    namespaces = Namespaces()
+    seen = [namespaces.kv_age_max]
+    for age_max in (2, 0, None):
+        namespaces.commit("none", age_max)
+        seen.append(namespaces.kv_age_max)
+    assert seen == [None, 2, 0, None]
+    assert namespaces.admit(None) == 0
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.text(max_size=3), st.text(max_size=3), st.text(max_size=3)),

@@ -1,4 +1,4 @@
-"""What each path of a replica's port does: inference, report, events, desired snapshot.
+"""What each path of a replica's port does: inference, report, events, desired snapshot, hints.
 
 Owns: the mapping between HTTP exchanges (http1.py) and replica/service.py, and nothing else.
 Always holds: without the right token no request gets as far as its body; every error has the one shape of errors.py; the
@@ -8,6 +8,7 @@ with an error event and without [DONE]; a client that disconnects ends its gener
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import hmac
 import logging
@@ -24,7 +25,7 @@ from midstream.replica.checked import Kind
 from midstream.replica.encode import error_event
 from midstream.replica.replica import Replica
 from midstream.replica.service import Generation
-from midstream.types import HEADER_TOKEN, Desired
+from midstream.types import HEADER_TOKEN, Desired, Hint
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ _PREFIXES = (b"/v1", b"/inference/v1")
 _JSON = "application/json"
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
+_hinted = msgspec.json.Decoder(Hint)
 
 Answer = tuple[int, Any]  # status, and what the JSON body says
 
@@ -66,6 +68,7 @@ class ReplicaApp:
             b"/replica/report": (get, _at_once(lambda _: (200, replica.report()))),
             b"/replica/events": (get, lambda request, client: EventsExchange(request, client, replica)),
             b"/replica/desired": (post, _at_once(lambda request: _desire(replica, request))),
+            b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
         }
         for prefix in _PREFIXES:
             self._routes |= {
@@ -130,7 +133,7 @@ class Outbox:
             client.write(data)
 
 
-class BaseExchange:
+class BaseExchange(abc.ABC):
     """What every exchange does: a head and a body, whole or in chunks. `fixed`: headers the response has in any case."""
 
     def __init__(self, request: Request, client: ClientConnection) -> None:
@@ -140,8 +143,9 @@ class BaseExchange:
         self._started = False
         self._may_write = asyncio.Event()
 
+    @abc.abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Answer the request, now or from here on."""
 
     def client_paused(self) -> None:
         self._may_write.clear()
@@ -149,7 +153,7 @@ class BaseExchange:
     def client_resumed(self) -> None:
         self._may_write.set()
 
-    def client_gone(self) -> None:
+    def client_gone(self) -> None:  # noqa: B027 - optional to override
         """Nothing is under way."""
 
     def cut(self, reason: str) -> None:
@@ -240,8 +244,9 @@ class TaskExchange(BaseExchange):
             self._fail(MidstreamError("internal error; see the replica's log"))
         self._client.finish()
 
+    @abc.abstractmethod
     async def _answer(self) -> None:
-        raise NotImplementedError
+        """The whole response. Raises MidstreamError."""
 
     @property
     def writable(self) -> bool:
@@ -371,3 +376,12 @@ def _desire(replica: Replica, request: Request) -> Answer:
         raise InvalidRequest(f"not a desired snapshot: {error}") from error
     replica.desire(wanted)
     return 202, replica.report()
+
+
+def _hint(replica: Replica, request: Request) -> Answer:
+    try:
+        hint = _hinted.decode(request.body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"not a hint: {error}") from error
+    replica.hint(hint)
+    return 202, {}

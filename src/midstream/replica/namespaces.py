@@ -6,19 +6,24 @@ A namespace is a number that goes into the salt of a request's cache. Swaps deci
     new_session  a new namespace for sessions not seen before; known sessions stay in theirs
     none         nothing changes
 
+Besides, a swap says how many commits old the KV may be that is reused while its snapshot serves (`kv_age_max`).
+
 Always holds: KV is shared only between requests of equal salt, and a salt is equal only for equal namespace, tenant,
-isolation key and model. A request keeps the salt it was admitted with. Pins are bounded: the least recently used session
-is forgotten first and then counts as new.
+isolation key and model. A request keeps the salt it was admitted with. Pins are bounded: a session that has not been seen
+for `idle_s_max` is forgotten and then counts as new, and before it the least recently used one when there are too many.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from midstream.types import ResetPromptCache
 
 SESSIONS_MAX = 100_000
+SESSION_IDLE_S_MAX = 3600.0
 
 Session = tuple[
     str, str
@@ -26,31 +31,55 @@ Session = tuple[
 
 
 class Namespaces:
-    def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
+    """clock: seconds; only differences count."""
+
+    def __init__(
+        self,
+        sessions_max: int = SESSIONS_MAX,
+        idle_s_max: float = SESSION_IDLE_S_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sessions_max = sessions_max
+        self._idle_s_max = idle_s_max
+        self._clock = clock
         self._current = 0
-        self._pins: OrderedDict[Session, int] = OrderedDict()
+        self._pins: OrderedDict[Session, tuple[int, float]] = (
+            OrderedDict()
+        )  # namespace, last seen; oldest first
+        self.kv_age_max: int | None = None
 
     def __repr__(self) -> str:
         return f"Namespaces(current={self._current}, sessions={len(self._pins)})"
 
     def admit(self, session: Session | None) -> int:
         """The namespace of a request being admitted; pins its session. Without a session it is like a new one."""
+        now = self._clock()
+        self._forget_idle(now)
         if session is None:
             return self._current
-        namespace = self._pins.setdefault(session, self._current)
+        namespace, _ = self._pins.get(session, (self._current, now))
+        self._pins[session] = namespace, now
         self._pins.move_to_end(session)
         if len(self._pins) > self._sessions_max:
             self._pins.popitem(last=False)
         return namespace
 
-    def commit(self, policy: ResetPromptCache) -> None:
+    def commit(self, policy: ResetPromptCache, kv_age_max: int | None = None) -> None:
         """A snapshot was switched to."""
+        self.kv_age_max = kv_age_max
+        self._forget_idle(self._clock())
         if policy == "none":
             return
         self._current += 1
         if policy == "all":
             self._pins.clear()
+
+    def _forget_idle(self, now: float) -> None:
+        while self._pins:
+            session, (_, seen) = next(iter(self._pins.items()))
+            if now - seen <= self._idle_s_max:
+                return
+            del self._pins[session]
 
 
 def cache_salt(namespace: int, tenant: str, isolation_key: str, model: str) -> bytes:

@@ -21,11 +21,12 @@ from midstream.names import ServedNames
 from midstream.replica.admission import REQUESTS_MAX, Door, Gate
 from midstream.replica.chat import TextModel
 from midstream.replica.check import Checker
+from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.runner import SnapshotSource, SwapRunner
 from midstream.replica.service import Service
 from midstream.replica.swap import SwapMachine
-from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage
+from midstream.types import BASE_SNAPSHOT, Desired, Hint, ReplicaReport, Stage
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +58,14 @@ class Replica:
         self.name = name
         self.names = names
         self.gate = Gate(self._changed, requests_max)
-        self.namespaces = Namespaces()
+        self.namespaces = Namespaces(clock=monotonic)
         self.service: Service | None = None  # from the first successful engine start on
         self.ready = False
         self.clock = clock
         self._engine = engine
         self._text = text
         self._source = source
+        self._hints = Hints(source.prefetch)
         self._base_directory = base_directory
         self._monotonic = monotonic
         self._random_seed = random_seed
@@ -112,12 +114,17 @@ class Replica:
         self.closed = True
         self.ready = False
         self.gate.set(Door.DOWN)
+        await self._hints.close()
         await _cancel(self._recovery)
         await self._end_boot()
         self._changed()
 
     def desire(self, desired: Desired) -> None:
         self.runner.desire(desired)
+
+    def hint(self, hint: Hint) -> None:
+        """Fetch files early that a target will need."""
+        self._hints.add(hint)
 
     def report(self) -> ReplicaReport:
         machine = self.runner.machine
@@ -213,6 +220,7 @@ class Replica:
             namespaces=self.namespaces,
             machine=SwapMachine(self.clock),
             checker=self._checker,
+            hints=self._hints,
             base_directory=self._base_directory,
             monotonic=self._monotonic,
             on_change=self._changed,

@@ -21,6 +21,7 @@ from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.errors import SnapshotError
 from midstream.replica.admission import Door, Gate
 from midstream.replica.check import Checker, NotSound
+from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.swap import BEFORE_COMMIT, Event, SwapMachine
 from midstream.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
@@ -58,8 +59,8 @@ class SnapshotSource(abc.ABC):
 
     @abc.abstractmethod
     async def prefetch(self, hint: Hint) -> None:
-        """Fetch what will be asked for soon, so that `fetch` finds it. Never while a `fetch` of the same snapshot runs; it is
-        cancelled when one begins. Raises SnapshotError."""
+        """Fetch what will be asked for soon, so that `fetch` finds it. Never while a `fetch` runs; it is cancelled before
+        one begins. Raises SnapshotError."""
 
 
 class _GivenUp(Exception):
@@ -76,6 +77,7 @@ class SwapRunner:
         namespaces: Namespaces,
         machine: SwapMachine,
         checker: Checker,
+        hints: Hints,
         base_directory: Path,
         monotonic: Callable[[], float],
         on_change: Callable[[], None],
@@ -86,6 +88,7 @@ class SwapRunner:
         self._gate = gate
         self._namespaces = namespaces
         self._checker = checker
+        self._hints = hints
         self._base_directory = base_directory
         self._monotonic = monotonic
         self._on_change = on_change
@@ -198,7 +201,7 @@ class SwapRunner:
     async def _steps(self, desired: Desired) -> None:
         started = self._monotonic()
         base = desired.snapshot == BASE_SNAPSHOT  # its files are those of the model directory
-        path = self._base_directory if base else await self._source.fetch(desired)
+        path = self._base_directory if base else await self._fetch(desired)
         fetched = rebuilt = self._advance(Event.FETCHED if path else Event.FETCHED_DELTA)
         if path is None:
             path = await self._source.rebuild(desired)
@@ -220,6 +223,10 @@ class SwapRunner:
         )
         self.check = None
         self._advance(Event.COMMITTED)
+
+    async def _fetch(self, desired: Desired) -> Path | None:
+        async with self._hints.loading(desired.snapshot):
+            return await self._source.fetch(desired)
 
     async def _held(self) -> None:
         """Wait until the target is let go. Once there is a newer one nobody will: give up."""
@@ -243,7 +250,8 @@ class SwapRunner:
                 self._gate.set(Door.HELD)
             self._advance(Event.COMMIT)
             timing = await self._engine.commit(desired.snapshot)
-            self._namespaces.commit("all" if self.machine.distrusted else desired.reset_prompt_cache)
+            reset = "all" if self.machine.distrusted else desired.reset_prompt_cache
+            self._namespaces.commit(reset, desired.max_cache_age)
             return timing
         finally:
             if self._gate.door in (Door.HELD, Door.CLOSED):

@@ -126,7 +126,8 @@ class Service:
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         self.names.check_snapshot(wanted, self.serving())
         salt = self._salt(checked, session, headers)
-        requests = [replace(request, salt=salt) for request in requests]
+        age_max = self.namespaces.kv_age_max
+        requests = [replace(request, salt=salt, kv_age_max=age_max) for request in requests]
         with self.gate.admitted(choices):
             yield Generation(self, checked, prompts, requests, timings, tool_format)
 

@@ -7,6 +7,7 @@ whole, once its last character has been seen; whitespace that only separates cal
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -213,7 +214,7 @@ def unfinished(text: str, tag: str) -> int:
     return 0
 
 
-class _ToTheEndParser:
+class _ToTheEndParser(abc.ABC):
     """For markups that nothing closes: from the first character that can only be a call, everything is held to the end."""
 
     def __init__(self) -> None:
@@ -236,12 +237,13 @@ class _ToTheEndParser:
         raw, self._held = self._held[:end], self._held[end:]
         return [Item(raw, raw)] if raw else []
 
+    @abc.abstractmethod
     def _free(self, held: str) -> int:
         """How much of the held text is text for sure."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _read(self, held: str) -> tuple[ParsedCall, ...] | None:
-        raise NotImplementedError
+        """The calls that the whole held text is; None: it is text."""
 
 
 class ArrayParser(_ToTheEndParser):

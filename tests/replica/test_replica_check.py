@@ -1,0 +1,233 @@
+"""What is proved of the weights that serve, at the start and after every switch, and what follows when it fails."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from replica_fakes import FakeEngine, FakeSource, make_replica
+
+from midstream.engine.base import StagingFailed
+from midstream.replica.admission import Door
+from midstream.replica.check import Checker, NotSound, canary_prompt
+from midstream.replica.replica import Replica
+from midstream.types import BASE_SNAPSHOT, Desired, GenerationEvent, ModelInfo, SnapshotCheck, Stage
+
+Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
+NAN = math.nan
+
+
+def wanted(snapshot: str, generation: int, **more: object) -> Desired:
+    return Desired(snapshot=snapshot, generation=generation, url=f"file:///b/{snapshot}", **more)  # type: ignore[arg-type]
+
+
+def play(directory: Path, scenario: Scenario, engine: FakeEngine | None = None) -> None:
+    async def main() -> None:
+        used, source = engine or FakeEngine(), FakeSource()
+        async with asyncio.timeout(20):
+            replica = make_replica(directory, used, source)
+            await replica.start()
+            try:
+                await scenario(replica, used, source)
+            finally:
+                await replica.close()
+
+    asyncio.run(main())
+
+
+async def until(replica: Replica, holds: Callable[[], bool]) -> None:
+    while not holds():
+        await replica.changed(5.0)
+
+
+async def at(replica: Replica, snapshot: str, stage: Stage) -> None:
+    """`snapshot` serves and its last stage was that one."""
+    machine = replica.runner.machine
+    await until(replica, lambda: (machine.serving, machine.stage) == (snapshot, stage) and not machine.behind)
+
+
+def stages(replica: Replica) -> list[str]:
+    return [moved.stage.value for moved in replica.report().transitions]
+
+
+LOADED = ["fetching", "verifying", "staging", "staged", "committing", "checking"]
+
+
+def test_the_base_weights_are_checked_before_the_replica_is_ready(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        assert replica.report().check == SnapshotCheck(
+            snapshot=BASE_SNAPSHOT, generation=0, weights="digest of base", canary=(-1.0,) * 31
+        )
+
+    play(tmp_path, scenario)
+
+
+def test_a_replica_whose_base_weights_are_not_sound_does_not_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.canary[BASE_SNAPSHOT] = [NAN]
+        replica = make_replica(tmp_path, engine, FakeSource())
+        with pytest.raises(NotSound, match="canary token 1 is nan"):
+            await replica.start()
+        assert (replica.ready, replica.gate.door) == (False, Door.DOWN)
+        await replica.close()
+
+    asyncio.run(main())
+
+
+def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.canary["v1"], engine.digests["v1"] = [-2.5], None
+        engine.check_gate.clear()
+        replica.desire(wanted("v1", 7))
+        await at(replica, "v1", Stage.CHECKING)
+        report = replica.report()
+        assert (report.check, report.target, report.ready) == (None, "v1", True)
+        assert replica.gate.door is Door.OPEN, "requests go on while it is checked"
+        engine.check_gate.set()
+        await at(replica, "v1", Stage.IDLE)
+        assert replica.report().check == SnapshotCheck(
+            snapshot="v1", generation=7, weights=None, canary=(-2.5,) * 31
+        )
+
+    play(tmp_path, scenario)
+
+
+def test_the_canary_is_urgent_scores_all_and_shares_its_cache_with_nothing(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        for generation in (1, 2):
+            replica.desire(wanted(f"v{generation}", generation))
+            await at(replica, f"v{generation}", Stage.IDLE)
+        assert len(engine.canaries) == 3
+        for canary in engine.canaries:
+            assert canary.urgent
+            assert canary.prompt == canary_prompt(engine.info)
+            assert (canary.prompt_records, canary.sampling.max_tokens) == (32, 0)
+        assert len({canary.salt for canary in engine.canaries}) == 3
+        assert len({canary.request_id for canary in engine.canaries}) == 3
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(("vocab", "longest", "size"), [(2, 4096, 32), (151_936, 4096, 32), (259, 9, 8)])
+def test_the_canary_fits_the_model(vocab: int, longest: int, size: int) -> None:
+    prompt = canary_prompt(ModelInfo(max_model_len=longest, vocab_size=vocab))
+    assert len(prompt) == size
+    assert all(0 <= token < vocab for token in prompt)
+    assert len(set(prompt)) == min(vocab, size)
+
+
+def test_weights_that_are_not_sound_are_loaded_once_more_with_a_new_cache(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        session = ("", "s")
+        before = replica.namespaces.admit(session)
+        engine.canary["v1"] = [NAN, -1.0]
+        replica.desire(wanted("v1", 1, reset_prompt_cache="none"))
+        await until(replica, lambda: not replica.report().ready)
+        await until(replica, lambda: replica.report().ready)
+        assert stages(replica) == [*LOADED, "error", *LOADED, "idle"]
+        assert "canary token 1 is nan" in replica.report().transitions[6].detail
+        assert engine.switches == ["v1", "v1"]
+        assert replica.report().check is not None
+        assert replica.namespaces.admit(session) != before, "KV of unsound weights may be found"
+
+    play(tmp_path, scenario)
+
+
+def test_weights_that_are_not_sound_twice_take_the_replica_out_of_rotation(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.canary["v1"] = [NAN]
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: stages(replica).count("error") == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        report = replica.report()
+        assert stages(replica) == [*LOADED, "error"] * 2, "it is loaded again and again"
+        assert (report.ready, report.snapshot, report.stage, report.target) == (
+            False, "v1", Stage.ERROR, "v1",
+        )  # fmt: skip
+        assert report.error == "the log-probability of canary token 1 is nan"
+        assert report.check is None
+        replica.desire(wanted("v2", 2, reset_prompt_cache="none"))
+        await at(replica, "v2", Stage.IDLE)
+        assert replica.report().ready
+        assert replica.namespaces.admit(None) == 3, "KV of unsound weights may be found"
+
+    play(tmp_path, scenario)
+
+
+def test_a_newer_target_goes_before_the_second_load_of_what_is_not_sound(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.canary["v1"] = [NAN]
+        engine.check_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await at(replica, "v1", Stage.CHECKING)
+        replica.desire(wanted("v2", 2))
+        engine.check_gate.set()
+        await at(replica, "v2", Stage.IDLE)
+        assert engine.switches == ["v1", "v2"]
+
+    play(tmp_path, scenario)
+
+
+def test_going_back_to_what_is_not_sound_loads_it_again(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.canary["v1"] = [NAN, NAN, -1.0]
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: stages(replica).count("error") == 2)
+        replica.desire(wanted("v1", 2))
+        await at(replica, "v1", Stage.IDLE)
+        assert engine.switches == ["v1"] * 3
+        assert replica.report().ready
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (GenerationEvent(error="snapshot v1 gave a logit that is not finite"), "the canary prompt failed: snapshot v1"),
+        (GenerationEvent(prompt=(), finish="length"), "has 32 tokens, 0 were scored"),
+    ],
+)  # fmt: skip
+def test_a_canary_without_its_numbers_is_not_sound(event: GenerationEvent, message: str) -> None:
+    class Broken(FakeEngine):
+        async def _score(self, request: object) -> GenerationEvent:
+            return event
+
+    engine = Broken()
+    with pytest.raises(NotSound, match=message):
+        asyncio.run(Checker(engine, lambda: "id").check(engine.info, "v1", 1))
+
+
+def test_weights_that_cannot_be_read_have_no_digest_but_are_sound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Unreadable(FakeEngine):
+        async def weights_digest(self) -> str | None:
+            raise StagingFailed("RuntimeError: no")
+
+    engine = Unreadable()
+    found = asyncio.run(Checker(engine, lambda: "id").check(engine.info, "v1", 1))
+    assert (found.weights, len(found.canary)) == (None, 31)
+    assert "RuntimeError: no" in caplog.text
+
+
+def test_an_engine_that_dies_while_it_is_checked_is_a_new_boot(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        boot = replica.boot
+        engine.check_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await at(replica, "v1", Stage.CHECKING)
+        await engine.die()
+        await until(replica, lambda: replica.ready)
+        assert replica.boot != boot
+        assert (replica.report().snapshot, replica.report().check) == (
+            BASE_SNAPSHOT,
+            SnapshotCheck(
+                snapshot=BASE_SNAPSHOT, generation=0, weights="digest of base", canary=(-1.0,) * 31
+            ),
+        )
+
+    play(tmp_path, scenario)

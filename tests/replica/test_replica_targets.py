@@ -1,0 +1,380 @@
+"""Kinds of targets: incremental ones, held ones, reloads, other content under a known name; and hints before them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from replica_fakes import FakeEngine, FakeSource, make_replica, running
+
+from midstream.errors import SnapshotCorrupt
+from midstream.replica import hints as hints_module
+from midstream.replica.admission import Door
+from midstream.replica.hints import Hints
+from midstream.replica.replica import Replica
+from midstream.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles, Stage
+
+Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
+FULL = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="f0")
+LOADED = ["fetching", "verifying", "staging", "staged", "committing", "checking", "idle"]
+
+
+def wanted(snapshot: str, generation: int, **more: object) -> Desired:
+    return Desired(snapshot=snapshot, generation=generation, url=f"file:///b/{snapshot}", **more)  # type: ignore[arg-type]
+
+
+def delta(snapshot: str, generation: int, **more: object) -> Desired:
+    return wanted(snapshot, generation, compression="arc_v2", parents=(FULL,), **more)
+
+
+def play(directory: Path, scenario: Scenario, **more: object) -> None:
+    async def main() -> None:
+        engine, source = FakeEngine(), FakeSource()
+        async with asyncio.timeout(20):
+            replica = make_replica(directory, engine, source, **more)
+            await replica.start()
+            try:
+                await scenario(replica, engine, source)
+            finally:
+                await replica.close()
+
+    asyncio.run(main())
+
+
+async def until(replica: Replica, holds: Callable[[], bool]) -> None:
+    while not holds():
+        await replica.changed(5.0)
+
+
+async def at(replica: Replica, snapshot: str, stage: Stage = Stage.IDLE) -> None:
+    machine = replica.runner.machine
+    await until(
+        replica,
+        lambda: (
+            machine.target is not None
+            and (machine.target.snapshot, machine.stage) == (snapshot, stage)
+            and not machine.behind
+        ),
+    )
+
+
+async def tick(times: int) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+def stages(replica: Replica, snapshot: str) -> list[str]:
+    return [moved.stage.value for moved in replica.report().transitions if moved.snapshot == snapshot]
+
+
+def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(delta("v1", 1))
+        await at(replica, "v1")
+        assert stages(replica, "v1") == ["fetching", "rebuilding", *LOADED[1:]]
+        assert source.calls[:3] == ["fetch v1", "rebuild v1", "verify v1"]
+        swap = replica.report().last_swap
+        assert swap is not None
+        assert min(swap.fetch_ms, swap.rebuild_ms, swap.verify_ms, swap.stage_ms, swap.check_ms) > 0
+        replica.desire(wanted("v2", 2))
+        await at(replica, "v2")
+        assert stages(replica, "v2") == LOADED
+        swap = replica.report().last_swap
+        assert swap is not None
+        assert (swap.snapshot, swap.rebuild_ms) == ("v2", 0.0)
+
+    play(tmp_path, scenario, monotonic=clock)
+
+
+def test_a_delta_that_does_not_apply_leaves_the_old_snapshot_and_its_error(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        async def rebuild(desired: Desired) -> Path:
+            raise SnapshotCorrupt("v1: checksum of a.weight differs after decoding")
+
+        source.rebuild = rebuild  # type: ignore[method-assign]
+        replica.desire(delta("v1", 1))
+        await at(replica, "v1", Stage.ERROR)
+        assert stages(replica, "v1") == ["fetching", "rebuilding", "error"]
+        assert replica.report().error == "v1: checksum of a.weight differs after decoding"
+        assert (replica.report().snapshot, engine.calls) == (BASE_SNAPSHOT, [])
+
+    play(tmp_path, scenario)
+
+
+def test_what_serves_is_known_by_all_its_files(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        other = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="another f0")
+        replica.desire(delta("v1", 1, fingerprint="f1"))
+        await at(replica, "v1")
+        replica.desire(delta("v1", 2, fingerprint="f1"))
+        await at(replica, "v1")
+        assert engine.switches == ["v1"]
+        replica.desire(wanted("v1", 3, fingerprint="f1", compression="arc_v2", parents=(other,)))
+        await until(replica, lambda: len(engine.switches) == 2)
+        await at(replica, "v1")
+        replica.desire(wanted("v1", 4, fingerprint="whole"))
+        await until(replica, lambda: len(engine.switches) == 3)
+
+    play(tmp_path, scenario)
+
+
+def test_what_serves_and_what_is_loaded_next_is_kept_with_its_chain(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        kept: list[list[Desired]] = []
+
+        async def release(keep: list[Desired]) -> None:
+            kept.append(list(keep))
+
+        source.release = release  # type: ignore[assignment]
+        replica.desire(delta("v1", 1))
+        await at(replica, "v1")
+        await tick(10)
+        source.blocked.add("v2")
+        source.fetching.clear()
+        replica.desire(wanted("v2", 2))
+        await source.fetching.wait()
+        replica.desire(delta("v3", 3))
+        await at(replica, "v3")
+        await tick(5)
+        assert kept == [[delta("v1", 1)], [delta("v1", 1), delta("v3", 3)], [delta("v3", 3)]]
+
+    play(tmp_path, scenario)
+
+
+def test_a_reload_loads_what_serves_once_more_with_a_new_cache_and_only_once(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(wanted("v1", 1, reset_prompt_cache="none"))
+        await at(replica, "v1")
+        for _ in range(2):
+            replica.desire(wanted("v1", 1, reset_prompt_cache="none", reload=1))
+            await until(replica, lambda: len(engine.switches) == 2)
+            await at(replica, "v1")
+        replica.desire(wanted("v1", 2, reset_prompt_cache="none", reload=1))
+        await at(replica, "v1")
+        assert engine.switches == ["v1", "v1"]
+        assert replica.namespaces.admit(None) == 1
+        replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=3, reload=1))
+        await at(replica, BASE_SNAPSHOT)
+        replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=3, reload=2))
+        await until(replica, lambda: len(engine.switches) == 4)
+
+    play(tmp_path, scenario)
+
+
+def test_the_weights_of_the_start_can_be_reloaded(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=1))
+        await at(replica, BASE_SNAPSHOT)
+        assert engine.switches == []
+        replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=1, reload=1))
+        await until(replica, lambda: engine.switches == [BASE_SNAPSHOT])
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
+def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
+    tmp_path: Path, transition: str
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        held = wanted("v1", 1, hold=True, transition=transition)
+        replica.desire(held)
+        await at(replica, "v1", Stage.STAGED)
+        replica.desire(held)
+        await tick(20)
+        assert (replica.report().stage, replica.gate.door) == (Stage.STAGED, Door.OPEN)
+        assert engine.switches == []
+        replica.desire(wanted("v1", 1, transition=transition))
+        await at(replica, "v1")
+        replica.desire(held)  # late: it has been let go
+        await tick(20)
+        assert engine.switches == ["v1"]
+        assert stages(replica, "v1") == LOADED
+        replica.desire(wanted("v2", 2))
+        await at(replica, "v2")
+
+    play(tmp_path, scenario)
+
+
+def test_a_target_that_is_let_go_before_it_is_staged_does_not_wait(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.stage_gate.clear()
+        replica.desire(wanted("v1", 1, hold=True))
+        await at(replica, "v1", Stage.STAGING)
+        replica.desire(wanted("v1", 1))
+        engine.stage_gate.set()
+        await at(replica, "v1")
+        assert engine.calls == ["stage v1 v1", "commit v1"]
+
+    play(tmp_path, scenario)
+
+
+def test_a_held_target_is_superseded_however_many_were_before(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        for generation in range(1, 7):
+            replica.desire(wanted(f"v{generation}", generation, hold=True))
+            await at(replica, f"v{generation}", Stage.STAGED)
+        replica.desire(wanted("v7", 7))
+        await at(replica, "v7")
+        assert engine.switches == ["v7"]
+
+    play(tmp_path, scenario)
+
+
+def test_a_held_target_that_is_superseded_while_it_may_not_be_given_up_does_not_wait_for_ever(
+    tmp_path: Path,
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        for generation in range(1, 9):
+            engine.stage_gate.clear()
+            replica.desire(wanted(f"v{generation}", generation, hold=True))
+            await tick(8)
+        engine.stage_gate.set()
+        await at(replica, "v8", Stage.STAGED)
+        assert engine.switches == []
+        replica.desire(wanted("v8", 8))
+        await at(replica, "v8")
+
+    play(tmp_path, scenario)
+
+
+def test_the_report_says_whether_new_requests_are_admitted(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        assert replica.report().admitting
+        with replica.gate.admitted():
+            replica.desire(wanted("v1", 1, transition="SYNC"))
+            await until(replica, lambda: not replica.report().admitting)
+            assert (replica.report().stage, replica.report().in_flight) == (Stage.STAGED, 1)
+        await at(replica, "v1")
+        assert replica.report().admitting
+        engine.commit_gate.clear()
+        replica.desire(wanted("v2", 2))
+        await engine.committing.wait()
+        assert replica.report().admitting, "held newcomers are served by the new snapshot"
+        engine.commit_gate.set()
+        await at(replica, "v2")
+
+    play(tmp_path, scenario)
+
+
+def test_the_age_limit_of_a_snapshot_reaches_the_engine_with_every_request(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        async with running(tmp_path, engine) as it:
+            body = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
+
+            async def ask() -> None:
+                answer = await it.http.post("/v1/completions", json=body | {"model": it.replica.names.model})
+                assert answer.status_code == 200, answer.text
+
+            await ask()
+            await it.swapped("v1", reset_prompt_cache="none", max_cache_age=2)
+            await ask()
+            await it.until(lambda: it.replica.report().stage is Stage.IDLE)
+            await it.swapped("v2", reset_prompt_cache="none")
+            await ask()
+            assert [request.kv_age_max for request in engine.requests] == [None, 2, None]
+            assert len({request.salt for request in engine.requests}) == 1
+
+    asyncio.run(main())
+
+
+def hint(snapshot: str, *files: str) -> Hint:
+    return Hint(snapshot=snapshot, url=f"file:///b/{snapshot}", files=files or ("model.safetensors",))
+
+
+def test_a_hint_fetches_files_early_and_a_load_goes_before_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, FakeEngine()) as it:
+            source, begun = it.source, asyncio.Event()
+
+            async def prefetch(given: Hint) -> None:
+                source.calls.append(f"prefetch {given.snapshot} {given.files[0]}")
+                begun.set()
+                if given.files[0] == "slow":
+                    try:
+                        await asyncio.Event().wait()
+                    finally:
+                        source.calls.append("stopped")
+
+            it.replica._hints._prefetch = prefetch
+            for given in (hint("v1", "slow"), hint("v1", "b"), hint("v2", "c")):
+                body = {"snapshot": given.snapshot, "url": given.url, "files": given.files}
+                assert (await it.http.post("/replica/hint", json=body)).status_code == 202
+            await begun.wait()
+            await it.swapped("v1")
+            await it.until(lambda: it.replica.report().stage is Stage.IDLE)
+            assert source.calls[:3] == ["prefetch v1 slow", "stopped", "fetch v1"]
+            assert "prefetch v2 c" in source.calls
+            assert "prefetch v1 b" not in source.calls
+            answer = await it.http.post("/replica/hint", json={"snapshot": "v1"})
+            assert answer.status_code == 400
+            assert "not a hint" in answer.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_an_interrupted_hint_of_another_snapshot_is_taken_up_again_after_the_load() -> None:
+    async def main() -> None:
+        calls: list[str] = []
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def prefetch(given: Hint) -> None:
+            calls.append(given.files[0])
+            begun.set()
+            await go_on.wait()
+
+        hints = Hints(prefetch)
+        hints.add(hint("v2", "a"))
+        hints.add(hint("v2", "b"))
+        hints.add(hint("v2", "b"))
+        await begun.wait()
+        async with hints.loading("v1"):
+            hints.add(hint("v1", "x"))  # is being fetched anyway
+            hints.add(hint("v2", "c"))
+            await tick(3)
+            assert calls == ["a"]
+            go_on.set()
+        await tick(8)
+        assert calls == ["a", "a", "b", "c"]
+        await hints.close()
+        hints.add(hint("v3"))
+        await tick(3)
+        assert calls == ["a", "a", "b", "c"]
+
+    asyncio.run(main())
+
+
+def test_hints_that_fail_or_are_too_many_are_logged_and_harm_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hints_module, "HINTS_MAX", 3)
+
+    async def main() -> None:
+        done: list[str] = []
+
+        async def prefetch(given: Hint) -> None:
+            if given.files[0] == "absent":
+                raise SnapshotCorrupt("absent: no such file")
+            if given.files[0] == "odd":
+                raise KeyError("odd")
+            done.append(given.files[0])
+
+        hints = Hints(prefetch)
+        for name in ("absent", "odd", "good", "too many"):
+            hints.add(hint("v1", name))
+        await tick(5)
+        assert done == ["good"]
+        await hints.close()
+
+    asyncio.run(main())
+    assert "absent: no such file" in caplog.text
+    assert "KeyError: 'odd'" in caplog.text
+    assert "3 hints wait already; one of v1 is dropped" in caplog.text
