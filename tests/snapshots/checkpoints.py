@@ -1,0 +1,47 @@
+"""Small checkpoints for tests of snapshots as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+CONFIG = {"model_type": "tiny", "hidden_size": 8}
+
+
+def write_checkpoint(
+    directory: Path, *, seed: int = 0, shards: int = 1, config: dict[str, Any] | None = None, size: int = 6
+) -> Path:
+    """A whole checkpoint; its tensors' values come from `seed`, names and shapes are always the same."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG if config is None else config))
+    (directory / "tokenizer.json").write_text("{}")
+    random = np.random.default_rng(seed)
+    tensors = {f"layers.{i}.w": random.standard_normal((size, 7)).astype(np.float32) for i in range(4)}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+    weight_map = {}
+    for s in range(shards):
+        name = f"model-{s + 1:05d}-of-{shards:05d}.safetensors"
+        part = {k: v for i, (k, v) in enumerate(tensors.items()) if i % shards == s}
+        save_file(part, directory / name)
+        weight_map.update(dict.fromkeys(part, name))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    """The bytes of every tensor, by name."""
+    loaded = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        loaded.update({name: array.tobytes() for name, array in load_file(file).items()})
+    return loaded
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """All files that are not hidden, by name."""
+    return {p.name: p.read_bytes() for p in directory.iterdir() if not p.name.startswith(".")}
