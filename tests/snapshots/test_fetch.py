@@ -1,0 +1,334 @@
+"""Copying in parallel parts: interrupted, continued, changed under way, out of room. On local buckets and on S3."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import files, write_checkpoint
+from s3server import S3Server
+
+from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from midstream.snapshots import fetch
+from midstream.snapshots.fetch import fetch_listed, fetch_snapshot, partial_directory, prefetch_files
+from midstream.snapshots.store import LISTING_FILE, Listing, list_snapshot
+
+PART = 1000
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "PART_BYTES", PART)
+
+
+@pytest.fixture(params=["file", "s3"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> Bucket:
+    return Bucket(tmp_path, s3 if request.param == "s3" else None)
+
+
+class Bucket:
+    """One snapshot in a local directory or in S3, whose files a test changes."""
+
+    def __init__(self, tmp_path: Path, s3: S3Server | None) -> None:
+        self.s3 = s3
+        self.prefix = f"fetch-{random.randrange(10**12)}"
+        self.directory = tmp_path / "bucket"
+        self.directory.mkdir()
+        self.url = f"s3://rollouts/{self.prefix}" if s3 else self.directory.as_uri()
+
+    def put(self, name: str, data: bytes) -> None:
+        if self.s3 is not None:
+            self.s3.put("rollouts", f"{self.prefix}/{name}", data)
+        else:
+            (self.directory / f"{name}.new").write_bytes(data)
+            (self.directory / f"{name}.new").rename(self.directory / name)
+
+    def remove(self, name: str) -> None:
+        if self.s3 is not None:
+            self.s3.delete("rollouts", f"{self.prefix}/{name}")
+        else:
+            (self.directory / name).unlink()
+
+
+class Watched:
+    """A store whose reads a test sees, delays and breaks; `reads` are (name, part number)."""
+
+    def __init__(self, store: Any, before: Callable[[str, int], Any] = lambda name, number: None) -> None:
+        self._store = store
+        self._before = before
+        self.reads: list[tuple[str, int]] = []
+
+    async def get_async(self, name: str, options: dict[str, Any]) -> Any:
+        self.reads.append((name, options["range"][0] // PART))
+        waits = self._before(name, len(self.reads))
+        if waits is not None:
+            await waits
+        return await self._store.get_async(name, options=options)
+
+    async def head_async(self, name: str) -> Any:
+        return await self._store.head_async(name)
+
+
+async def fetch_watched(
+    url: str, dest: Path, before: Callable[[str, int], Any] = lambda name, number: None
+) -> list[tuple[str, int]]:
+    listing = await list_snapshot(url)
+    watched = Watched(listing.store, before)
+    try:
+        await fetch_listed(Listing(url, watched, listing.files), dest)  # type: ignore[arg-type]
+    finally:
+        fetch_watched.reads = watched.reads  # type: ignore[attr-defined]
+    return watched.reads
+
+
+def parts(name: str, data: bytes) -> set[tuple[str, int]]:
+    return {(name, n) for n in range(-(-len(data) // PART))}
+
+
+def blob(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def listed(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+def test_every_part_is_read_once_and_put_in_its_place(bucket: Bucket, tmp_path: Path) -> None:
+    expected = {
+        WEIGHTS: blob(10 * PART + 1),
+        "config.json": b"{}",
+        "vocab.json": b"",
+        "b.safetensors": blob(PART),
+    }
+    for name, data in expected.items():
+        bucket.put(name, data)
+    reads = asyncio.run(fetch_watched(bucket.url, tmp_path / "dest"))
+    assert files(tmp_path / "dest") == expected
+    assert sorted(reads) == sorted(set().union(*(parts(n, d) for n, d in expected.items())))
+    assert listed(tmp_path) == ["bucket", "dest"]
+
+
+def test_parts_are_read_side_by_side_across_files(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put(WEIGHTS, blob(9 * PART))
+    bucket.put("b.safetensors", blob(3 * PART))  # 12 parts: two full rounds
+    together = asyncio.Barrier(fetch.PARTS_IN_FLIGHT)  # nobody passes alone
+    asyncio.run(
+        asyncio.wait_for(
+            fetch_watched(bucket.url, tmp_path / "dest", lambda name, number: together.wait()), timeout=60
+        )
+    )
+    assert (tmp_path / "dest" / WEIGHTS).read_bytes() == blob(9 * PART)
+
+
+def test_a_cancelled_fetch_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) -> None:
+    data = blob(20 * PART)
+    bucket.put(WEIGHTS, data)
+    bucket.put("config.json", b"{}")
+
+    async def scenario() -> tuple[list[Any], list[Any]]:
+        never = asyncio.get_running_loop().create_future()
+        reached = asyncio.Event()
+
+        def stop_after_ten(name: str, number: int) -> Any:
+            if number > 10:
+                reached.set()
+                return never
+            return None
+
+        first = asyncio.create_task(fetch_watched(bucket.url, tmp_path / "dest", stop_after_ten))
+        await reached.wait()
+        done: set[Any] = set()
+        while len(done) < 10 - fetch.PARTS_IN_FLIGHT:  # written, not only read
+            await asyncio.sleep(0)
+            done = set(range(journalled(partial_directory(tmp_path, bucket.url))))
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert not (tmp_path / "dest").exists()
+        begun = fetch_watched.reads  # type: ignore[attr-defined]
+        return begun, await fetch_watched(bucket.url, tmp_path / "dest")
+
+    begun, again = asyncio.run(scenario())
+    assert len(again) < 20
+    assert set(begun) | set(again) == parts(WEIGHTS, data) | {("config.json", 0)}
+    assert files(tmp_path / "dest") == {WEIGHTS: data, "config.json": b"{}"}
+    assert listed(tmp_path) == ["bucket", "dest"]
+
+
+def journalled(partial: Path) -> int:
+    return sum(p.stat().st_size // 4 for p in partial.glob("*.done")) if partial.exists() else 0
+
+
+KILLED = """
+import asyncio, sys
+from midstream.snapshots import fetch
+from pathlib import Path
+fetch.PART_BYTES = int(sys.argv[3])
+def progress(done, total):
+    if done >= 7 * fetch.PART_BYTES:
+        print(done, flush=True)
+        sys.stdin.read()  # the parts that are there are there; nothing more happens
+asyncio.run(fetch.fetch_snapshot(sys.argv[1], Path(sys.argv[2]), progress))
+"""
+
+
+def test_a_process_killed_half_way_leaves_what_the_next_one_uses(bucket: Bucket, tmp_path: Path) -> None:
+    data = blob(30 * PART)
+    bucket.put(WEIGHTS, data)
+    arguments = [sys.executable, "-c", KILLED, bucket.url, str(tmp_path / "dest"), str(PART)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) >= 7 * PART
+        process.kill()
+    assert not (tmp_path / "dest").exists()
+    partial = partial_directory(tmp_path, bucket.url)
+    (journal,) = partial.glob("*.done")
+    with journal.open("ab") as torn:
+        torn.write(b"\x01")  # a record cut short
+    kept = journalled(partial)
+    reads = asyncio.run(fetch_watched(bucket.url, tmp_path / "dest"))
+    assert 7 <= kept < 30
+    assert len(reads) == 30 - kept
+    assert (tmp_path / "dest" / WEIGHTS).read_bytes() == data
+
+
+def test_what_is_left_of_another_version_is_not_used(bucket: Bucket, tmp_path: Path) -> None:
+    new, same = blob(8 * PART, seed=1), blob(3 * PART, seed=2)
+    bucket.put(WEIGHTS, blob(8 * PART))
+    bucket.put("b.safetensors", same)
+    asyncio.run(prefetch_files(bucket.url, tmp_path, [WEIGHTS, "b.safetensors"]))
+    bucket.put(WEIGHTS, new)
+    reads = asyncio.run(fetch_watched(bucket.url, tmp_path / "dest"))
+    assert sorted(reads) == sorted(parts(WEIGHTS, new))
+    assert files(tmp_path / "dest") == {WEIGHTS: new, "b.safetensors": same}
+
+
+def test_files_fetched_early_are_not_fetched_again(bucket: Bucket, tmp_path: Path) -> None:
+    data = blob(5 * PART)
+    bucket.put(WEIGHTS, data)
+    asyncio.run(prefetch_files(bucket.url, tmp_path, [WEIGHTS]))
+    assert listed(tmp_path) == sorted([partial_directory(tmp_path, bucket.url).name, "bucket"])
+    bucket.put("config.json", b"{}")
+    assert asyncio.run(fetch_watched(bucket.url, tmp_path / "dest")) == [("config.json", 0)]
+    assert files(tmp_path / "dest") == {WEIGHTS: data, "config.json": b"{}"}
+
+
+@pytest.mark.parametrize("name", ["absent.safetensors", "../config.json", "weights.bin", "a/config.json"])
+def test_only_files_of_the_snapshot_can_be_fetched_early(bucket: Bucket, tmp_path: Path, name: str) -> None:
+    bucket.put("config.json", b"{}")
+    with pytest.raises(SnapshotMissing) as caught:
+        asyncio.run(prefetch_files(bucket.url, tmp_path, [name]))
+    assert str(caught.value).startswith(f"{bucket.url}: {name} ")
+
+
+@pytest.mark.parametrize("how", ["rewritten", "truncated", "grown", "removed"])
+@pytest.mark.parametrize("after", [1, 12])
+def test_a_file_that_changes_under_way_is_an_error_that_names_it(
+    bucket: Bucket, tmp_path: Path, how: str, after: int
+) -> None:
+    data = blob(12 * PART)
+    bucket.put(WEIGHTS, data)
+    (tmp_path / "dest").mkdir()
+    (tmp_path / "dest" / "old").write_text("serves on")
+    change = {
+        "rewritten": lambda: bucket.put(WEIGHTS, blob(12 * PART, seed=1)),
+        "truncated": lambda: bucket.put(WEIGHTS, data[: 2 * PART]),
+        "grown": lambda: bucket.put(WEIGHTS, data + b"more"),
+        "removed": lambda: bucket.remove(WEIGHTS),
+    }[how]
+
+    def before(name: str, number: int) -> None:
+        if number == after:
+            change()
+
+    with pytest.raises(SnapshotCorrupt) as caught:
+        asyncio.run(fetch_watched(bucket.url, tmp_path / "dest", before))
+    assert str(caught.value).startswith(f"{bucket.url}: {WEIGHTS} changed while it was read")
+    assert files(tmp_path / "dest") == {"old": b"serves on"}
+    if how == "rewritten":
+        asyncio.run(fetch_snapshot(bucket.url, tmp_path / "dest"))
+        assert (tmp_path / "dest" / WEIGHTS).read_bytes() == blob(12 * PART, seed=1)
+
+
+def test_a_file_changed_after_its_last_part_is_found_too(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put(WEIGHTS, blob(2 * PART))
+
+    class Late(Watched):
+        async def head_async(self, name: str) -> Any:
+            bucket.put(WEIGHTS, blob(2 * PART, seed=1))
+            return await super().head_async(name)
+
+    async def scenario() -> None:
+        listing = await list_snapshot(bucket.url)
+        late: Any = Late(listing.store)
+        await fetch_listed(Listing(bucket.url, late, listing.files), tmp_path / "dest")
+
+    with pytest.raises(SnapshotCorrupt, match="changed while it was read"):
+        asyncio.run(scenario())
+    assert not (tmp_path / "dest").exists()
+
+
+def test_a_disk_that_is_nearly_full_is_an_error_before_anything_is_read(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put(WEIGHTS, blob(4 * PART))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: usage._replace(free=3 * PART))
+    with pytest.raises(
+        SnapshotError, match=f"4000 bytes are to be fetched, .* has only {3 * PART} bytes free"
+    ):
+        asyncio.run(fetch_watched(bucket.url, tmp_path / "dest"))
+    assert fetch_watched.reads == []  # type: ignore[attr-defined]
+
+
+def test_a_disk_that_is_full_half_way_is_an_error_and_gets_its_room_back(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put(WEIGHTS, blob(10 * PART))
+    real, written = os.pwrite, 0
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        nonlocal written
+        written += 1
+        if written > 4:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[:300], offset)  # a short write is no error
+
+    monkeypatch.setattr(fetch.os, "pwrite", pwrite)
+    with pytest.raises(SnapshotError, match=r"cannot write to .*: No space left on device"):
+        asyncio.run(fetch_snapshot(bucket.url, tmp_path / "dest"))
+    assert listed(tmp_path) == ["bucket"]
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SnapshotError, match=r"source: cannot write to .*file"):
+        asyncio.run(fetch_snapshot(source.as_uri(), tmp_path / "file" / "dest"))
+
+
+def test_a_read_that_breaks_off_is_tried_again(bucket: Bucket, tmp_path: Path) -> None:
+    from obstore.exceptions import GenericError
+
+    bucket.put(WEIGHTS, blob(3 * PART))
+    broken = 0
+
+    def before(name: str, number: int) -> None:
+        nonlocal broken
+        if number <= fetch.PART_ATTEMPTS - 1:
+            broken += 1
+            raise GenericError("error decoding response body")
+
+    asyncio.run(fetch_watched(bucket.url, tmp_path / "dest", before))
+    assert broken == fetch.PART_ATTEMPTS - 1
+    assert (tmp_path / "dest" / WEIGHTS).read_bytes() == blob(3 * PART)
+    assert LISTING_FILE in listed(tmp_path / "dest")
