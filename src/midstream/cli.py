@@ -21,6 +21,9 @@ from midstream.errors import ConfigError
 COMMANDS = {  # module of commands/: its line in --help
     "serve": "start a gateway and its replicas on this machine",
     "model": "write a built-in model as a Hugging Face directory",
+    "publish": "put a checkpoint into the bucket and wait until every replica serves it",
+    "status": "what each replica serves and does; --watch keeps looking",
+    "ledger": "every snapshot that was signalled, and how each replica fared with it",
     "delta": "make, apply and check incremental snapshots in local directories",
     "demo": "the main job: an RL loop with weights hot-loaded under live rollouts",
 }

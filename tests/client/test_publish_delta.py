@@ -2,105 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
+from publish_world import World, listening, weights
 
 from midstream.client import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, SnapshotPublisher
 from midstream.client.weights import write_weights
-from midstream.snapshots.delta import rebuild
 from midstream.snapshots.layout import read_spec
-
-
-class World:
-    """A server that loads what it is told at once, rebuilding deltas from what it serves, and its bucket."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.bucket = root / "bucket"
-        self.bucket.mkdir()
-        self.work = root / "work"
-        self.config = root / "config"
-        self.config.mkdir()
-        (self.config / "config.json").write_text('{"model_type": "x"}')
-        self.desired: str | None = None
-        self.generation = 0
-        self.serving: Path | None = None  # whole files of `desired`
-        self.signals: list[dict[str, Any]] = []
-        self.hints: list[dict[str, Any]] = []
-        self.refuse_deltas = False
-        self.fail: str | None = None  # this snapshot cannot be loaded
-        self.error: str | None = None
-        self.open = threading.Event()  # status is answered
-        self.open.set()
-
-    def publisher(self, **kwargs: Any) -> SnapshotPublisher:
-        http = httpx.Client(transport=httpx.MockTransport(self.handle))
-        arguments = {"work_dir": self.work, "http": http, "sleep": lambda _: None}
-        return SnapshotPublisher("http://server", str(self.bucket), **(arguments | kwargs))
-
-    def handle(self, request: httpx.Request) -> httpx.Response:
-        if request.method == "GET":
-            self.open.wait(10)
-            return httpx.Response(200, json=self.status())
-        body = json.loads(request.content)
-        if request.url.path.endswith("/hint"):
-            self.hints.append(body)
-            return httpx.Response(404, json={})
-        return self.signal(body)
-
-    def signal(self, body: dict[str, Any]) -> httpx.Response:
-        self.signals.append(body)
-        delta = body.get("incremental_snapshot_metadata")
-        if delta is not None and (
-            self.refuse_deltas or delta["previous_snapshot_identity"] != self.desired or self.error
-        ):
-            return httpx.Response(
-                400, json={"error": {"message": "previous_snapshot_identity is not served"}}
-            )
-        files = self.bucket / body["identity"]
-        self.desired, self.error = body["identity"], None
-        self.generation += 1
-        if self.fail == self.desired:
-            self.error = "Adler-32 differs"
-        elif delta is None:
-            self.serving = files
-        else:
-            out = self.root / f"rebuilt-{self.generation}"
-            assert self.serving is not None
-            rebuild(self.serving, files, out, delta["compression_format"])
-            self.serving = out
-        return httpx.Response(200, json={"generation": self.generation, "changed": True})
-
-    def status(self) -> dict[str, Any]:
-        stage = "error" if self.error else "idle" if self.desired is None else "done"
-        return {
-            "replicas": [
-                {
-                    "current_snapshot_identity": "before" if self.error else self.desired or "base",
-                    "readiness": True,
-                    "loading_state": {"stage": stage, "target_snapshot_identity": self.desired},
-                    "midstream": {"replica": "r0", "error": self.error, "generation": self.generation},
-                }
-            ]
-        }
-
-    def reset(self) -> None:
-        self.desired = self.serving = None
-
-    def served(self) -> dict[str, Any]:
-        assert self.serving is not None
-        return safetensors.numpy.load_file(self.serving / "model.safetensors")
 
 
 @pytest.fixture
@@ -108,15 +23,10 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def weights(step: int) -> dict[str, Any]:
-    """2 % of the values differ from one step to the next."""
-    random = np.random.default_rng(0)
-    result = {name: random.standard_normal(5000).astype(np.float32) for name in ("a", "b")}
-    for past in range(1, step + 1):
-        moved = np.random.default_rng(past)
-        for values in result.values():
-            values[moved.choice(5000, 100, replace=False)] += np.float32(0.01)
-    return result
+@pytest.fixture
+def url(world: World) -> Iterator[str]:
+    with listening(world) as address:
+        yield address
 
 
 def assert_served(world: World, identity: str, tensors: dict[str, Any]) -> None:
@@ -432,37 +342,6 @@ match where:
 publisher = SnapshotPublisher(url, bucket_dir, work_dir=work)
 publisher.publish("1", dict(np.load(weights)), config_dir=config)
 """
-
-
-@pytest.fixture
-def url(world: World) -> Iterator[str]:
-    """`world` behind a port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer(httpx.Request("GET", "http://server" + self.path))
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            self.answer(httpx.Request("POST", "http://server" + self.path, content=body))
-
-        def answer(self, request: httpx.Request) -> None:
-            response = world.handle(request)
-            self.send_response(response.status_code)
-            self.send_header("content-length", str(len(response.content)))
-            self.end_headers()
-            self.wfile.write(response.content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 @pytest.mark.parametrize(

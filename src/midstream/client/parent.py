@@ -103,8 +103,11 @@ class WorkDirectory:
             self._opened = Path(tempfile.mkdtemp(prefix="midstream-publish-"))
             self._remove = weakref.finalize(self, shutil.rmtree, self._opened, ignore_errors=True)
             return self._opened
-        self._root.mkdir(parents=True, exist_ok=True)
-        lock = (self._root / LOCK_FILE).open("ab")
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            lock = (self._root / LOCK_FILE).open("ab")
+        except OSError as error:
+            raise PublishError(f"the work directory {self._root} cannot be used: {error}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -124,6 +124,10 @@ class Publishing:
         delta = staged.with_name(staged.name + "-delta")
         try:
             return self._run(job, staged, delta, write_s)
+        except PublishError:  # one of which is an OSError too, as every TimeoutError
+            raise
+        except OSError as error:  # of the work directory
+            raise PublishError(f"snapshot {job.identity!r} cannot be prepared: {error}") from error
         finally:
             shutil.rmtree(delta, ignore_errors=True)
             parent = self._work.parent
@@ -170,11 +174,9 @@ class Publishing:
             assert parent is not None
             why = self._why_not_on(parent, job, staged)
             if why is None:
-                job.tell("encoding")
-                encode_delta(parent.directory, staged, delta, self._compression)
-                if job.kind == "delta" or size_bytes(delta) < size_bytes(staged):
-                    return parent, f"stands on {parent.identity!r}"
-                why = "a delta would not be smaller"
+                why = self._encode(parent, job, staged, delta)
+            if why is None:
+                return parent, f"stands on {parent.identity!r}"
         if job.kind == "delta":
             raise PublishError(f"snapshot {job.identity!r} cannot be a delta: {why}")
         return None, why
@@ -182,8 +184,23 @@ class Publishing:
     def _why_not_on(self, parent: Parent, job: Job, staged: Path) -> str | None:
         if not self._server.status(retry_s=_retry_s(job)).stands_on(parent.identity, parent.generation):
             return f"the server does not stand on {parent.identity!r}"
-        if read_spec(parent.directory).tensors != read_spec(staged).tensors:
+        try:
+            before = read_spec(parent.directory)
+        except SnapshotError as error:
+            return f"the parent that was kept is not whole any more: {error}"
+        if before.tensors != read_spec(staged).tensors:
             return "names, shapes, dtypes or files of its tensors are not its parent's"
+        return None
+
+    def _encode(self, parent: Parent, job: Job, staged: Path, delta: Path) -> str | None:
+        """Write `delta`; why it is of no use, if so."""
+        job.tell("encoding")
+        try:
+            encode_delta(parent.directory, staged, delta, self._compression)
+        except SnapshotError as error:
+            return str(error)
+        if job.kind is None and size_bytes(delta) >= size_bytes(staged):
+            return "a delta would not be smaller"
         return None
 
     def _send(self, job: Job, staged: Path, delta: Path, parent: Parent | None, why: str) -> _Sent:

@@ -22,6 +22,7 @@ import httpx
 
 from midstream.client.bucket import open_bucket
 from midstream.client.checkpoint import Source, Weights
+from midstream.client.errors import PublishError
 from midstream.client.parent import WorkDirectory
 from midstream.client.publication import (
     Job,
@@ -238,8 +239,10 @@ class SnapshotPublisher:
         try:
             source.write(staged)
             check_whole(identity, staged)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise PublishError(f"snapshot {identity!r} cannot be copied: {error}") from error
             raise
         took_s = self._monotonic() - started
         return lambda: self._publishing.run(job, staged, took_s)

@@ -41,6 +41,14 @@ class Caller:
 
     def call(self, method: str, url: str, *, deadline_s: float, json: Any = None) -> Answer:
         """The answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`."""
+        response, attempts = self._request(method, url, deadline_s, json)
+        return Answer(_decoded(response), attempts)
+
+    def text(self, method: str, url: str, *, deadline_s: float) -> str:
+        """Like `call`, of an answer that is not JSON."""
+        return self._request(method, url, deadline_s, None)[0].text
+
+    def _request(self, method: str, url: str, deadline_s: float, json: Any) -> tuple[httpx.Response, int]:
         until = self._monotonic() + deadline_s
         pause_s = FIRST_PAUSE_S
         attempts = 0
@@ -53,7 +61,7 @@ class Caller:
                 problem = f"{method} {url}: {error or type(error).__name__}"
             else:
                 if response.is_success:
-                    return Answer(_decoded(response), attempts)
+                    return response, attempts
                 problem = f"{method} {url}: {response.status_code} {error_message(response)}"
                 if response.status_code not in RETRY_STATUSES and response.status_code < 500:
                     raise SignalRefused(problem, response.status_code)
@@ -61,7 +69,8 @@ class Caller:
             wait_s = asked_s if asked_s is not None else pause_s
             if self._monotonic() + wait_s > until:
                 status = response.status_code if response is not None else None
-                raise Unanswered(f"{problem} (gave up after {deadline_s:g} s)", status)
+                tried = f" (gave up after {deadline_s:g} s)" if deadline_s else ""
+                raise Unanswered(problem + tried, status)
             self._sleep(wait_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 

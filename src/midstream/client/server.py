@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import httpx
 
-from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
+from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.retry import Answer, Caller
 from midstream.client.status import Status, read_status
 
@@ -140,6 +140,10 @@ class HotLoadServer:
             raise PublishError(f"{url}: answered something else than a ledger: {answer!r}")
         return answer
 
+    def metrics(self, *, retry_s: float = SIGNAL_RETRY_S) -> str:
+        """What /metrics says, in Prometheus' text format. Raises SignalRefused."""
+        return self._caller.text("GET", f"{self.root}/metrics", deadline_s=retry_s)
+
     def _get(self, path: str, key: str, retry_s: float) -> Any:
         url = self.root + path
         answer = self._caller.call("GET", url, deadline_s=retry_s).body
@@ -155,6 +159,3 @@ def delta_metadata(previous: str, compression: Compression) -> dict[str, str]:
         "compression_format": compression,
         "checksum_format": "alder32",
     }
-
-
-__all__ = ["Compression", "HotLoadServer", "ResetPromptCache", "SignalRefused"]

@@ -1,0 +1,84 @@
+"""What the subcommands that talk to a server share: where it is, with which key, and how its refusals look.
+
+Always holds: a key comes from the option or the environment and is printed nowhere; what a server refuses, or that it does
+not answer, is one line and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from midstream.client import HotLoadServer, PublishError
+from midstream.errors import ConfigError, SnapshotRefused
+
+DEFAULT_SERVER = "http://127.0.0.1:8080"
+SERVER_VARIABLE = "MIDSTREAM_SERVER"
+KEY_VARIABLE = "MIDSTREAM_API_KEY"
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", metavar="URL", help=f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})")
+    parser.add_argument("--deployment", metavar="NAME", help="(default: the only one, or the server's own)")
+    parser.add_argument("--api-key", metavar="KEY", help=f"(default: ${KEY_VARIABLE})")
+
+
+def connect(options: argparse.Namespace) -> HotLoadServer:
+    """Raises ConfigError when the address cannot be one."""
+    return HotLoadServer(address(options), deployment=options.deployment, api_key=api_key(options))
+
+
+def address(options: argparse.Namespace) -> str:
+    url: str = options.server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ConfigError(f"--server {url!r}: write http://HOST:PORT")
+    return url
+
+
+def api_key(options: argparse.Namespace) -> str | None:
+    return options.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
+    """`accounts/A/deployments/D` of the deployment that is meant. Raises ConfigError when that is not clear."""
+    if asked is not None and "/" in asked:
+        return asked
+    names = [str(row["name"]) for row in server.deployments(retry_s=0)]
+    if asked is None and len(names) > 1:
+        default = [name for name in names if name.endswith("/default")]
+        names = default or names
+    wanted = [name for name in names if asked is None or name.rpartition("/")[2] == asked]
+    if len(wanted) != 1:
+        known = ", ".join(name.rpartition("/")[2] for name in names)
+        raise ConfigError(
+            f"--deployment {asked}: there is none, only {known}"
+            if asked
+            else f"--deployment: name one of {known}"
+        )
+    return wanted[0]
+
+
+def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """`act`, with refusals as messages: arguments that cannot work become ConfigError, the rest exit code 1."""
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            return act(options)
+        except PublishError as error:
+            print(f"midstream {options.command}: {error}", file=sys.stderr)
+            return 1
+        except (ValueError, SnapshotRefused) as error:
+            raise ConfigError(str(error)) from error
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            sys.stderr.close()
+            return 1
+
+    return run

@@ -1,0 +1,61 @@
+"""`midstream ledger`: every snapshot that was signalled, and how each replica fared with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import datetime
+from typing import Any
+
+from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
+from midstream.commands.table import seconds, table
+
+HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=guarded(_ledger))
+    add_server_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="the server's own answer")
+
+
+def _ledger(options: argparse.Namespace) -> int:
+    server = connect(options)
+    try:
+        answer = server.ledger(full_deployment_name(server, options.deployment), retry_s=0)
+    finally:
+        server.close()
+    print(json.dumps(answer, indent=2) if options.json else render(answer))
+    return 0
+
+
+def render(ledger: dict[str, Any]) -> str:
+    """The table; times of day are local, `ready after` counts from the signal, for each replica."""
+    rows = [_row(snapshot, ledger) for snapshot in ledger["snapshots"]]
+    lines = [table(HEADS, rows)] if rows else ["nothing was signalled yet"]
+    lines += [f"{d['replica']} on {d['identity']}: {d['error']}" for d in ledger.get("disagreements", ())]
+    if ledger.get("older_transitions_left_out"):
+        lines.append("(stage changes of older snapshots are left out; ?limit= of the API has them)")
+    return "\n".join(lines)
+
+
+def _row(snapshot: dict[str, Any], ledger: dict[str, Any]) -> tuple[str, ...]:
+    replicas = snapshot.get("replicas", [])
+    ready = [
+        f"{r['replica']} {seconds(max(0.0, r['ready_at'] - snapshot['signalled_at']))}"
+        for r in replicas
+        if r["ready_at"] is not None
+    ]
+    notes = [f"{r['replica']}: {r['error']}" for r in replicas if r["error"]]
+    if snapshot["identity"] == ledger["desired_snapshot_identity"]:
+        notes.insert(0, "desired")
+    age = snapshot.get("max_cache_age")
+    return (
+        snapshot["identity"],
+        snapshot["kind"],
+        snapshot.get("previous_snapshot_identity") or "-",
+        snapshot["reset_prompt_cache"] if age is None else f"max_age={age}",
+        datetime.fromtimestamp(snapshot["signalled_at"]).strftime("%m-%d %H:%M:%S"),
+        ", ".join(ready) or "-",
+        "; ".join(notes),
+    )

@@ -1,0 +1,178 @@
+"""`midstream publish`: a checkpoint directory becomes a snapshot that every replica serves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from midstream.client import Published, SnapshotPublisher, Status
+from midstream.client.publication import Kind, Phase
+from midstream.client.server import ResetPromptCache
+from midstream.commands.connection import (
+    add_server_arguments,
+    address,
+    api_key,
+    connect,
+    full_deployment_name,
+    guarded,
+)
+from midstream.commands.table import seconds, size
+from midstream.errors import ConfigError
+
+WORK_DIR = ".midstream/publish"
+POLICIES = ("all", "new_session", "none")
+MAX_AGE = "max_age="
+_DOING: dict[Phase, str] = {
+    "writing": "copying the checkpoint",
+    "encoding": "encoding the delta",
+    "uploading": "writing to the bucket",
+    "loading": "signalled; waiting for the replicas",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=guarded(_publish))
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face checkpoint")
+    add_server_arguments(parser)
+    parser.add_argument(
+        "--bucket", metavar="URL", help="file:///DIR, s3://, gs:// or az:// (default: the deployment's own)"
+    )
+    parser.add_argument("--identity", metavar="NAME", help="of the snapshot (default: DIR's name)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--full", action="store_const", dest="kind", const="full", help="send all of it")
+    kind.add_argument(
+        "--delta",
+        action="store_const",
+        dest="kind",
+        const="delta",
+        help="send a delta, or fail if that cannot be",
+    )
+    parser.add_argument(
+        "--reset",
+        type=_policy,
+        default="all",
+        metavar="POLICY",
+        help="what the swap does to prompt caches: all (default), new_session, none, or max_age=K",
+    )
+    parser.add_argument("--full-every", type=int, default=20, metavar="K", help="(default: %(default)s)")
+    parser.add_argument("--format", choices=("arc_v2", "arc_v1"), default="arc_v2", help="of deltas")
+    parser.add_argument(
+        "--work-dir",
+        type=Path,
+        default=Path(WORK_DIR),
+        metavar="PATH",
+        help="where the last published checkpoint is kept, which the next delta needs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ignore-config",
+        action="append",
+        default=[],
+        metavar="FIELD",
+        help="of config.json, may differ from the served model's; may be repeated",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a snapshot of this name")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="(default: %(default)g)"
+    )
+
+
+def _policy(text: str) -> ResetPromptCache:
+    if text in POLICIES:
+        return text  # type: ignore[return-value]
+    age = text.removeprefix(MAX_AGE)
+    if text.startswith(MAX_AGE) and age.isascii() and age.isdecimal():
+        return {"max_age": int(age)}
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(POLICIES)}, {MAX_AGE}K")
+
+
+def _publish(options: argparse.Namespace) -> int:
+    directory: Path = options.directory
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: is not a directory")
+    identity = options.identity or directory.resolve().name
+    kind: Kind | None = options.kind
+    show = _Progress()
+    with SnapshotPublisher(
+        address(options),
+        _bucket(options),
+        deployment=options.deployment,
+        api_key=api_key(options),
+        full_every=options.full_every,
+        compression=options.format,
+        work_dir=options.work_dir,
+    ) as publisher:
+        publisher.status(retry_s=0)  # an address without a server is found out before anything is written
+        try:
+            done = publisher.publish(
+                identity,
+                directory,
+                kind=kind,
+                overwrite=options.overwrite,
+                reset_prompt_cache=options.reset,
+                extra_fields_ignore=options.ignore_config,
+                timeout_s=options.timeout,
+                on_status=show.status,
+                on_phase=show.phase,
+            )
+        finally:
+            show.clear()
+    print(summary(done))
+    return 0
+
+
+def _bucket(options: argparse.Namespace) -> str:
+    """The one that was named, else the deployment's own."""
+    if options.bucket is not None:
+        return str(options.bucket)
+    server = connect(options)
+    try:
+        name = full_deployment_name(server, options.deployment)
+        rows = server.deployments(retry_s=0)
+        bucket = next((row.get("hotLoadBucketUrl") for row in rows if row["name"] == name), None)
+    finally:
+        server.close()
+    if not bucket:
+        raise ConfigError(f"--bucket: {name} does not say which is its own; name it")
+    return str(bucket)
+
+
+def summary(done: Published) -> str:
+    """One line on what was sent and how long it took."""
+    if done.kind == "delta":
+        share = f"{size(done.bytes_sent)} instead of {size(done.bytes_whole)}"
+        sent = f"a delta on {done.previous}, {share}"
+    else:
+        sent = f"full, {size(done.bytes_sent)} ({done.why})"
+    count = len(done.replicas)
+    took = done.write_s + done.encode_s + done.upload_s
+    return (
+        f"published {done.identity}: {sent}; sent in {seconds(took)}, served by {count} "
+        f"replica{'s' if count != 1 else ''} after {seconds(done.load_s)} more"
+    )
+
+
+class _Progress:
+    """A line on standard error: written over on a terminal, one per phase elsewhere."""
+
+    def __init__(self) -> None:
+        self._tty = sys.stderr.isatty()
+
+    def phase(self, phase: Phase) -> None:
+        self._show(_DOING[phase])
+
+    def status(self, status: Status) -> None:
+        if self._tty:
+            self._show(f"{_DOING['loading']}: {status}")
+
+    def clear(self) -> None:
+        if self._tty:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _show(self, text: str) -> None:
+        print(
+            f"\r\x1b[K{text}" if self._tty else text,
+            end="" if self._tty else "\n",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,136 @@
+"""`midstream status`: what each replica serves and does now.
+
+Always holds: with --watch on a terminal the picture is drawn over itself; elsewhere it is printed again when it changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from midstream.client import HotLoadServer, PublishError, ReplicaStatus, Status
+from midstream.commands.connection import add_server_arguments, connect, guarded
+from midstream.commands.table import table
+
+HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
+IN_FLIGHT = "midstream_replica_requests_in_flight"
+PROMPT_TOKENS = "midstream_replica_prompt_tokens_total"
+CACHED_TOKENS = "midstream_replica_cached_prompt_tokens_total"
+CLEAR = "\x1b[H\x1b[J"
+
+Load = Mapping[str, Mapping[str, float]]  # metric -> replica -> value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=guarded(_status))
+    add_server_arguments(parser)
+    parser.add_argument("--watch", action="store_true", help="go on until interrupted")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="(default: %(default)g)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per look")
+
+
+def _status(options: argparse.Namespace) -> int:
+    if not options.interval > 0:
+        raise ValueError(f"--interval must be above 0, got {options.interval:g}")
+    draw = as_json if options.json else render
+    server = connect(options)
+    try:
+        if not options.watch:
+            print(_look(server, draw))
+            return 0
+        _watch(server, draw, options.interval)
+    finally:
+        server.close()
+    return 0
+
+
+def _watch(server: HotLoadServer, draw: Callable[[Status, Load], str], interval_s: float) -> None:
+    """Until interrupted. A server that is away for a while is only said to be."""
+    shown = ""
+    while True:
+        try:
+            picture = _look(server, draw)
+        except PublishError as error:
+            picture = str(error)
+        if sys.stdout.isatty():
+            print(CLEAR + picture, flush=True)
+        elif picture != shown:
+            print(picture, flush=True)
+        shown = picture
+        time.sleep(interval_s)
+
+
+def _look(server: HotLoadServer, draw: Callable[[Status, Load], str]) -> str:
+    return draw(server.status(retry_s=0), read_load(server.metrics(retry_s=0)))
+
+
+def read_load(exposition: str) -> Load:
+    """The numbers shown here, by replica, out of what /metrics says."""
+    found: dict[str, dict[str, float]] = {IN_FLIGHT: {}, PROMPT_TOKENS: {}, CACHED_TOKENS: {}}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name in found:
+                found[sample.name][sample.labels["replica"]] = sample.value
+    return found
+
+
+def render(status: Status, load: Load) -> str:
+    if not status.replicas:
+        return "there are no replicas"
+    replicas = sorted(status.replicas, key=lambda r: r.name)
+    return table(HEADS, [_row(replica, load) for replica in replicas])
+
+
+def as_json(status: Status, load: Load) -> str:
+    """The numbers of `render` under names; the rows in the server's order, the least ready first."""
+    rows = []
+    for replica in status.replicas:
+        row: dict[str, Any] = dataclasses.asdict(replica)
+        del row["raw"]
+        rows.append(
+            row | {"in_flight": load[IN_FLIGHT].get(replica.name), "cached_share": _cached(replica, load)}
+        )
+    return json.dumps({"replicas": rows})
+
+
+def _row(replica: ReplicaStatus, load: Load) -> tuple[str, ...]:
+    stage = replica.stage
+    if replica.target is not None and replica.target != replica.snapshot:
+        stage += f" {replica.target}"
+    in_flight = load[IN_FLIGHT].get(replica.name)
+    cached = _cached(replica, load)
+    notes = [] if replica.ready else ["not ready"]
+    return (
+        replica.name,
+        replica.snapshot or "-",
+        stage,
+        "-" if in_flight is None else f"{in_flight:.0f}",
+        "-" if cached is None else f"{cached:.0%}",
+        _swap(replica.last_swap),
+        "; ".join([*notes, *([replica.error] if replica.error else [])]),
+    )
+
+
+def _cached(replica: ReplicaStatus, load: Load) -> float | None:
+    """Of the prompt tokens since the replica started, the share that came from its cache."""
+    tokens = load[PROMPT_TOKENS].get(replica.name, 0.0)
+    return load[CACHED_TOKENS].get(replica.name, 0.0) / tokens if tokens else None
+
+
+def _swap(timing: Mapping[str, Any] | None) -> str:
+    if timing is None:
+        return "-"
+    loading_ms = sum(float(timing.get(f"{part}_ms", 0.0)) for part in ("fetch", "rebuild", "verify", "stage"))
+    crossed = timing.get("streams_crossed", 0)
+    return (
+        f"loaded {loading_ms:.0f} ms, paused {timing.get('pause_ms', 0.0):.1f} ms, {crossed} streams crossed"
+    )
