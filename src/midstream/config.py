@@ -18,6 +18,7 @@ from midstream.errors import ConfigError
 EngineKind = Literal["embedded", "vllm"]
 Dtype = Literal["bfloat16", "float32"]
 Kernels = Literal["auto", "native", "torch"]
+SwapOrder = Literal["together", "one-by-one"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,10 +63,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     connect_timeout_s: float = 5.0
     keep_alive_s: float = 75.0
     api_keys: tuple[str, ...] = ()  # empty: no authentication
+    chain_max: int = 64  # incremental snapshots on one full snapshot
+    # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).
+    allowed_buckets: tuple[str, ...] = ()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = "tiny-moe"  # a built-in name or a Hugging Face directory
+    models: dict[str, str] = {}  # further ones that can be deployed: name to Hugging Face directory
     replicas: int = 2
     engine: EngineKind = "embedded"
     host: str = "127.0.0.1"
@@ -74,6 +79,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # What a replica's snapshots may take on disk, e.g. "20GiB"; None: what is in use and one snapshot more.
     snapshot_cache: str | None = None
     transition: Literal["async", "sync"] = "async"
+    # one-by-one: all replicas prepare a snapshot, then switch to it one after another.
+    swap_order: SwapOrder = "together"
+    database: str | None = None  # URL of the ledger's; None: an SQLite file in state_dir
     state_dir: str = ".midstream"
     account: str = "local"
     deployment: str = "default"
@@ -137,6 +145,7 @@ def _checked(settings: Settings) -> Settings:
                 "max_sessions",
                 "connect_timeout_s",
                 "keep_alive_s",
+                "chain_max",
             )
         ),
         (settings.replicas >= 1, f"replicas must be at least 1, got {settings.replicas}"),

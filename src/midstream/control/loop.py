@@ -6,6 +6,7 @@ Always holds:
 - Every stage change in a report is stored in the ledger once, in order within a boot, also those that happened while
   this process was down and are still in the report. When a boot ends while it loads a snapshot, that is stored before
   anything of the next boot is.
+- A replica whose weights differ from the others' is known to the ledger before it is told to load them again.
 - What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
 - No failure of a pass ends the loop.
 """
@@ -19,11 +20,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from midstream.control.reconcile import decide, loss, retry_delay_s
+from midstream.config import SwapOrder
+from midstream.control.agree import findings
+from midstream.control.order import TURN_S_MAX, Turn, next_turn
+from midstream.control.reconcile import decide, loss, retry_delay_s, serves, waits_staged
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
-from midstream.ledger import BootHistory, DeploymentState, Ledger, LedgerUnavailable
-from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
+from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
+from midstream.types import Desired, ReplicaReport, Stage, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +51,14 @@ class Reconciler:
         replica_set: ReplicaSet,
         deployment: str,
         *,
+        swap_order: SwapOrder = "together",
         poll_s: float = 1.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deployment`: its full name; the ledger must have it. `poll_s` is also the pause before a message is repeated."""
+        self._one_by_one = swap_order == "one-by-one"
+        self._turn: Turn | None = None
+        self._turn_since = float("-inf")
         self._ledger = ledger
         self._replicas = replica_set
         self._deployment = deployment
@@ -60,9 +68,7 @@ class Reconciler:
         self._read_at = float("-inf")
         self._wake = asyncio.Event()
         self._recorded: dict[str, tuple[str, int]] = {}  # replica -> boot, last seq stored
-        self._attempts: dict[
-            str, tuple[str, str, int, float]
-        ] = {}  # replica -> boot, snapshot, generation, when
+        self._attempts: dict[str, tuple[str, Desired, float]] = {}  # replica -> boot, what was sent, when
         self._delivered: dict[str, tuple[str, str, int]] = {}  # replica -> boot, snapshot, generation
         self._stuck: dict[str, _Stuck] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
@@ -106,14 +112,58 @@ class Reconciler:
         state = await self._current_state()
         if state is None:
             return
+        state = await self._judged(state)
+        retries = {view.name: await self._retry_generation(state, view) for view in self._replicas.views}
+        self._pass_the_turn(state, retries)
         for view in self._replicas.views:
-            retry = await self._retry_generation(state, view)
-            action = decide(state, view.report, view.admitted, retry)
+            queues = self._one_by_one and view.admitted
+            turn = (self._turn is not None and self._turn.replica == view.name) if queues else None
+            action = decide(state, view.report, view.admitted, retries.get(view.name, 0), turn)
             if action.admit and not view.admitted:
                 logger.info("%s joins with snapshot %s", view.name, view.report and view.report.snapshot)
             view.admitted = action.admit
             if action.send is not None and view.report is not None:
                 self._send(view, view.report.boot, action.send)
+
+    async def _judged(self, state: DeploymentState) -> DeploymentState:
+        """The state after the ledger was told what the replicas' checks say of them."""
+        reports = [view.report for view in self._replicas.views if view.report is not None]
+        found = findings(state, reports)
+        if not found:
+            return state
+        floor = max(report.generation for report in reports)
+        for finding in found:
+            where = (self._deployment, finding.replica, finding.boot)
+            if finding.verdict != "agreed":
+                logger.error("%s (%s): %s", finding.replica, finding.verdict, finding.detail)
+            try:
+                if finding.verdict == "reload":
+                    differs = Disagreement(
+                        finding.replica, finding.boot, finding.identity, finding.generation, 0, finding.detail
+                    )
+                    await self._ledger.disagree(self._deployment, differs, floor)
+                else:
+                    await self._ledger.settle_disagreement(
+                        *where, finding.generation, finding.verdict, finding.detail
+                    )
+            except LedgerUnavailable as error:
+                logger.warning(
+                    "what is known of the weights of %s is stored later: %s", finding.replica, error
+                )
+        self._read_at = float("-inf")
+        return await self._current_state() or state
+
+    def _pass_the_turn(self, state: DeploymentState, retries: dict[str, int]) -> None:
+        if not self._one_by_one:
+            return
+        in_rotation = [
+            view.report for view in self._replicas.views if view.usable and view.report is not None
+        ]
+        staged = {r.replica for r in in_rotation if waits_staged(state, r, retries.get(r.replica, 0))}
+        now = self._monotonic()
+        turn = next_turn(in_rotation, staged, self._turn, now - self._turn_since > TURN_S_MAX)
+        if turn != self._turn:
+            self._turn, self._turn_since = turn, now
 
     async def _retry_generation(self, state: DeploymentState, view: ReplicaView) -> int:
         """The generation under which this replica is asked again for what it failed on, 0 while it is not."""
@@ -125,15 +175,13 @@ class Reconciler:
         if view.report is None:
             return stuck.generation
         if not decide(state, view.report, view.admitted, stuck.generation).stuck:
-            if view.report.snapshot != BASE_SNAPSHOT:
+            if serves(state, view.report, state.desired):
                 self._stuck.pop(view.name, None)
             return stuck.generation
         now = self._monotonic()
         if stuck.due is None:
             delay_s = retry_delay_s(stuck.retries)
-            logger.warning(
-                "%s failed on every snapshot it could serve; asking again in %g s", view.name, delay_s
-            )
+            logger.warning("%s failed on %s; asking again in %g s", view.name, state.snapshot, delay_s)
             stuck = replace(stuck, due=now + delay_s)
         elif now >= stuck.due:
             try:
@@ -200,12 +248,11 @@ class Reconciler:
         return history
 
     def _send(self, view: ReplicaView, boot: str, desired: Desired) -> None:
-        key = (boot, desired.snapshot, desired.generation)
         now = self._monotonic()
-        *last_key, last_at = self._attempts.get(view.name, ("", "", 0, float("-inf")))
-        if view.name in self._sending or (tuple(last_key) == key and now - last_at < self._poll_s):
+        *last, last_at = self._attempts.get(view.name, ("", None, float("-inf")))
+        if view.name in self._sending or (last == [boot, desired] and now - last_at < self._poll_s):
             return
-        self._attempts[view.name] = (*key, now)
+        self._attempts[view.name] = (boot, desired, now)
         task = asyncio.create_task(self._deliver(view, boot, desired), name=f"desired to {view.name}")
         self._sending[view.name] = task
         task.add_done_callback(lambda _: self._sent(view))

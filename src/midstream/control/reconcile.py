@@ -6,7 +6,8 @@ Always holds:
 - What a replica loads or serves already, file for file, is not sent to it again.
 - Once a published snapshot has been ready anywhere, a boot that starts from the base weights takes no requests until it
   serves a published snapshot again; a boot that was serving before the first signal goes on serving.
-- A replica that is admitted stays admitted for the rest of its boot: swaps never take it out of rotation.
+- A replica that is admitted stays admitted for the rest of its boot, unless its weights are not those of the others
+  (control/agree.py): swaps never take it out of rotation.
 - The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
 """
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
+from midstream.control.agree import is_out, standing_of
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
 from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
 
@@ -37,25 +39,34 @@ class Action:
 
 
 def decide(
-    state: DeploymentState, report: ReplicaReport | None, admitted: bool, retry_generation: int = 0
+    state: DeploymentState,
+    report: ReplicaReport | None,
+    admitted: bool,
+    retry_generation: int = 0,
+    turn: bool | None = None,
 ) -> Action:
     """The action for a replica with this report (None: unreachable), currently admitted or not.
 
     retry_generation: of the last retry of a replica that was stuck, 0: none. Failures before it are forgiven, and what is
-    sent carries it.
+    sent carries it. turn: whether it may switch now, None: whenever it is ready.
     """
-    if report is None or state.desired is None:
-        return Action(send=None, admit=admitted or _may_join(state, report))
-    admit = admitted or _may_join(state, report)
-    target = target_of(state, report, retry_generation)
+    if report is None:
+        return Action(send=None, admit=admitted)
+    out = is_out(state, report)
+    admit = not out and (admitted or _may_join(state, report))
+    target = _reload(state, report) or target_of(state, report, retry_generation)
     if target is None:
-        return Action(None, admit, stuck=report.snapshot == BASE_SNAPSHOT and state.ever_ready)
+        bare = report.snapshot == BASE_SNAPSHOT or not report.ready
+        hopeful = state.desired is not None and (state.ever_ready if bare else state.proven)
+        return Action(None, admit, stuck=hopeful and not out)
     if has_taken_up(state, report, target):
-        return Action(None, admit)
-    send = msgspec.structs.replace(
+        release = turn and report.stage is Stage.STAGED
+        return Action(replace(target, generation=report.generation) if release else None, admit)
+    send = replace(
         target,
         generation=max(target.generation, retry_generation),
         reset_prompt_cache=effective_reset(state, report),
+        hold=turn is False,
     )
     return Action(send, admit)
 
@@ -64,15 +75,32 @@ def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: i
     """What this replica should be loading or serving; None when it should stay as it is.
 
     The desired snapshot; once that has failed on this boot, a replica on published weights keeps those, and one still on
-    the base weights of its start gets the snapshot that last became ready anywhere, so that it can serve again.
+    the base weights of its start, or on weights that failed their check, gets the snapshot that last became ready anywhere,
+    so that it can serve again.
     """
     if state.desired is None:
         return None
     if failure(state, report, state.desired, retry_generation) is None:
         return state.desired
-    if report.snapshot != BASE_SNAPSHOT:
+    if report.snapshot != BASE_SNAPSHOT and report.ready:
         return None
     return next((f for f in state.fallbacks if failure(state, report, f, retry_generation) is None), None)
+
+
+def waits_staged(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> bool:
+    """Whether all it needs to switch to what it should serve is to be let go."""
+    target = _reload(state, report) or target_of(state, report, retry_generation)
+    return target is not None and report.stage is Stage.STAGED and has_taken_up(state, report, target)
+
+
+def _reload(state: DeploymentState, report: ReplicaReport) -> Desired | None:
+    """What serves, to be loaded once more since it is not what the others have."""
+    found = standing_of(state, report)
+    if found is None or found.verdict != "reload" or not found.identity == state.snapshot == report.snapshot:
+        return None
+    desired = state.desired or Desired(snapshot=BASE_SNAPSHOT, generation=0)
+    retry = found.retry_generation
+    return replace(desired, generation=max(desired.generation, retry), reload=retry)
 
 
 def failure(
@@ -80,11 +108,14 @@ def failure(
 ) -> str | None:
     """Why this replica failed on `desired`, or None when it did not (or is at it again).
 
-    Whoever serves exactly this has not failed on it. Of this boot, read from the transitions, not from `report.stage`:
+    Whoever serves exactly this has not failed on it, unless it failed its check, or its weights are not those of the others.
+    Of this boot, read from the transitions, not from `report.stage`:
     between accepting a retry and beginning it, a report still shows the stage of the attempt before. Of earlier boots,
     only deaths count.
     """
-    if serves(state, report, desired):
+    if (why := _disagrees(state, report, desired)) is not None:
+        return why
+    if report.ready and serves(state, report, desired):
         return None
     since = max(desired.generation, retry_generation)
     for moved in reversed(report.transitions):
@@ -98,8 +129,17 @@ def failure(
     return deaths[-1].detail if len(deaths) >= DEATHS_MAX else None
 
 
+def _disagrees(state: DeploymentState, report: ReplicaReport, desired: Desired) -> str | None:
+    found = standing_of(state, report)
+    if found is None or found.verdict != "out" or found.identity != desired.snapshot:
+        return None
+    return found.detail if desired.generation <= found.retry_generation else None
+
+
 def has_taken_up(state: DeploymentState, report: ReplicaReport, desired: Desired) -> bool:
     """Whether the replica is at `desired`, or serves it and is at nothing else."""
+    if desired.reload:
+        return report.generation >= desired.generation
     if report.stage in LOADING:
         last = report.transitions[-1].generation if report.transitions else report.generation
         return report.target == desired.snapshot and last >= _since(state, desired)
@@ -117,14 +157,12 @@ def serving_generation(report: ReplicaReport) -> int:
     Only a commit loads: a replica that is told to go back to what it serves is idle again under a later generation,
     but its weights, and what was done to its prompt cache, are those of the commit.
     """
-    if report.snapshot == BASE_SNAPSHOT:
-        return 0
     moves = [moved for moved in report.transitions if moved.snapshot == report.snapshot]
     committed = [moved for moved in moves if moved.stage is Stage.CHECKING]
-    idle = [moved for moved in moves if moved.stage is Stage.IDLE]
+    idle = [moved for moved in moves if moved.stage is Stage.IDLE and report.snapshot != BASE_SNAPSHOT]
     if found := committed or idle:  # the commit may be too long ago to be in the report
         return found[-1].generation
-    return report.generation if report.stage is Stage.IDLE else 0
+    return report.generation if report.stage is Stage.IDLE and report.snapshot != BASE_SNAPSHOT else 0
 
 
 def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromptCache:
@@ -188,10 +226,13 @@ def _may_join(state: DeploymentState, report: ReplicaReport | None) -> bool:
     already be superseded does not keep it out: the others are no further, and under a steady flow of signals it
     would never get in. The same rule takes running replicas over after a restart of the gateway.
     """
-    if report is None or not report.ready:
+    if report is None or not report.ready or standing_of(state, report) is not None:
         return False
-    if report.snapshot != BASE_SNAPSHOT or state.desired is None:
+    if report.stage is Stage.CHECKING and report.snapshot == state.snapshot:
+        return False  # it is not proved yet
+    if report.snapshot != BASE_SNAPSHOT or state.snapshot == BASE_SNAPSHOT:
         return True
     if state.first_signalled_at is not None and 0 < report.started_at < state.first_signalled_at:
         return True  # it was serving when there was nothing else to serve
+    assert state.desired is not None
     return not state.ever_ready and failure(state, report, state.desired) is not None

@@ -84,6 +84,6 @@ def _disagreement(row: Disagreement) -> dict[str, Any]:
         "boot": row.boot,
         "identity": row.identity,
         "generation": row.generation,
-        "verdict": "out" if row.final else "reloading",
+        "verdict": row.verdict,
         "error": row.detail,
     }

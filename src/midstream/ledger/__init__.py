@@ -35,6 +35,7 @@ from midstream.ledger.records import (
     SignalResult,
     SnapshotRow,
     TransitionRow,
+    Verdict,
     stronger_reset,
 )
 from midstream.types import Transition, TransitionType
@@ -54,6 +55,7 @@ __all__ = [
     "SignalResult",
     "SnapshotRow",
     "TransitionRow",
+    "Verdict",
     "sqlite_url",
     "stronger_reset",
 ]
@@ -190,16 +192,21 @@ class Ledger:
         now = self._now()
         return await self._run(lambda: self._core.record_death(name, boot, death, seq, now))
 
-    async def disagree(
-        self, name: str, replica: str, boot: str, identity: str, *, checked: int, detail: str, floor: int = 0
-    ) -> Disagreement:
-        """Store that a replica's check of `identity`, made under generation `checked`, differs from the others'.
+    async def disagree(self, name: str, found: Disagreement, floor: int = 0) -> Disagreement:
+        """Store that a replica's check differs from the others', with a generation above `floor` to load it again under.
 
-        The first time it is given a generation above `floor` to load it again under; the second time is final.
+        `found.retry_generation` is passed over. Storing the same again changes nothing.
         """
         now = self._now()
+        return await self._run(lambda: self._core.disagree(name, found, floor, now))
+
+    async def settle_disagreement(
+        self, name: str, replica: str, boot: str, retry_generation: int, verdict: Verdict, detail: str = ""
+    ) -> bool:
+        """Store how it ended; False when there is no such disagreement. detail: "": as it was."""
+        now = self._now()
         return await self._run(
-            lambda: self._core.disagree(name, replica, boot, identity, checked, detail, floor, now)
+            lambda: self._core.settle(name, replica, boot, retry_generation, verdict, detail, now)
         )
 
     async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:

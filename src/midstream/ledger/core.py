@@ -31,6 +31,7 @@ from midstream.ledger.records import (
     SignalResult,
     SnapshotRow,
     TransitionRow,
+    Verdict,
     stronger_reset,
 )
 from midstream.ledger.rows import (
@@ -152,6 +153,7 @@ class LedgerCore:
                     reset_all=row.reset_all_generation,
                     deaths=_deaths(db, row),
                     disagreements=disputed,
+                    proven=True,
                 )
             desired = _snapshot(db, row.id, row.desired_snapshot)
             fallbacks = _fallbacks(db, row)
@@ -221,39 +223,40 @@ class LedgerCore:
                 _insert_transition(db, row.id, death.replica, boot, failed)
             return True
 
-    def disagree(
+    def disagree(self, name: str, found: Disagreement, floor: int, now: float) -> Disagreement:
+        with self._write() as db:
+            row = resources.lock(db, name)
+            this = _disagreement_of(row, found.replica, found.boot) & (
+                (disagreements.c.identity == found.identity)
+                & (disagreements.c.generation == found.generation)
+            )
+            known = db.execute(sa.select(disagreements).where(this)).one_or_none()
+            if known is None:
+                values = {"deployment_id": row.id, "replica": found.replica, "boot": found.boot, "at": now}
+                values |= {"identity": found.identity, "generation": found.generation, "verdict": "reload"}
+                values |= {"detail": found.detail, "retry_generation": _next_generation(db, row, floor)}
+                db.execute(disagreements.insert().values(values))
+            return as_disagreement(db.execute(sa.select(disagreements).where(this)).one())
+
+    def settle(
         self,
         name: str,
         replica: str,
         boot: str,
-        identity: str,
-        checked: int,
+        retry_generation: int,
+        verdict: Verdict,
         detail: str,
-        floor: int,
         now: float,
-    ) -> Disagreement:
+    ) -> bool:
         with self._write() as db:
             row = resources.lock(db, name)
-            this = (
-                (disagreements.c.deployment_id == row.id)
-                & (disagreements.c.replica == replica)
-                & (disagreements.c.boot == boot)
-                & (disagreements.c.identity == identity)
+            this = _disagreement_of(row, replica, boot) & (
+                disagreements.c.retry_generation == retry_generation
             )
-            last = db.execute(
-                sa.select(disagreements).where(this).order_by(disagreements.c.id.desc()).limit(1)
-            ).one_or_none()
-            if last is not None and not last.final:
-                again = disagreements.update().where(disagreements.c.id == last.id)
-                db.execute(again.values(final=True, detail=detail, at=now))
-            elif last is None:
-                values = {"deployment_id": row.id, "replica": replica, "boot": boot, "identity": identity}
-                values |= {"generation": checked, "retry_generation": _next_generation(db, row, floor)}
-                db.execute(
-                    disagreements.insert().values({**values, "at": now, "detail": detail, "final": False})
-                )
-            newest = sa.select(disagreements).where(this).order_by(disagreements.c.id.desc()).limit(1)
-            return as_disagreement(db.execute(newest).one())
+            values: dict[str, Any] = {"verdict": verdict, "at": now}
+            if detail:
+                values["detail"] = detail
+            return bool(db.execute(disagreements.update().where(this).values(values)).rowcount)
 
     def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
         with self._read() as db:
@@ -354,6 +357,11 @@ def _deaths(db: sa.Connection, row: Any) -> tuple[Death, ...]:
     query = sa.select(deaths).where(deaths.c.deployment_id == row.id, deaths.c.generation >= row.generation)
     found = sorted(db.execute(query), key=lambda death: death.id)
     return tuple(as_death(death) for death in found if not death.forgiven)
+
+
+def _disagreement_of(row: Any, replica: str, boot: str) -> Any:
+    mine = (disagreements.c.replica == replica) & (disagreements.c.boot == boot)
+    return (disagreements.c.deployment_id == row.id) & mine
 
 
 def _disagreements(db: sa.Connection, key: int) -> tuple[Disagreement, ...]:

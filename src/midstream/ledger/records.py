@@ -16,6 +16,8 @@ from midstream.types import (
     TransitionType,
 )
 
+Verdict = Literal["reload", "out", "agreed"]
+
 CHAIN_MAX = 64  # incremental snapshots on one full snapshot, unless the settings say otherwise
 
 
@@ -139,8 +141,8 @@ class Death:
 class Disagreement:
     """The check of a replica differed from the others', which serve the same files.
 
-    generation: of the check. retry_generation: under which it loads them once more. final: it differed again, or could
-    not load them, and is out.
+    generation: of the check. retry_generation: under which it loads them once more. verdict: reload until that is done; out
+    when it differed again, or could not load them; agreed once it is like the others.
     """
 
     replica: str
@@ -149,7 +151,7 @@ class Disagreement:
     generation: int
     retry_generation: int
     detail: str
-    final: bool = False
+    verdict: Verdict = "reload"
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def as_death(row: Any) -> Death:
 
 def as_disagreement(row: Any) -> Disagreement:
     return Disagreement(
-        row.replica, row.boot, row.identity, row.generation, row.retry_generation, row.detail, row.final
+        row.replica, row.boot, row.identity, row.generation, row.retry_generation, row.detail, row.verdict
     )
 
 

@@ -146,7 +146,7 @@ disagreements = Table(
     Column("retry_generation", BigInteger, nullable=False),  # under which it is loaded once more
     Column("at", Float, nullable=False),
     Column("detail", Text, nullable=False),
-    Column("final", Boolean, nullable=False),  # it differed, or failed to load, that time too
+    Column("verdict", String(16), nullable=False),
     UniqueConstraint("deployment_id", "replica", "boot", "identity", "generation"),
     Index("disagreements_by_age", "deployment_id", "id"),
 )

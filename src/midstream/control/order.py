@@ -1,0 +1,51 @@
+"""Which replica may switch now, when they switch one by one. Pure.
+
+All prepare the new snapshot up to STAGED and are held there; one at a time is let go. The next one's turn comes when it has
+been checked, has failed, or is gone. Only replicas that take requests queue: one that is out of rotation loads as it likes.
+
+Always holds: while a replica is between its release and the end of its check, no other is released; when none is and somebody
+is staged, somebody is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from midstream.types import ReplicaReport, Stage
+
+TURN_S_MAX = 30.0  # a replica that was let go and is staged still, with its door open, was not reached
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The replica that was let go last."""
+
+    replica: str
+    boot: str
+
+
+def next_turn(
+    in_rotation: Sequence[ReplicaReport], staged: Collection[str], last: Turn | None, overdue: bool = False
+) -> Turn | None:
+    """Who may switch, of the reachable replicas in rotation, in their order; None: nobody is ready to.
+
+    staged: names of those that wait, prepared, for what they should serve. last: of the pass before, None after a restart:
+    what it knew shows in the reports by then. overdue: it was let go long ago and has not moved: another may go first.
+    """
+    for report in in_rotation:
+        if _switching(report):
+            return _turn(report)
+    waiting = [_turn(report) for report in in_rotation if report.replica in staged]
+    if last in waiting and not (overdue and len(waiting) > 1):
+        return last
+    return next((turn for turn in waiting if turn != last), None)
+
+
+def _turn(report: ReplicaReport) -> Turn:
+    return Turn(report.replica, report.boot)
+
+
+def _switching(report: ReplicaReport) -> bool:
+    """Let go already: a sync switch closes the door while it still waits, staged, for requests to end."""
+    return report.stage in (Stage.COMMITTING, Stage.CHECKING) or not report.admitting
