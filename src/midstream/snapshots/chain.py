@@ -85,8 +85,7 @@ class ChainFetcher:
             if start < 0 or found == self._fresh or found in self._proved:
                 raise
             log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
-            await self._replay(chain, error)
-            self._proved.add(found)
+            await self._replay(chain, found, error)
         return self._cache.whole(chain)
 
     async def prefetch(self, url: str, names: Iterable[str]) -> None:
@@ -155,7 +154,7 @@ class ChainFetcher:
     def _kept(self, chain: Chain, start: int) -> frozenset[Path]:
         return self._in_use | self._attempt(chain, start)
 
-    async def _replay(self, chain: Chain, cause: SnapshotError) -> None:
+    async def _replay(self, chain: Chain, found: Path, cause: SnapshotError) -> None:
         """Everything from the bucket again; what is in the cache is replaced as its successor is ready."""
         try:
             for link in chain[1:]:
@@ -164,6 +163,7 @@ class ChainFetcher:
             await self._rebuild_from(chain, 0)
         except SnapshotError as error:
             if str(error) == str(cause):
+                self._proved.add(found)
                 raise
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
 

@@ -1,0 +1,332 @@
+"""Incremental snapshots end to end on files: what is fetched, rebuilt, replayed and kept, with real deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import files, weights, write_checkpoint
+from s3server import S3Server
+
+from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from midstream.snapshots import chain as chain_module
+from midstream.snapshots.cache import SnapshotCache
+from midstream.snapshots.chain import ChainFetcher
+from midstream.snapshots.delta import encode_delta
+from midstream.snapshots.fetch import partial_directory
+from midstream.snapshots.store import snapshot_fingerprint
+from midstream.snapshots.upload import put_directory
+from midstream.types import SnapshotFiles
+
+
+class World:
+    """A bucket with a full snapshot `s0` and deltas `s1`, `s2`, ...; a replica's cache; what was read of the bucket."""
+
+    def __init__(self, tmp_path: Path, bucket: str, runner: asyncio.Runner, shards: int = 1) -> None:
+        self.bucket = bucket
+        self.sources = tmp_path / "trainer"
+        self.deltas = tmp_path / "deltas"
+        self.cache_root = tmp_path / "cache"
+        self.shards = shards
+        self.chain: tuple[SnapshotFiles, ...] = ()
+        self.listed: list[str] = []
+        self.run = runner.run
+
+    def publish(self, count: int, compression: Any = "arc_v2") -> tuple[SnapshotFiles, ...]:
+        for _ in range(count):
+            i = len(self.chain)
+            source = write_checkpoint(self.sources / f"s{i}", seed=i, shards=self.shards)
+            if i > 0:
+                encode_delta(self.sources / f"s{i - 1}", source, self.deltas / f"s{i}", compression)
+            url = put_directory(self.bucket, f"s{i}", self.deltas / f"s{i}" if i else source)
+            fingerprint = self.run(snapshot_fingerprint(url))
+            own = SnapshotFiles(
+                snapshot=f"s{i}", url=url, fingerprint=fingerprint, compression=compression if i else None
+            )
+            self.chain = (*self.chain, own)
+        return self.chain
+
+    def fetcher(self, bytes_max: int | None = None) -> ChainFetcher:
+        """A replica's, after a start: the cache is opened anew."""
+        self.cache = SnapshotCache(self.cache_root, bytes_max)
+        return ChainFetcher(self.cache, threads=1)
+
+    def load(self, fetcher: ChainFetcher, chain: tuple[SnapshotFiles, ...], **options: Any) -> Path:
+        """As the swap runner does. The whole files are what the trainer had."""
+
+        async def steps() -> Path:
+            path = await fetcher.fetch(chain, **options)
+            return path if path is not None else await fetcher.rebuild(chain)
+
+        path = self.run(steps())
+        source = self.sources / chain[-1].snapshot
+        assert weights(path) == weights(source)
+        assert (path / "config.json").read_bytes() == (source / "config.json").read_bytes()
+        assert (path / "tokenizer.json").exists()
+        self.run(fetcher.release([chain]))
+        return path
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(params=["file", "s3"])
+def world(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    s3: S3Server,
+    runner: asyncio.Runner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> World:
+    bucket = (tmp_path / "bucket").as_uri() if request.param == "file" else f"s3://rollouts/{tmp_path.name}"
+    return watched(World(tmp_path, bucket, runner, shards=2), monkeypatch)
+
+
+@pytest.fixture
+def local(tmp_path: Path, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> World:
+    return watched(World(tmp_path, (tmp_path / "bucket").as_uri(), runner), monkeypatch)
+
+
+def watched(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    real = chain_module.list_snapshot
+
+    async def list_snapshot(url: str, fingerprint: str | None = None) -> Any:
+        world.listed.append(url.rpartition("/")[2])
+        return await real(url, fingerprint)
+
+    monkeypatch.setattr(chain_module, "list_snapshot", list_snapshot)
+    return world
+
+
+def test_a_delta_is_applied_to_what_serves_and_only_it_is_fetched(local: World) -> None:
+    fetcher = local.fetcher()
+    local.load(fetcher, local.publish(1))
+    for _ in range(3):
+        local.listed.clear()
+        chain = local.publish(1)
+        local.load(fetcher, chain)
+        assert local.listed == [chain[-1].snapshot]
+        assert not local.cache.delta(chain[-1]).exists()
+
+
+def test_a_fresh_replica_replays_the_chain_from_the_full_snapshot(world: World) -> None:
+    chain = world.publish(4)
+    fetcher = world.fetcher()
+    progress: list[tuple[int, int]] = []
+    path = world.load(fetcher, chain, progress=lambda done, total: progress.append((done, total)))
+    assert sorted(world.listed) == ["s0", "s1", "s2", "s3"]
+    assert progress[-1][0] == progress[-1][1] > 0
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert not world.cache.whole(chain[:2]).exists()  # inner links are of no use
+    assert not world.cache.whole(chain[:3]).exists()
+    world.listed.clear()
+    assert world.load(world.fetcher(), chain) == path  # started again: it is here
+    assert world.listed == []
+
+
+def test_a_replica_that_missed_deltas_goes_on_from_what_it_has(local: World) -> None:
+    fetcher = local.fetcher()
+    local.load(fetcher, local.publish(2))
+    chain = local.publish(3)
+    local.listed.clear()
+    local.load(local.fetcher(), chain)
+    assert sorted(local.listed) == ["s2", "s3", "s4"]
+
+
+@pytest.mark.parametrize("compression", ["arc_v1", "arc_v2"])
+def test_both_formats_and_mixed_ones_are_rebuilt(local: World, compression: Any) -> None:
+    local.publish(2, compression)
+    local.load(local.fetcher(), local.publish(1, "arc_v2"))
+
+
+def test_a_full_snapshot_is_found_again_without_the_bucket(local: World) -> None:
+    chain = local.publish(1)
+    path = local.load(local.fetcher(), chain)
+    shutil.rmtree(local.cache_root.parent / "bucket")
+    assert local.load(local.fetcher(), chain) == path
+    (path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(SnapshotMissing):
+        local.load(local.fetcher(), chain)
+
+
+def test_files_that_changed_since_the_signal_are_refused_wherever_they_stand_in_the_chain(
+    local: World,
+) -> None:
+    chain = local.publish(3)
+    url = chain[1].url
+    name = Path(url.removeprefix("file://")) / "tokenizer.json"
+    name.write_text("[1]")
+    with pytest.raises(SnapshotCorrupt, match=r"s1: its files changed since the snapshot was signalled"):
+        local.load(local.fetcher(), chain)
+
+
+def corrupt(directory: Path) -> None:
+    file = sorted(directory.glob("*.safetensors"))[-1]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0xFF
+    file.write_bytes(data)
+
+
+def test_a_parent_that_went_bad_on_disk_is_replayed_from_the_bucket(world: World) -> None:
+    fetcher = world.fetcher()
+    corrupt(world.load(fetcher, world.publish(3)))
+    chain = world.publish(1)
+    world.listed.clear()
+    world.load(fetcher, chain)
+    assert set(world.listed) == {"s0", "s1", "s2", "s3"}
+
+
+def test_a_full_snapshot_that_went_bad_on_disk_is_fetched_again(local: World) -> None:
+    fetcher = local.fetcher()
+    corrupt(local.load(fetcher, local.publish(1)))
+    local.load(fetcher, local.publish(1))
+
+
+def bad_delta(world: World) -> tuple[SnapshotFiles, ...]:
+    """A chain whose last delta is of another parent: its checksums do not come out."""
+    chain = world.publish(2)
+    last = chain[-1]
+    other = write_checkpoint(world.sources / "other", seed=99, shards=world.shards)
+    encode_delta(other, world.sources / last.snapshot, world.deltas / "bad", "arc_v2")
+    url = put_directory(world.bucket, last.snapshot, world.deltas / "bad", overwrite=True)
+    fingerprint = world.run(snapshot_fingerprint(url))
+    return (
+        *chain[:-1],
+        SnapshotFiles(snapshot=last.snapshot, url=url, fingerprint=fingerprint, compression="arc_v2"),
+    )
+
+
+def test_a_bad_delta_is_refused_by_name_and_its_parent_still_serves(local: World) -> None:
+    fetcher = local.fetcher()
+    serving = local.publish(2)
+    path = local.load(fetcher, serving)
+    before = files(path)
+    chain = bad_delta(local)
+    with pytest.raises(SnapshotCorrupt, match=r"^s3, on s2: .*model.*safetensors.*"):
+        local.load(fetcher, chain)
+    assert files(path) == before
+    assert weights(local.load(fetcher, serving)) == weights(local.sources / "s1")
+    leftovers = [p.name for p in local.cache_root.iterdir() if p.name.startswith((".moving", ".fetch"))]
+    assert leftovers == []
+
+
+def test_a_bad_delta_costs_one_replay_not_one_per_attempt(local: World) -> None:
+    fetcher = local.fetcher()
+    local.load(fetcher, local.publish(1))
+    chain = bad_delta(local)[:1] + bad_delta_on(local, 0)
+    for listed in (["s0", "s1", "s1"], []):
+        local.listed.clear()
+        with pytest.raises(SnapshotCorrupt, match=r"^s1, on s0: "):
+            local.load(fetcher, chain)
+        assert sorted(local.listed) == listed
+
+
+def bad_delta_on(world: World, i: int) -> tuple[SnapshotFiles, ...]:
+    other = write_checkpoint(world.sources / "another", seed=98, shards=world.shards)
+    encode_delta(other, world.sources / f"s{i + 1}", world.deltas / "worse", "arc_v2")
+    url = put_directory(world.bucket, f"s{i + 1}", world.deltas / "worse", overwrite=True)
+    fingerprint = world.run(snapshot_fingerprint(url))
+    return (SnapshotFiles(snapshot=f"s{i + 1}", url=url, fingerprint=fingerprint, compression="arc_v2"),)
+
+
+def test_a_bad_delta_whose_full_snapshot_has_left_the_bucket_says_what_was_wrong_first(local: World) -> None:
+    fetcher = local.fetcher()
+    local.load(fetcher, local.publish(1))
+    chain = (*local.chain, *bad_delta(local)[1:2])
+    chain = (*chain[:1], *bad_delta_on(local, 0))
+    shutil.rmtree(local.cache_root.parent / "bucket" / "s0")
+    path = local.cache.whole(chain[:1])
+    with pytest.raises(
+        SnapshotCorrupt, match=r"^s1, on s0: .*once more from s0: .*s0: there is no such snapshot"
+    ):
+        local.load(fetcher, chain)
+    assert weights(path) == weights(local.sources / "s0")
+
+
+def test_a_rebuild_that_is_cancelled_leaves_the_parent_and_goes_again(
+    local: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = local.fetcher()
+    local.load(fetcher, local.publish(1))
+    chain = local.publish(1)
+    real = chain_module.rebuild
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def slow(*args: Any, cancelled: Callable[[], bool], **kwargs: Any) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            while not cancelled():
+                pass
+            real(*args, cancelled=cancelled, **kwargs)
+
+        monkeypatch.setattr(chain_module, "rebuild", slow)
+        assert await fetcher.fetch(chain) is None
+        task = asyncio.create_task(fetcher.rebuild(chain))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    local.run(scenario())
+    assert not local.cache.whole(chain).exists()
+    assert [p.name for p in local.cache_root.iterdir() if p.name.startswith((".moving", ".fetch"))] == []
+    monkeypatch.setattr(chain_module, "rebuild", real)
+    local.load(fetcher, chain)
+
+
+def test_the_chain_in_use_is_never_evicted_and_too_small_a_cache_is_a_clear_error(local: World) -> None:
+    size = sum(len(data) for data in files(write_checkpoint(local.sources / "size")).values())
+    fetcher = local.fetcher(bytes_max=3 * size + 800)
+    serving = local.load(fetcher, local.publish(1))
+    for _ in range(6):
+        serving = local.load(fetcher, local.publish(1))
+        held = sum(p.stat().st_size for p in local.cache_root.rglob("*.safetensors"))
+        assert held <= 3 * size + 800
+    tight = local.fetcher(bytes_max=size + 100)
+    local.run(tight.release([local.chain]))
+    assert serving.exists()
+    chain = local.publish(1)
+    with pytest.raises(SnapshotError, match=r"s7.*do not fit into the snapshot cache, which is bounded to "):
+        local.load(tight, chain)
+    assert weights(serving) == weights(local.sources / "s6")
+
+
+def test_files_hinted_at_are_used_and_survive_the_end_of_another_load(local: World) -> None:
+    fetcher = local.fetcher()
+    local.load(fetcher, local.publish(1))
+    serving = local.chain
+    chain = local.publish(1)
+    local.run(fetcher.prefetch(chain[-1].url, ["model.safetensors"]))
+    local.run(fetcher.release([serving]))
+    partial = partial_directory(local.cache_root, chain[-1].url)
+    early = {p.name for p in partial.iterdir()}
+    assert len(early) == 2
+    progress: list[tuple[int, int]] = []
+    local.load(fetcher, chain, progress=lambda done, total: progress.append((done, total)))
+    assert progress[0][0] >= (local.deltas / "s1" / "model.safetensors").stat().st_size
+    assert not partial.exists()
+
+
+def test_content_nobody_knows_is_never_taken_from_the_cache(local: World) -> None:
+    """Without a fingerprint the bucket is asked every time."""
+    fetcher = local.fetcher()
+    chain = tuple(
+        SnapshotFiles(snapshot=f.snapshot, url=f.url, compression=f.compression) for f in local.publish(2)
+    )
+    local.load(fetcher, chain)
+    other = write_checkpoint(local.sources / "s0b", seed=50)
+    shutil.rmtree(local.sources / "s1")
+    write_checkpoint(local.sources / "s1", seed=51)
+    encode_delta(other, local.sources / "s1", local.deltas / "s1b", "arc_v2")
+    put_directory(local.bucket, "s0", other, overwrite=True)
+    put_directory(local.bucket, "s1", local.deltas / "s1b", overwrite=True)
+    local.load(fetcher, chain)
