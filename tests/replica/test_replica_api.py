@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import openai
 import pytest
 from replica_fakes import DEPLOYMENT, HE, IM_END, MODEL, FakeEngine, Running, ids, running, sse
 
-from midstream.types import ReplicaReport
+from midstream.types import GenerateRequest, GenerationEvent, ReplicaReport
 
 Scenario = Callable[[Running], Awaitable[None]]
 BASE = f"{MODEL}@base"
@@ -223,6 +223,21 @@ def test_echo_gives_routes_and_logprobs_aligned_with_the_tokens(tmp_path: Path) 
     play(tmp_path, FakeEngine, scenario)
 
 
+def test_an_echoed_first_token_is_its_own_only_alternative(tmp_path: Path) -> None:
+    """The Fireworks client drops the alternatives of all tokens when one token has none."""
+
+    async def scenario(here: Running) -> None:
+        answer = await ask(
+            here, prompt=[72, 66], max_tokens=1, logprobs=True, top_logprobs=2, echo=True, stream=True
+        )
+        choices = [event["choices"][0] for event in sse(answer.text)]
+        entries = [entry for choice in choices if choice["logprobs"] for entry in content(choice)]
+        alternatives = [[(top["token_id"], top["logprob"]) for top in e["top_logprobs"]] for e in entries]
+        assert alternatives == [[(72, 0.0)], [(65, -0.5), (66, -1.5)], [(65, -0.5), (66, -1.5)]]
+
+    play(tmp_path, FakeEngine, scenario)
+
+
 def test_echo_last_gives_the_prompts_end_only(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         answer = await ask(here, prompt=[65, 66, 67], max_tokens=1, logprobs=True, echo_last=2)
@@ -384,6 +399,65 @@ def test_a_stream_across_a_swap_labels_every_chunk_and_the_plain_answer_its_span
     play(tmp_path, lambda: FakeEngine(allowed=2), scenario)
 
 
+def test_choices_that_cross_a_swap_each_have_their_spans(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        here.engine.replies = {1: (IM_END,)}  # is over before the swap
+        body = {"model": MODEL, "prompt": [65], "max_tokens": 5, "n": 3}
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "A"}], "max_tokens": 5, "n": 3}
+        plain = asyncio.create_task(here.http.post("/v1/completions", json=body))
+        talk = asyncio.create_task(here.http.post("/v1/chat/completions", json=chat))
+        stream = asyncio.create_task(here.http.post("/v1/completions", json={**body, "stream": True}))
+        await here.engine.until(lambda: list(here.engine.made.values()) == [2, 2, 2])
+        await here.swapped("v1")
+        here.engine.allow(5)
+        crossed = [{"snapshot": "base", "start": 0, "end": 2}, {"snapshot": "v1", "start": 2, "end": 5}]
+        for answer in ((await plain).json(), (await talk).json()):
+            assert answer["model"] == f"{MODEL}@v1"
+            assert [choice["snapshots"] for choice in answer["choices"]] == [
+                crossed,
+                [{"snapshot": "base", "start": 0, "end": 1}],
+                crossed,
+            ]
+            assert not any("prompt_snapshots" in choice for choice in answer["choices"])
+        labels: dict[int, list[str]] = {0: [], 1: [], 2: []}
+        for event in sse((await stream).text)[:-1]:
+            labels[event["choices"][0]["index"]].append(event["model"].rpartition("@")[2])
+        finished = ["base"] * 2 + ["v1"] * 4  # one chunk per token, and one that ends the choice
+        assert labels == {0: finished, 1: ["base"] * 2, 2: finished}
+
+    play(tmp_path, lambda: FakeEngine(allowed=2), scenario)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echoed_prompt_scored_under_two_snapshots_says_so_in_spans(tmp_path: Path, n: int) -> None:
+    class Chunked(FakeEngine):
+        """A swap came between two chunks of the prompt."""
+
+        async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+            async for event in super()._events(request):
+                first = [msgspec.structs.replace(r, snapshot="older") for r in (event.prompt or ())[:3]]
+                yield (
+                    event
+                    if event.prompt is None
+                    else msgspec.structs.replace(event, prompt=(*first, *event.prompt[3:]))
+                )
+
+    async def scenario(here: Running) -> None:
+        body = {"model": MODEL, "prompt": [65, 66, 67, 68, 69], "max_tokens": 2, "echo": True, "n": n}
+        answer = (await here.http.post("/v1/completions", json={**body, "logprobs": True})).json()
+        assert answer["model"] == f"{MODEL}@base"
+        for choice in answer["choices"]:
+            assert choice["snapshots"] == [{"snapshot": "base", "start": 0, "end": 2}]
+            assert choice["prompt_snapshots"] == [
+                {"snapshot": "older", "start": 0, "end": 3},
+                {"snapshot": "base", "start": 3, "end": 5},
+            ]
+        unscored = (await here.http.post("/v1/completions", json=body)).json()
+        assert not any("prompt_snapshots" in choice for choice in unscored["choices"])
+
+    play(tmp_path, Chunked, scenario)
+
+
 def test_tokens_reach_the_client_while_the_generation_goes_on(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         body = {"model": MODEL, "prompt": [65], "max_tokens": 2, "stream": True}
@@ -484,6 +558,7 @@ def test_an_engine_error_before_the_first_byte_has_its_status_and_after_it_ends_
         events = sse(answer.text)
         assert (answer.status_code, len(events)) == (200, 3)
         assert events[-1]["error"]["code"] == "engine_error"
+        assert events[-1]["error"]["status_code"] == 500
         with pytest.raises(openai.APIError, match="out of pages"):
             async for _ in await here.sdk.completions.create(model=MODEL, prompt="a", stream=True):
                 pass

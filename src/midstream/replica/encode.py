@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -96,6 +97,7 @@ class _ChoiceTail(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     raw_output: RawOutput | UnsetType = UNSET
     snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    prompt_snapshots: list[SnapshotSpan] | UnsetType = UNSET  # over the echoed tokens
     kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
 
 
@@ -298,6 +300,8 @@ class Encoder:
         if self._checked.raw_output:
             encoded.raw_output = self.raw_output(kept, prompt)
         encoded.snapshots = [SnapshotSpan(*span) for span in choice.spans]
+        if kept.echoed and self._checked.logprobs:
+            encoded.prompt_snapshots = _spans(kept.echoed)
         encoded.kv_snapshots = _kv_snapshots(choice)
         return encoded
 
@@ -327,7 +331,10 @@ class Encoder:
 
     def _entry(self, record: TokenRecord, offset: int) -> Entry:
         token, token_bytes = self._vocabulary.label(record.token_id)
-        top = record.top_logprobs[: self._checked.top_logprobs]
+        top = [(t.token_id, t.logprob) for t in record.top_logprobs[: self._checked.top_logprobs]]
+        if not top and self._checked.top_logprobs:
+            # The first prompt token: nothing was before it. Some clients drop all alternatives when one list is empty.
+            top = [(record.token_id, record.logprob)]
         sampling = record.sampling_logprob
         entry = Entry(
             token,
@@ -336,7 +343,7 @@ class Encoder:
             None if sampling is None else _finite(sampling),
             offset,
             record.token_id,
-            [self._top_entry(t.token_id, t.logprob) for t in top] if top else [],
+            [self._top_entry(token_id, logprob) for token_id, logprob in top],
         )
         if self._checked.routes and record.route is not None:
             entry.routing_matrix = b64encode(record.route).decode("ascii")
@@ -381,6 +388,14 @@ def _set_calls(delta: Delta, piece: Piece) -> None:
 
 def _call(call: ToolCall) -> CallEntry:
     return CallEntry(call.id, FunctionCall(call.name, call.arguments))
+
+
+def _spans(tokens: Sequence[Scored]) -> list[SnapshotSpan]:
+    spans: list[SnapshotSpan] = []
+    for at, (snapshot, run) in enumerate(groupby(tokens, lambda scored: scored.record.snapshot)):
+        start = spans[-1].end if at else 0
+        spans.append(SnapshotSpan(snapshot, start, start + sum(1 for _ in run)))
+    return spans
 
 
 def _kv_snapshots(choice: Choice) -> list[SnapshotSpan] | UnsetType:
