@@ -43,6 +43,12 @@ class MidstreamError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.code, "code": self.code, "param": self.param}}
 
+    def event_body(self) -> dict[str, Any]:
+        """The body as a stream's last event. The stream's own status was sent long ago: clients read this one for retries."""
+        body = self.body()
+        body["error"]["status_code"] = self.status
+        return body
+
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 

@@ -16,7 +16,9 @@ async def die(request: Message, peer: Peer) -> None:
 def error_of(event: bytes) -> str:
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
-    code: str = json.loads(event[6:])["error"]["code"]
+    error = json.loads(event[6:])["error"]
+    assert error["status_code"] == 500, "the Fireworks client decides by it whether to try again"
+    code: str = error["code"]
     return code
 
 

@@ -79,7 +79,9 @@ def record(
         sampling_logprob=None if prompt else -position / 2,
         snapshot=snapshot,
         route=bytes([position % 256, token % 256]) if request.want_routes and not first else None,
-        top_logprobs=tuple(TopLogprob(65 + i, -0.5 - i) for i in range(request.top_logprobs)),
+        top_logprobs=()
+        if first
+        else tuple(TopLogprob(65 + i, -0.5 - i) for i in range(request.top_logprobs)),
     )
 
 

@@ -230,7 +230,7 @@ def test_an_echoed_first_token_is_its_own_only_alternative(tmp_path: Path) -> No
         answer = await ask(
             here, prompt=[72, 66], max_tokens=1, logprobs=True, top_logprobs=2, echo=True, stream=True
         )
-        choices = [event["choices"][0] for event in sse(answer.text)]
+        choices = [event["choices"][0] for event in sse(answer.text)[:-1]]
         entries = [entry for choice in choices if choice["logprobs"] for entry in content(choice)]
         alternatives = [[(top["token_id"], top["logprob"]) for top in e["top_logprobs"]] for e in entries]
         assert alternatives == [[(72, 0.0)], [(65, -0.5), (66, -1.5)], [(65, -0.5), (66, -1.5)]]

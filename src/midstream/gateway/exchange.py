@@ -238,7 +238,7 @@ class ControlExchange:
         http10 = self._request.http10
         between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
         if self._event_stream and self._chunked and between_events and not in_chunk:
-            event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+            event = b"data: " + msgspec.json.encode(error.event_body()) + b"\n\n"
             self._client.end_short(event if http10 else b"%x\r\n%b\r\n" % (len(event), event))
         else:
             self._client.reset()

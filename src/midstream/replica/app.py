@@ -188,7 +188,7 @@ class BaseExchange(abc.ABC):
 
     def _fail(self, error: MidstreamError) -> None:
         if self._started:
-            self._end(error_event(error.body()))
+            self._end(error_event(error.event_body()))
         else:
             self._whole(error.status, msgspec.json.encode(error.body()), error.headers())
 
