@@ -4,6 +4,7 @@
 # make test   all tests        make check  lint and types        make ci  what CI runs
 # make bench  the gateway's cost, JSON in benchmarks/results
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
+# make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 PYTHON ?= python3
@@ -19,7 +20,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 
-.PHONY: setup setup-fireworks demo test check bench bench-swap bench-engine ci clean
+.PHONY: setup setup-fireworks demo test check bench bench-swap bench-delta bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -54,6 +55,9 @@ bench: setup
 
 bench-swap: setup $(VLLM_STAMP)
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
+
+bench-delta: setup setup-fireworks
+	cd benchmarks && ../$(BIN)/python delta.py --write $(BENCH_ARGS)
 
 bench-engine: setup $(VLLM_STAMP)
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
