@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from s3server import S3Server, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return written[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.make_bucket("rollouts")
+        yield server
+
+
+@pytest.fixture
+def s3(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A real S3 server with the bucket `rollouts`, and its credentials in the environment."""
+    for name, value in s3_process.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_process
