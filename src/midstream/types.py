@@ -101,9 +101,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine reports for one choice after a step.
 
-    The first event of a choice carries `cached_tokens` (prompt tokens whose KV was reused) and, under echo, `prompt`
-    (records of the last `prompt_records` prompt tokens). `finish` is set on the last event of the choice and only
-    there. `error` ends the whole request: a message for the user; no further event follows.
+    The first event of a choice carries `cached_tokens` (prompt tokens whose KV was reused), `queued_s` (seconds until it was
+    given a place in a step) and, under echo, `prompt` (records of the last `prompt_records` prompt tokens). `finish` is set
+    on the last event of the choice and only there. `error` ends the whole request: a message for the user; no further event
+    follows.
 
     kv_snapshots: when asked for, which snapshot computed the KV of each position so far, as (snapshot, start, end) spans over
     prompt and generated tokens from position 0, end exclusive. Comes with the first event, after anything changed but
@@ -114,6 +115,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[TokenRecord, ...] = ()
     prompt: tuple[TokenRecord, ...] | None = None
     cached_tokens: int | None = None
+    queued_s: float | None = None
     finish: FinishReason | None = None
     error: str | None = None
     kv_snapshots: tuple[tuple[str, int, int], ...] | None = None

@@ -81,3 +81,19 @@ def test_a_sequence_preempted_for_one_before_it_is_in_no_later_place_of_the_same
     assert isinstance(works[0], Work)
     assert works[0].seq.blocks != []
     scheduler.pool.check()
+
+
+def test_a_sequence_knows_how_long_it_waited_for_its_first_step() -> None:
+    scheduler = make_scheduler(blocks=5)
+    first, second = sequence("first", 40), sequence("second", 40)
+    first.arrived -= 1.0
+    second.arrived -= 60.0
+    scheduler.add(first)
+    scheduler.add(second)
+    assert step(scheduler) == [("first", 40)]
+    assert (1.0 <= first.queued_s < 60.0, second.queued_s) == (True, 0.0)
+    waited = first.queued_s
+    scheduler.remove(first)
+    assert step(scheduler) == [("second", 40)]
+    assert second.queued_s >= 60.0
+    assert first.queued_s == waited

@@ -190,6 +190,7 @@ class FakeEngine(Engine):
             yield GenerationEvent(
                 index=index,
                 cached_tokens=self.cached_tokens,
+                queued_s=0.25,
                 prompt=tuple(
                     record(request.prompt[p], p, request, self.serving, prompt=True)
                     for p in range(size - request.prompt_records, size)

@@ -293,7 +293,10 @@ def test_a_stream_with_token_ids_in_raw_output_and_metrics(tmp_path: Path) -> No
         assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
         assert set(last["perf_metrics"]) == {
             "prompt-tokens", "cached-prompt-tokens", "server-time-to-first-token", "server-processing-time",
+            "num-concurrent-requests", "prefill-queue-duration",
         }  # fmt: skip
+        assert last["perf_metrics"]["num-concurrent-requests"] == 1
+        assert last["perf_metrics"]["prefill-queue-duration"] == 0.25
         assert "perf_metrics" not in first
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answer.headers["fireworks-prompt-tokens"] == "2"

@@ -73,6 +73,7 @@ class Sink(Protocol):
 class Timings(msgspec.Struct):
     started: float
     first_token: float | None = None
+    queued_s: float | None = None  # in the engine, of the choice that waited longest
 
 
 class Service:
@@ -355,6 +356,8 @@ class Generation:
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         if event.cached_tokens is not None:
             self._cached.setdefault(prompt, event.cached_tokens)
+        if event.queued_s is not None:
+            self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
         if event.kv_snapshots is not None:
             choice.kv = list(event.kv_snapshots)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
@@ -477,6 +480,9 @@ class Generation:
         metrics: dict[str, Any] = {"prompt-tokens": sum(len(p.token_ids) for p in self._prompts)}
         if done or len(self._cached) == len(self._prompts):
             metrics["cached-prompt-tokens"] = sum(self._cached.values())
+        metrics["num-concurrent-requests"] = self._service.gate.inside
+        if self._timings.queued_s is not None:
+            metrics["prefill-queue-duration"] = round(self._timings.queued_s, 6)
         if first_token is not None:
             metrics["server-time-to-first-token"] = round(first_token - started, 6)
         if done:

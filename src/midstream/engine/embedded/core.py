@@ -337,6 +337,7 @@ class EngineCore:
             tokens=tokens,
             prompt=prompt,
             cached_tokens=cached,
+            queued_s=None if announced else seq.queued_s,
             finish=finish,
             kv_snapshots=kv_snapshots,
         )

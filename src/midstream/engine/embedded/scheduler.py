@@ -13,6 +13,7 @@ Always holds:
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class Sequence:
     indexed: int = 0  # leading blocks already offered to the prefix cache
     computed: int = 0
     cursor: int = 0  # next position to run; below `computed` only to get logits there again
+    arrived: float = field(default_factory=time.perf_counter)
+    queued_s: float = 0.0  # until first admission
     cached_tokens: int | None = None  # set at first admission
     last_sampled: tuple[float, int, bytes | None] | None = (
         None  # of the last generated token: raw logprob, snapshot, route
@@ -214,6 +217,7 @@ class Scheduler:
         if again:
             seq.cursor -= 1  # its logits are needed, its KV is there
         if seq.cached_tokens is None:
+            seq.queued_s = time.perf_counter() - seq.arrived
             seq.cached_tokens = min(seq.computed, seq.prompt_len)
         return True
 
