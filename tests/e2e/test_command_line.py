@@ -24,7 +24,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
         (["serve", "--port", "70000"], "port must be 0 to 65535"),
         (["serve", "--model", "/no/such/model"], "/no/such/model"),
         (["serve", "--config", "/no/such/file.toml"], "/no/such/file.toml"),
-        (["serve", "--bucket", "s3://somewhere"], "s3://somewhere"),
+        (["serve", "--bucket", "ftp://somewhere"], "ftp://somewhere"),
         (["serve", "--kv-cache-memory", "lots"], "kv_cache_memory 'lots'"),
         (["serve", "--engine", "vllm"], "--engine vllm"),
         (["serve", "--host", "203.0.113.7"], "203.0.113.7"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from midstream.launch.local import Child, StartFailed
+from midstream.launch.process import Child, StartFailed
 
 
 class Script(msgspec.Struct):

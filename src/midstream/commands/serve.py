@@ -19,6 +19,8 @@ SERVE_OPTIONS = (
     "port",
     "bucket",
     "transition",
+    "swap_order",
+    "database",
     "state_dir",
     "log_level",
     "kv_cache_memory",
@@ -42,6 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("async", "sync"),
         help=f"whether streams cross a swap or finish before it (default: {default.transition})",
     )
+    parser.add_argument(
+        "--swap-order",
+        choices=("together", "one-by-one"),
+        help=f"how the replicas of a deployment switch to a snapshot (default: {default.swap_order})",
+    )
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="the ledger's, e.g. postgresql://USER@HOST/NAME; a password is better kept in PGPASSWORD, ~/.pgpass or "
+        "--config (default: an SQLite file in STATE_DIR)",
+    )
     parser.add_argument("--state-dir", help=f"ledger, caches, built-in models (default: {default.state_dir})")
     parser.add_argument(
         "--kv-cache-memory",
@@ -54,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     from midstream.launch import local
+    from midstream.launch.models import known_models, model_directory
+    from midstream.launch.process import StartFailed
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in SERVE_OPTIONS})
     if settings.engine == "vllm":
@@ -67,10 +82,11 @@ def _serve(options: argparse.Namespace) -> int:
     with local.locked(Path(settings.state_dir)):
         local.check_port(settings.host, settings.port)
         local.bucket_url(settings)
-        name, directory = local.resolve_model(settings)
+        name, models = known_models(settings)
+        model_directory(models, name)
         try:
-            asyncio.run(local.run(settings, name, directory, lambda line: print(line, flush=True)))
-        except local.StartFailed as error:
+            asyncio.run(local.run(settings, name, models, lambda line: print(line, flush=True)))
+        except StartFailed as error:
             print(f"midstream serve: {error}", file=sys.stderr)
             return 1
     return 0

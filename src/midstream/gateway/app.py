@@ -66,6 +66,7 @@ class _Endpoints:
         views = [view for deployment in self._deployments for view in deployment.replicas.views]
         usable = sum(view.usable for view in views)
         body = {
+            "deployments": [_deployment_summary(deployment) for deployment in self._deployments],
             "status": "ok" if usable else "unavailable",
             "usable_replicas": usable,
             "replicas": [_summary(view) for view in views],
@@ -110,6 +111,17 @@ class _Endpoints:
                 view.name: view.report.snapshot if view.report else None for view in deployment.replicas.views
             },
         }
+
+
+def _deployment_summary(deployment: Deployment) -> dict[str, Any]:
+    """failed: the replicas that cannot be started."""
+    return {
+        "name": deployment.name,
+        "model": deployment.model,
+        "wanted": deployment.wanted,
+        "usable": sum(view.usable for view in deployment.replicas.views),
+        "failed": sorted(deployment.problems),
+    }
 
 
 def _summary(view: ReplicaView) -> dict[str, Any]:

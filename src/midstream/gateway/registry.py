@@ -10,6 +10,7 @@ Always holds:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -31,6 +32,10 @@ class Deployment:
     replicas: ReplicaSet
     reconciler: Reconciler
     sessions: SessionTable = field(default_factory=lambda: SessionTable(1_000_000))
+    wanted: int = 0  # replicas it should have
+    deleting: bool = False  # takes no requests
+    drain_s: float = 300.0  # how long requests on a replica that leaves may go on
+    problems: dict[str, str] = field(default_factory=dict)  # replica -> why it cannot be started
 
     @property
     def name(self) -> str:
@@ -41,6 +46,12 @@ class Deployment:
     def model(self) -> str:
         """accounts/A/models/M"""
         return self.names.model
+
+    async def run(self) -> None:
+        """Hear the replicas and keep them at what is desired, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.replicas.run(), name=f"events of {self.name}")
+            tasks.create_task(self.reconciler.run(), name=f"reconciler of {self.name}")
 
 
 class Deployments:
@@ -71,6 +82,20 @@ class Deployments:
         assert deployment is not self.default
         del self._by_name[deployment.name]
         self._index()
+
+    def renamed(self) -> None:
+        """A deployment began or ceased to take requests."""
+        self._index()
+
+    def replica_names(self, deployment: Deployment) -> list[str]:
+        """What the replicas are called that it should have: `replica-0` and so on, after another one's own name than the
+        default's, so that no two in the gateway are called the same."""
+        prefix = "" if deployment is self.default else f"{deployment.name.rpartition('/')[2]}-"
+        return [f"{prefix}replica-{number}" for number in range(deployment.wanted)]
+
+    def known(self, name: str) -> Deployment | None:
+        """By full name."""
+        return self._by_name.get(name)
 
     def get(self, name: str) -> Deployment:
         """By full name, accounts/A/deployments/D. Raises NotFound."""
@@ -122,6 +147,8 @@ class Deployments:
     def _index(self) -> None:
         called: dict[str, list[Deployment]] = {}
         for deployment in self._by_name.values():
+            if deployment.deleting:
+                continue
             for name in deployment.names.accepted():
                 called.setdefault(name, []).append(deployment)
         self._called = called

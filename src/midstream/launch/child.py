@@ -2,23 +2,27 @@
 
 Always holds: the child's settings arrive as one JSON line on its standard input, never in argv or the environment, where
 others could read a key; the supervisor keeps that pipe open, and its end means the supervisor is gone, so the child stops
-too; the child answers on standard output with one JSON line when it listens. Logs go to standard error.
+too; the child answers on standard output with one JSON line when it listens. The gateway and the supervisor go on over the same
+pipes, a JSON line each: gateway.roster.Wanted one way, Running the other. Logs go to standard error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
-from midstream.config import EngineSettings, GatewaySettings
+from midstream.config import EngineSettings, GatewaySettings, SwapOrder
 
+LINE_BYTES_MAX = 16 * 2**20
 STOP_GRACE_S = 10.0  # how long streams may go on after a request to stop
 
 
@@ -39,11 +43,13 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
-    replicas: tuple[tuple[str, str], ...]  # (name, base URL)
-    model: str
+    model: str  # of the default deployment
     deployment: str
+    replicas: int  # of the default deployment, as the settings say
+    models: tuple[str, ...]  # bare names of those that can be deployed
     bucket: str
     transition: str
+    swap_order: SwapOrder = "together"
     ledger: str  # database URL
     token: str
     settings: GatewaySettings
@@ -73,10 +79,12 @@ class Announcer:
         self._fd = os.dup(1)
         os.dup2(2, 1)
 
-    def __call__(self, message: Listening) -> None:
-        """Answer, once."""
-        with os.fdopen(self._fd, "wb") as pipe:
-            pipe.write(msgspec.json.encode(message) + b"\n")
+    def __call__(self, message: msgspec.Struct) -> None:
+        """Say something: first where the child listens, or why it does not. Nobody may be there any more to hear it."""
+        line = msgspec.json.encode(message) + b"\n"
+        with contextlib.suppress(BrokenPipeError):
+            while line:
+                line = line[os.write(self._fd, line) :]
 
 
 def configure_logging(process: str, level: str) -> None:
@@ -96,17 +104,17 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def stop_requested() -> None:
-    """Returns on SIGTERM, SIGINT, or when the supervisor's end of standard input closes."""
+async def stop_requested(on_line: Callable[[bytes], None] = lambda line: None) -> None:
+    """Returns on SIGTERM, SIGINT, or when the supervisor's end of standard input closes; `on_line` gets what it says."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     transport, _ = await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), _unbuffered(sys.stdin)
     )
-    orphaned = asyncio.create_task(reader.read())
+    orphaned = asyncio.create_task(_read_lines(reader, on_line))
     asked = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((orphaned, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -114,6 +122,11 @@ async def stop_requested() -> None:
         orphaned.cancel()
         asked.cancel()
         transport.close()
+
+
+async def _read_lines(reader: asyncio.StreamReader, on_line: Callable[[bytes], None]) -> None:
+    while line := await reader.readline():
+        on_line(line)
 
 
 def _unbuffered(stream: Any) -> Any:

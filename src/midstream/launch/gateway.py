@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import uvloop
 
 from midstream.control.loop import Reconciler
 from midstream.errors import ConfigError
 from midstream.gateway.app import control_app
+from midstream.gateway.deployments import deployment_routes
 from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.roster import Roster, Running, replica_count
 from midstream.gateway.server import Gateway
 from midstream.gateway.sessions import SessionTable
 from midstream.launch.child import (
@@ -29,32 +32,38 @@ from midstream.launch.child import (
     read_spec,
     stop_requested,
 )
-from midstream.ledger import Ledger
+from midstream.ledger import DeploymentRow, Ledger
+from midstream.ledger.records import DeploymentChange
 from midstream.names import ServedNames
+from midstream.types import TransitionType
+
+_SAID = "_settings"  # of the default deployment: what the settings said of it when it was last started
 
 
 async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     ledger = Ledger(spec.ledger)
-    await ledger.ensure_deployment(
-        spec.deployment, spec.model, spec.bucket, "SYNC" if spec.transition == "sync" else "ASYNC"
-    )
-    names = ServedNames(spec.model, spec.deployment)
-    replicas = ReplicaSet(spec.replicas, token=spec.token)
-    reconciler = Reconciler(ledger, replicas, spec.deployment)
-    sessions = SessionTable(spec.settings.max_sessions)
-    deployments = Deployments(Deployment(names, replicas, reconciler, sessions))
+    row = await default_deployment(ledger, spec)
+    deployments = Deployments(_run_time(ledger, spec, row))
     metrics = GatewayMetrics(deployments)
-    app = control_app(
-        deployments,
-        metrics,
-        created=int(time.time()),
-        extra_routes=hotload_routes(ledger, deployments),
-    )
+    roster = Roster(ledger, deployments, lambda row: _run_time(ledger, spec, row), announce)
+    routes = [
+        *deployment_routes(ledger, deployments, models=spec.models, bucket=spec.bucket, changed=roster.wake),
+        *hotload_routes(
+            ledger,
+            deployments,
+            allowed_buckets=spec.settings.allowed_buckets,
+            chain_max=spec.settings.chain_max,
+        ),
+    ]
+    app = control_app(deployments, metrics, created=int(time.time()), extra_routes=routes)
     gateway = Gateway(spec.settings, deployments, metrics, app, replica_token=spec.token)
-    background = [asyncio.create_task(replicas.run()), asyncio.create_task(reconciler.run())]
+    background: list[asyncio.Task[None]] = []
     try:
         announce(Listening(port=await gateway.start(spec.host, spec.port)))
-        stop = asyncio.create_task(stop_requested())
+        background.append(asyncio.create_task(roster.run()))
+        stop = asyncio.create_task(
+            stop_requested(lambda line: roster.running(msgspec.json.decode(line, type=Running)))
+        )
         done, _ = await asyncio.wait((stop, *background), return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # a background task that ended is a bug: end, and be started again
@@ -66,6 +75,38 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
         await asyncio.gather(*background, return_exceptions=True)
         ledger.close()
     return 0
+
+
+async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:
+    """The row of the deployment of the command line.
+
+    What the settings say of it counts when they say something else than at the last start; otherwise what the API was told
+    since stays. Raises ConfigError.
+    """
+    transition: TransitionType = "SYNC" if spec.transition == "sync" else "ASYNC"
+    row = await ledger.ensure_deployment(spec.deployment, spec.model, spec.bucket, None, spec.replicas)
+    said = {"replicas": spec.replicas, "transition": transition}
+    before = row.fields.get(_SAID) or {}
+    change: DeploymentChange = {}
+    if before.get("replicas") != spec.replicas:
+        change["replicas_min"] = change["replicas_max"] = spec.replicas
+    if before.get("transition") != transition:
+        change["transition"] = transition
+    if not change:
+        return row
+    change["fields"] = {_SAID: said}
+    return await ledger.update_deployment(row.name, **change)
+
+
+def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployment:
+    replicas = ReplicaSet(token=spec.token)
+    return Deployment(
+        ServedNames(row.model, row.name),
+        replicas,
+        Reconciler(ledger, replicas, row.name, swap_order=spec.swap_order),
+        SessionTable(spec.settings.max_sessions),
+        wanted=replica_count(row),
+    )
 
 
 def main() -> int:

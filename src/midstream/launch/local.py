@@ -1,9 +1,10 @@
-"""One machine: the supervisor of a gateway and N replicas.
+"""One machine: the supervisor of a gateway and its replicas.
 
-Owns: the child processes, their ports, their restarts and their end.
-Always holds: a child that dies after it was ready is started again on the same port, with a growing pause; one that cannot
-start at all ends the whole, with its reason; when this process ends, however it ends, no child is left (a child stops when
-its standard input closes).
+Owns: the gateway's process, the crew of replicas, their ports and their end.
+Always holds: the gateway says which replicas should run and is told which do, whole lists both; a process that dies after it
+was ready is started again; the gateway, or a replica of the default deployment, that cannot start at all ends the whole before
+it was ready, with its reason; when this process ends, however it ends, no child is left (a child stops when its standard
+input closes).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import fcntl
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -27,138 +28,26 @@ import msgspec
 from midstream.config import (
     EngineSettings,
     Settings,
-    check_name,
     deployment_resource,
     model_resource,
     parse_size,
 )
 from midstream.errors import ConfigError
-from midstream.launch.child import STOP_GRACE_S, GatewaySpec, Listening, ReplicaSpec
+from midstream.gateway.roster import Wanted, WantedReplica
+from midstream.launch.child import STOP_GRACE_S, GatewaySpec, ReplicaSpec
+from midstream.launch.crew import Crew
+from midstream.launch.models import model_directory
+from midstream.launch.process import Child, StartFailed
 from midstream.ledger import sqlite_url
 from midstream.snapshots.bucket import check_settings
 from midstream.snapshots.identity import parse_bucket
 
 logger = logging.getLogger(__name__)
 
-RESTART_PAUSE_S_MIN = 0.1
-RESTART_PAUSE_S_MAX = 10.0
 SECOND_SIGNAL_AFTER_S = 1.0  # sooner, it is the same request to stop, delivered twice
 READY_POLL_S = 0.05
 KILL_AFTER_S = 5.0
-
-
-class StartFailed(Exception):
-    """A child could not start; the message is its own."""
-
-
-class Child:
-    """One supervised process."""
-
-    def __init__(self, name: str, module: str, spec: msgspec.Struct) -> None:
-        self.name = name
-        self._module = module
-        self._spec = spec
-        self._process: asyncio.subprocess.Process | None = None
-        self.port = 0
-
-    def __repr__(self) -> str:
-        return f"Child({self.name}, pid={self._process.pid if self._process else None}, port={self.port})"
-
-    async def start(self) -> None:
-        """Returns when the child listens. Raises StartFailed."""
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                self._module,
-                self.name,  # for whoever reads the process list
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone
-            )
-        except OSError as error:
-            raise StartFailed(f"{self.name} cannot be started: {error}") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
-        line = await self._process.stdout.readline()
-        try:
-            self.port = _port(self.name, line)
-        except StartFailed:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-            raise
-
-    async def supervise(self) -> None:
-        """Start it again whenever it ends; runs until cancelled."""
-        loop = asyncio.get_running_loop()
-        pause_s = RESTART_PAUSE_S_MIN
-        while True:
-            assert self._process is not None
-            started_at = loop.time()
-            code = await self._process.wait()
-            if loop.time() - started_at > RESTART_PAUSE_S_MAX:
-                pause_s = RESTART_PAUSE_S_MIN  # it was well for a while
-            logger.error(
-                "%s (pid %s) ended with code %s; starting it again", self.name, self._process.pid, code
-            )
-            while True:
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
-                try:
-                    await self.start()
-                    break
-                except StartFailed as error:
-                    logger.error("%s; trying again in %.1f s", error, pause_s)
-
-    async def stop(self, grace_s: float) -> None:
-        """Ask it to end, kill it when it does not."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(grace_s):
-                await process.wait()
-        except TimeoutError:
-            logger.warning("%s did not end within %.0f s; killing it", self.name, grace_s)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-
-def _port(name: str, line: bytes) -> int:
-    """The port in a child's answer. Raises StartFailed when it gives another answer, or none."""
-    if not line:
-        raise StartFailed(f"{name} ended while starting; its log says why")
-    try:
-        answer = msgspec.json.decode(line, type=Listening)
-    except msgspec.DecodeError as error:
-        raise StartFailed(f"{name} said {line[:200]!r} instead of where it listens") from error
-    if answer.error is not None:
-        raise StartFailed(f"{name}: {answer.error}")
-    return answer.port
-
-
-def resolve_model(settings: Settings) -> tuple[str, Path]:
-    """(name, directory) of the model to serve; makes a built-in one on first use. Raises ConfigError."""
-    if settings.model == "tiny-moe":
-        directory = Path(settings.state_dir) / "models" / "tiny-moe"
-        if not directory.is_dir():
-            from midstream.models.tiny_moe import write_tiny_moe
-
-            write_tiny_moe(directory)
-        return "tiny-moe", directory
-    directory = Path(settings.model)
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"--model {settings.model}: neither a built-in model (tiny-moe) nor a directory with a config.json"
-        )
-    name = directory.resolve().name
-    check_name("--model: the directory's name becomes the model's;", name)
-    return name, directory
+REPLICA_HOST = "127.0.0.1"  # replicas are nobody's business but the gateway's
 
 
 def check_port(host: str, port: int) -> None:
@@ -206,123 +95,167 @@ def free_port(host: str) -> int:
         return port
 
 
-def plan(settings: Settings, name: str, model_dir: Path) -> tuple[list[Child], Callable[[], Child]]:
-    """The replicas, and how to make the gateway once they listen."""
-    host = "127.0.0.1"  # replicas are nobody's business but the gateway's
-    model, deployment = model_resource(settings, name), deployment_resource(settings)
-    state = Path(settings.state_dir).absolute()
-    token = settings.replica_token or secrets.token_hex(16)
-    specs = [
-        ReplicaSpec(
-            name=f"replica-{i}",
-            host=host,
-            port=free_port(host),
-            model_dir=str(model_dir.absolute()),
-            model=model,
-            deployment=deployment,
-            cache_dir=str(state / "snapshots" / f"replica-{i}"),
-            token=token,
-            engine=_engine_settings(settings),
-            log_level=settings.log_level,
-            cache_bytes=None
-            if settings.snapshot_cache is None
-            else parse_size("snapshot_cache", settings.snapshot_cache),
-        )
-        for i in range(settings.replicas)
-    ]
-    replicas = [Child(spec.name, "midstream.launch.replica", spec) for spec in specs]
+class Supervisor:
+    """The gateway's process and the replicas', for one `midstream serve`. Made in the event loop it runs in."""
 
-    def gateway() -> Child:
-        spec = GatewaySpec(
+    def __init__(self, settings: Settings, name: str, models: Mapping[str, Path]) -> None:
+        """`name`: of the default deployment's model; `models`: the directories of all known ones."""
+        self._settings = settings
+        self._models = models
+        self._state = Path(settings.state_dir).absolute()
+        self._token = settings.replica_token or secrets.token_hex(16)
+        self.model, self.deployment = model_resource(settings, name), deployment_resource(settings)
+        self.crew = Crew(
+            self._replica, self._clean, self._tell, host=REPLICA_HOST, stop_s=STOP_GRACE_S + KILL_AFTER_S
+        )
+        self.gateway = Child(
+            "gateway",
+            "midstream.launch.gateway",
+            self._gateway_spec(),
+            on_line=lambda line: self.crew.want(msgspec.json.decode(line, type=Wanted)),
+            greeting=self.crew.running,
+        )
+
+    async def serve(self, on_ready: Callable[[str], None]) -> None:
+        """Until cancelled. Raises StartFailed."""
+        self.crew.want(self._first())
+        await self.gateway.start()
+        url = f"http://{self._settings.host}:{self.gateway.port}"
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.gateway.supervise())
+            count = await self._all_usable(url)
+            on_ready(
+                f"midstream ready on {url} ({count} replicas, model {self.model}, deployment {self.deployment})"
+            )
+
+    async def close(self) -> None:
+        await self.gateway.stop(STOP_GRACE_S + KILL_AFTER_S)  # first: streams end before their replicas do
+        await self.crew.close()
+
+    def kill(self) -> None:
+        """Everything, at once."""
+        self.gateway.kill()
+        self.crew.kill()
+
+    # -- inside
+
+    def _first(self) -> Wanted:
+        """What is most likely wanted, before the gateway is there to say."""
+        names = (f"replica-{number}" for number in range(self._settings.replicas))
+        return Wanted(
+            tuple(WantedReplica(name=name, deployment=self.deployment, model=self.model) for name in names)
+        )
+
+    def _tell(self) -> None:
+        self.gateway.tell(self.crew.running())
+
+    async def _replica(self, wanted: WantedReplica) -> Child:
+        settings = self._settings
+        name = wanted.model.rpartition("/")[2]
+        directory = await asyncio.to_thread(model_directory, self._models, name)
+        size = settings.snapshot_cache
+        spec = ReplicaSpec(
+            name=wanted.name,
+            host=REPLICA_HOST,
+            port=free_port(REPLICA_HOST),
+            model_dir=str(directory),
+            model=wanted.model,
+            deployment=wanted.deployment,
+            cache_dir=str(self._cache_dir(wanted)),
+            token=self._token,
+            engine=_engine_settings(settings, len(self.crew)),
+            log_level=settings.log_level,
+            cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+        )
+        return Child(spec.name, "midstream.launch.replica", spec)
+
+    def _cache_dir(self, wanted: WantedReplica) -> Path:
+        return self._state / "snapshots" / wanted.name
+
+    def _clean(self, wanted: WantedReplica) -> None:
+        shutil.rmtree(self._cache_dir(wanted), ignore_errors=True)
+
+    def _gateway_spec(self) -> GatewaySpec:
+        settings = self._settings
+        return GatewaySpec(
             host=settings.host,
             port=settings.port or free_port(settings.host),
-            replicas=tuple((s.name, f"http://{host}:{s.port}") for s in specs),
-            model=model,
-            deployment=deployment,
+            model=self.model,
+            deployment=self.deployment,
+            replicas=settings.replicas,
+            models=tuple(self._models),
             bucket=bucket_url(settings),
             transition=settings.transition,
-            ledger=sqlite_url(state / "ledger.db"),
-            token=token,
+            swap_order=settings.swap_order,
+            ledger=settings.database or sqlite_url(self._state / "ledger.db"),
+            token=self._token,
             settings=settings.gateway,
             log_level=settings.log_level,
         )
-        return Child("gateway", "midstream.launch.gateway", spec)
 
-    return replicas, gateway
+    async def _all_usable(self, url: str) -> int:
+        """Until every deployment has what it should have; snapshots in the ledger are loaded first.
+
+        The number of replicas of the default deployment. Raises StartFailed when one of those cannot be started; another
+        deployment's failure is that deployment's alone.
+        """
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+            while True:
+                for replica in self.crew.running().replicas:
+                    if replica.error is not None and replica.deployment == self.deployment:
+                        raise StartFailed(replica.error)
+                with contextlib.suppress(httpx.TransportError):
+                    deployments = (await client.get(f"{url}/health")).json()["deployments"]
+                    if all(d["usable"] + len(d["failed"]) >= d["wanted"] for d in deployments):
+                        return int(deployments[0]["wanted"])
+                await asyncio.sleep(READY_POLL_S)
 
 
-async def run(settings: Settings, name: str, model_dir: Path, on_ready: Callable[[str], None]) -> None:
+async def run(
+    settings: Settings, name: str, models: Mapping[str, Path], on_ready: Callable[[str], None]
+) -> None:
     """Serve until SIGINT or SIGTERM. Raises StartFailed; children are gone when this returns or raises."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    replicas, make_gateway = plan(settings, name, model_dir)
-    gateway = make_gateway()
-    serving = asyncio.create_task(_serve(settings, name, replicas, gateway, on_ready))
+    supervisor = Supervisor(settings, name, models)
+    serving = asyncio.create_task(supervisor.serve(on_ready))
     asked = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
-            serving.result()
+            _raise_alone(serving)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _hurry(loop, [gateway, *replicas]))
+            loop.add_signal_handler(number, _hurry(loop, supervisor))
         serving.cancel()
         asked.cancel()
         await asyncio.wait((serving, asked))
-        await gateway.stop(STOP_GRACE_S + KILL_AFTER_S)  # first: streams end before their replicas do
-        await asyncio.gather(*(child.stop(STOP_GRACE_S + KILL_AFTER_S) for child in replicas))
+        await supervisor.close()
 
 
-async def _serve(
-    settings: Settings, name: str, replicas: list[Child], gateway: Child, on_ready: Callable[[str], None]
-) -> None:
-    await asyncio.gather(*(child.start() for child in replicas))
-    await gateway.start()
-    url = f"http://{settings.host}:{gateway.port}"
-    async with asyncio.TaskGroup() as group:
-        for child in (*replicas, gateway):
-            group.create_task(child.supervise())
-        await _all_usable(url, len(replicas))
-        on_ready(
-            f"midstream ready on {url} ({len(replicas)} replicas, model {model_resource(settings, name)}, "
-            f"deployment {deployment_resource(settings)})"
-        )
+def _raise_alone(task: asyncio.Task[None]) -> None:
+    """What the task raised; not in a group when it is alone in one."""
+    try:
+        task.result()
+    except BaseExceptionGroup as group:
+        raise (group.exceptions[0] if len(group.exceptions) == 1 else group) from None
 
 
-async def _all_usable(url: str, count: int) -> None:
-    """Until the gateway sees every replica; a snapshot in the ledger is loaded first."""
-    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                health = (await client.get(f"{url}/health")).json()
-                if health.get("usable_replicas") == count:
-                    return
-            await asyncio.sleep(READY_POLL_S)
-
-
-def _hurry(loop: asyncio.AbstractEventLoop, children: list[Child]) -> Callable[[], None]:
+def _hurry(loop: asyncio.AbstractEventLoop, supervisor: Supervisor) -> Callable[[], None]:
     """What a second request to stop does: not wait for streams."""
     asked_at = loop.time()
 
     def hurry() -> None:
         if loop.time() - asked_at > SECOND_SIGNAL_AFTER_S:
-            _kill_all(children)
+            supervisor.kill()
 
     return hurry
 
 
-def _kill_all(children: list[Child]) -> None:
-    for child in children:
-        process = child._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _engine_settings(settings: Settings) -> EngineSettings:
-    """The engine's settings with its share of this machine's cores."""
+def _engine_settings(settings: Settings, replicas: int) -> EngineSettings:
+    """The engine's settings with its share of this machine's cores; those that run keep what they were given."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = settings.embedded.threads or max(1, cores // settings.replicas)
+    threads = settings.embedded.threads or max(1, cores // max(1, replicas))
     return msgspec.structs.replace(settings.embedded, threads=threads)

@@ -1,0 +1,208 @@
+"""Deployments as the ledger wants them against the replicas that run: who should run, who leaves, who is gone.
+
+Owns: the run-time deployments (made from ledger rows, ended when their row is removed) and what the supervisor is told. The
+supervisor owns the processes: it is told which replicas to run, and tells which it runs.
+Always holds:
+- Level-triggered: each pass looks at the whole ledger and the whole list of running replicas, and says the whole of what is
+  wanted. A lost message, or a restart of either side, only delays.
+- A replica that is to go takes no new request from then on, and is wanted until the requests on it have ended, for at most the
+  deployment's drain time.
+- A deployment's row is removed only when none of its replicas runs any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from midstream.errors import NotFound
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
+
+logger = logging.getLogger(__name__)
+
+
+class WantedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that the supervisor should run. name: unique in the gateway. model: resource name."""
+
+    name: str
+    deployment: str
+    model: str
+
+
+class RunningReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica as the supervisor has it: at `url` once it listens, `error` while it cannot be started."""
+
+    name: str
+    deployment: str
+    url: str | None = None
+    error: str | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """All that should run."""
+
+    replicas: tuple[WantedReplica, ...] = ()
+
+
+class Running(msgspec.Struct, frozen=True):
+    """All that the supervisor runs, or tries to."""
+
+    replicas: tuple[RunningReplica, ...] = ()
+
+
+class Roster:
+    """All deployments of a gateway. Use from one event loop."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        make: Callable[[DeploymentRow], Deployment],
+        tell: Callable[[Wanted], None],
+        *,
+        poll_s: float = 1.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """make: the run-time side of a deployment in the ledger. tell: gives the supervisor the list of what should run."""
+        self._ledger = ledger
+        self._deployments = deployments
+        self._make = make
+        self._tell = tell
+        self._poll_s = poll_s
+        self._monotonic = monotonic
+        self._running: tuple[RunningReplica, ...] | None = None  # None: not heard of the supervisor yet
+        self._told: Wanted | None = None
+        self._wake = asyncio.Event()
+        self._leaving_since: dict[str, float] = {}  # replica -> when it was first seen to have to go
+        self._tasks: asyncio.TaskGroup | None = None
+        self._run_tasks: dict[str, asyncio.Task[None]] = {}  # deployment -> what keeps its replicas
+
+    def __repr__(self) -> str:
+        return f"<Roster {self._deployments!r} running={self._running}>"
+
+    def running(self, running: Running) -> None:
+        """The supervisor's list."""
+        self._running = running.replicas
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed in the ledger, or among the replicas: look again at once."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled. Ends with an exception when something that serves a deployment does: a bug."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for deployment in self._deployments:
+                self._start(deployment)
+            while True:
+                await self.look_once()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_s):
+                        await self._wake.wait()
+                self._wake.clear()
+
+    async def look_once(self) -> None:
+        """One pass over all deployments."""
+        try:
+            rows = {row.name: row for row in await self._ledger.deployments()}
+        except LedgerUnavailable as error:
+            logger.warning("going on with the deployments known: %s", error)
+            return
+        for row in rows.values():
+            self._take_up(row)
+        wanted: list[WantedReplica] = []
+        for deployment in self._deployments:
+            kept = self._arrange(deployment)
+            wanted += (
+                WantedReplica(name=name, deployment=deployment.name, model=deployment.model) for name in kept
+            )
+            gone = not kept and not self._of(deployment) and self._running is not None
+            if deployment is not self._deployments.default and (
+                deployment.name not in rows or (deployment.deleting and gone)
+            ):
+                await self._end(deployment, rows.get(deployment.name))
+        message = Wanted(tuple(wanted))
+        if message != self._told:
+            self._told = message
+            self._tell(message)
+
+    def _take_up(self, row: DeploymentRow) -> None:
+        deployment = self._deployments.known(row.name)
+        if deployment is None:
+            deployment = self._make(row)
+            self._deployments.add(deployment)
+            self._start(deployment)
+            logger.info("deployment %s: %d replicas of %s", row.name, replica_count(row), row.model)
+        deployment.wanted = replica_count(row)
+        if row.deleting != deployment.deleting:
+            deployment.deleting = row.deleting
+            self._deployments.renamed()
+
+    def _start(self, deployment: Deployment) -> None:
+        if self._tasks is not None and deployment.name not in self._run_tasks:
+            task = self._tasks.create_task(deployment.run(), name=f"replicas of {deployment.name}")
+            self._run_tasks[deployment.name] = task
+
+    async def _end(self, deployment: Deployment, row: DeploymentRow | None) -> None:
+        if (task := self._run_tasks.pop(deployment.name, None)) is not None:
+            task.cancel()  # before its row goes, which it reads
+            await asyncio.wait((task,))
+        try:
+            if row is not None:
+                await self._ledger.delete_deployment(row.name)
+        except LedgerUnavailable as error:
+            logger.warning("deployment %s is removed later: %s", row and row.name, error)
+            return
+        except NotFound:
+            pass  # another gateway was faster
+        deployment.replicas.set_members(())
+        self._deployments.remove(deployment)
+        logger.info("deployment %s is deleted", deployment.name)
+
+    def _of(self, deployment: Deployment) -> list[RunningReplica]:
+        return [replica for replica in self._running or () if replica.deployment == deployment.name]
+
+    def _arrange(self, deployment: Deployment) -> list[str]:
+        """Set the members of one deployment; the names of the replicas that should run."""
+        names = self._deployments.replica_names(deployment)
+        if self._running is None:
+            return names
+        running = self._of(deployment)
+        deployment.problems = {r.name: r.error for r in running if r.error is not None and r.name in names}
+        up = sorted((r.name, r.url) for r in running if r.url is not None)
+        order = {name: place for place, name in enumerate(names)}
+        up.sort(key=lambda one: order.get(one[0], len(order)))
+        members = [(name, url) for name, url in up if url is not None]
+        leaving = {name for name, _ in members if name not in order}
+        deployment.replicas.set_members(members, leaving)
+        return names + self._draining(deployment)
+
+    def _draining(self, deployment: Deployment) -> list[str]:
+        """Names of those that leave and have requests left, and time for them."""
+        now = self._monotonic()
+        leaving = deployment.replicas.leaving
+        for view in deployment.replicas.views:
+            self._leaving_since.pop(view.name, None)
+        kept = []
+        for view in leaving:
+            since = self._leaving_since.setdefault(view.name, now)
+            if view.in_flight and now - since < deployment.drain_s:
+                kept.append(view.name)
+        return kept
+
+
+def replica_count(row: DeploymentRow) -> int:
+    """How many replicas a deployment should have.
+
+    It never scales by itself, so one that may have any has at least one: 0 only where at most 0 are asked for.
+    """
+    if row.deleting:
+        return 0
+    return max(row.replicas_min, min(1, row.replicas_max))

@@ -1,0 +1,149 @@
+"""The replica processes: what runs is made equal to what is wanted.
+
+Owns: one task per replica that starts it, keeps it running, and ends it when it is not wanted any more.
+Always holds:
+- A replica that cannot be started is tried again, with a growing pause, for as long as it is wanted; no other waits for it.
+- Two processes of one name never run at once: they would share a cache directory.
+- When a deployment is not wanted any more, what its replicas left on disk goes with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from midstream.errors import ConfigError
+from midstream.gateway.roster import Running, RunningReplica, Wanted, WantedReplica
+from midstream.launch.process import RESTART_PAUSE_S_MAX, RESTART_PAUSE_S_MIN, Child, StartFailed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Member:
+    """One replica from the moment it is wanted until its process has ended."""
+
+    wanted: WantedReplica
+    child: Child | None = None
+    url: str | None = None
+    error: str | None = None
+    forget: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class Crew:
+    """All replicas of this machine. Use from one event loop."""
+
+    def __init__(
+        self,
+        make: Callable[[WantedReplica], Awaitable[Child]],
+        clean: Callable[[WantedReplica], None],
+        on_change: Callable[[], None],
+        *,
+        host: str,
+        stop_s: float,
+    ) -> None:
+        """make: a replica's process, not started. Raises ConfigError. clean: removes what a replica left, in a thread.
+
+        on_change: called when `running` is another. host: where replicas listen. stop_s: how long one may take to end.
+        """
+        self._make = make
+        self._clean = clean
+        self._on_change = on_change
+        self._host = host
+        self._stop_s = stop_s
+        self._members: dict[str, _Member] = {}  # those wanted
+        self._alive: dict[str, _Member] = {}  # the last of each name whose process may still be there
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Crew({sorted(self._members)} wanted, {len(self._alive)} alive)"
+
+    def __len__(self) -> int:
+        """How many are wanted."""
+        return len(self._members)
+
+    def want(self, wanted: Wanted) -> None:
+        """From now on exactly these. What cannot be started shows in `running`."""
+        if self._closed:
+            return
+        now = {replica.name: replica for replica in wanted.replicas}
+        deployments = {replica.deployment for replica in wanted.replicas}
+        changed = False
+        for name, member in list(self._members.items()):
+            if now.get(name) != member.wanted:
+                self._dismiss(name, forget=member.wanted.deployment not in deployments)
+                changed = True
+        for name, replica in now.items():
+            if name not in self._members:
+                member = _Member(replica)
+                before = self._alive.get(name)
+                self._members[name] = self._alive[name] = member
+                member.task = asyncio.create_task(self._live(member, before), name=f"replica {name}")
+                changed = True
+        if changed:
+            self._on_change()
+
+    def running(self) -> Running:
+        """Every wanted replica: where it listens, or why it cannot be started; neither while it is starting."""
+        return Running(
+            tuple(
+                RunningReplica(name=name, deployment=m.wanted.deployment, url=m.url, error=m.error)
+                for name, m in self._members.items()
+            )
+        )
+
+    async def close(self) -> None:
+        """End all of them. Idempotent."""
+        self._closed = True
+        for name in list(self._members):
+            self._dismiss(name, forget=False)
+        tasks = [member.task for member in self._alive.values() if member.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def kill(self) -> None:
+        """End all processes at once, those on their way out too."""
+        for member in self._alive.values():
+            if member.child is not None:
+                member.child.kill()
+
+    def _dismiss(self, name: str, *, forget: bool) -> None:
+        member = self._members.pop(name)
+        member.forget = forget
+        assert member.task is not None
+        member.task.cancel()
+
+    async def _live(self, member: _Member, before: _Member | None) -> None:
+        try:
+            if before is not None and before.task is not None:
+                await asyncio.wait((before.task,))
+            await self._start(member)
+            assert member.child is not None
+            await member.child.supervise()
+        finally:
+            if member.child is not None:
+                await member.child.stop(self._stop_s)
+            if member.forget:
+                await asyncio.to_thread(self._clean, member.wanted)
+            if self._alive.get(member.wanted.name) is member:
+                del self._alive[member.wanted.name]
+
+    async def _start(self, member: _Member) -> None:
+        """Until it listens."""
+        pause_s = RESTART_PAUSE_S_MIN
+        while True:
+            try:
+                member.child = await self._make(member.wanted)
+                await member.child.start()
+            except (StartFailed, ConfigError) as error:
+                member.error = str(error)
+                self._on_change()
+                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                logger.error("%s; trying again in %.1f s", error, pause_s)
+                await asyncio.sleep(pause_s)
+            else:
+                member.url, member.error = f"http://{self._host}:{member.child.port}", None
+                self._on_change()
+                return

@@ -1,0 +1,57 @@
+"""Which models this server knows: their names, and the directories they are loaded from.
+
+Owns: the built-in model's directory, made on first use.
+Always holds: the name of a model is fixed while the server runs, and names one directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from midstream.config import Settings, check_name
+from midstream.errors import ConfigError
+
+BUILT_IN = "tiny-moe"
+
+
+def known_models(settings: Settings) -> tuple[str, dict[str, Path]]:
+    """The name of the model of the command line, and the directories of all by name. Raises ConfigError.
+
+    Known are the model of the command line, those of the setting `models`, and the built-in one unless its name is taken.
+    """
+    known = {name: _checkpoint(f"models.{name}", directory) for name, directory in settings.models.items()}
+    for name in known:
+        check_name("models: the key is the model's name;", name)
+    built_in = Path(settings.state_dir).absolute() / "models" / BUILT_IN
+    if settings.model in known:
+        return settings.model, {BUILT_IN: built_in, **known}
+    if settings.model == BUILT_IN:
+        return BUILT_IN, {**known, BUILT_IN: built_in}
+    directory = _checkpoint("--model", settings.model)
+    name = directory.name
+    check_name("--model: the directory's name becomes the model's;", name)
+    if known.get(name, directory) != directory:
+        raise ConfigError(f"--model {settings.model}: models.{name} is another directory")
+    return name, {BUILT_IN: built_in, **known, name: directory}
+
+
+def model_directory(known: Mapping[str, Path], name: str) -> Path:
+    """Where the model lies; the built-in one is made if it is not there. Raises ConfigError."""
+    directory = known.get(name)
+    if directory is None:
+        raise ConfigError(f"model {name} is not known any more: give it in the setting models.{name}")
+    if name == BUILT_IN and not directory.is_dir():
+        from midstream.models.tiny_moe import write_tiny_moe
+
+        write_tiny_moe(directory)
+    return directory
+
+
+def _checkpoint(what: str, path: str) -> Path:
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{what} {path}: neither a built-in model ({BUILT_IN}) nor a directory with a config.json"
+        )
+    return directory.resolve()
