@@ -72,8 +72,23 @@ def test_the_model_is_listed_under_both_prefixes_with_its_snapshots() -> None:
                 for name in (NAMES.model, "tiny-moe", "tiny-moe@s7"):
                     assert decoded(await stage.ask(get(f"{prefix}/v1/models/{name}"))) == model
             assert (await stage.ask(get("/v1/models/other"))).error["param"] == "model"
+
+    run(main)
+
+
+def test_the_one_account_and_its_models_as_the_control_plane_shows_them() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
             accounts = decoded(await stage.ask(get("/v1/accounts?pageSize=2")))
             assert [account["name"] for account in accounts["accounts"]] == ["accounts/local"]
+            assert decoded(await stage.ask(get("/v1/accounts/local"))) == accounts["accounts"][0]
+            listed = decoded(await stage.ask(get("/v1/accounts/local/models?pageSize=1")))
+            assert [(model["name"], model["state"]) for model in listed["models"]] == [(NAMES.model, "READY")]
+            assert (listed["nextPageToken"], listed["totalSize"]) == ("", 1)
+            assert decoded(await stage.ask(get("/v1/accounts/local/models/tiny-moe"))) == listed["models"][0]
+            for wrong in ("other", "other/models", "other/models/tiny-moe", "local/models/other"):
+                answer = await stage.ask(get(f"/v1/accounts/{wrong}"))
+                assert (answer.status, answer.error["code"]) == (404, "not_found_error")
 
     run(main)
 

@@ -269,3 +269,28 @@ def test_desired_is_delivered_and_a_refusal_is_an_error() -> None:
             await replicas.send_desired(replicas.views[0], desired)
 
     run(main)
+
+
+def test_a_replica_that_joins_is_heard_and_one_that_is_gone_is_not() -> None:
+    async def main() -> None:
+        async with EventServer() as server, EventServer() as other, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            first = ("replica-0", watched.view.url)
+            watched.set.set_members([first, ("replica-1", f"http://127.0.0.1:{other.port}")])
+            await other.connected.wait()
+            other.send(report(replica="replica-1"))
+            await watched.until(lambda: watched.set.views[1].report is not None)
+            gone = watched.view
+            watched.set.set_members([("replica-1", watched.set.views[1].url)], {"replica-0"})
+            assert (gone.report, gone.standing) == (None, "gone")
+            assert [(v.name, v.index, v.report is None) for v in watched.set.views] == [
+                ("replica-1", 0, False)
+            ]
+            watched.set.refused(gone)  # the data path may still say so
+            watched.set.set_members([("replica-1", watched.set.views[0].url)], {"replica-1"})
+            assert watched.set.views == ()
+            assert watched.set.leaving[0].report is not None, "one that leaves is still heard"
+
+    run(main)
