@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.gateway.accounts import account_routes
 from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from midstream.gateway.proxy import INFERENCE_PATHS
 from midstream.gateway.registry import Deployment, Deployments
@@ -38,7 +39,7 @@ def control_app(
         *extra_routes,
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
-        Route("/v1/accounts", endpoints.accounts, methods=["GET"]),
+        *account_routes(deployments),
     ]
     for prefix in ("", "/inference"):
         routes.append(Route(f"{prefix}/v1/models", endpoints.models, methods=["GET"]))
@@ -75,23 +76,6 @@ class _Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
-
-    async def accounts(self, request: Request) -> Response:
-        account = self._deployments.default.names.account
-        return JSONResponse(
-            {
-                "accounts": [
-                    {
-                        "name": account,
-                        "displayName": account.rpartition("/")[2],
-                        "state": "READY",
-                        "email": "",
-                    }
-                ],
-                "nextPageToken": "",
-                "totalSize": 1,
-            }
-        )
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(d) for d in self._deployments]})

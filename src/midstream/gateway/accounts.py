@@ -1,0 +1,73 @@
+"""The account and its models as Fireworks' control plane shows them: `/v1/accounts`, an account, its models, one model.
+
+Always holds: there is one account, the server's; a model is listed once, however many deployments serve it. Read only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.errors import NotFound
+from midstream.gateway.registry import Deployments
+
+
+def account_routes(deployments: Deployments) -> list[BaseRoute]:
+    """Routes for the control app."""
+    api = _Accounts(deployments)
+    return [
+        Route("/v1/accounts", api.accounts, methods=["GET"]),
+        Route("/v1/accounts/{account}", api.account, methods=["GET"]),
+        Route("/v1/accounts/{account}/models", api.models, methods=["GET"]),
+        Route("/v1/accounts/{account}/models/{model}", api.model, methods=["GET"]),
+    ]
+
+
+class _Accounts:
+    def __init__(self, deployments: Deployments) -> None:
+        self._deployments = deployments
+
+    async def accounts(self, request: Request) -> Response:
+        return JSONResponse({"accounts": [self._account()], "nextPageToken": "", "totalSize": 1})
+
+    async def account(self, request: Request) -> Response:
+        self._check_account(request)
+        return JSONResponse(self._account())
+
+    async def models(self, request: Request) -> Response:
+        self._check_account(request)
+        models = [_model(name) for name in self._models()]
+        return JSONResponse({"models": models, "nextPageToken": "", "totalSize": len(models)})
+
+    async def model(self, request: Request) -> Response:
+        account = self._check_account(request)
+        name = f"{account}/models/{request.path_params['model']}"
+        if name not in self._models():
+            raise NotFound(f"there is no model {name}; this server has {', '.join(self._models())}")
+        return JSONResponse(_model(name))
+
+    def _models(self) -> dict[str, None]:
+        return dict.fromkeys(deployment.model for deployment in self._deployments)
+
+    def _account(self) -> dict[str, Any]:
+        name = self._deployments.default.names.account
+        return {"name": name, "displayName": name.rpartition("/")[2], "state": "READY", "email": ""}
+
+    def _check_account(self, request: Request) -> str:
+        name, own = f"accounts/{request.path_params['account']}", self._deployments.default.names.account
+        if name != own:
+            raise NotFound(f"there is no account {name}; this server's is {own}")
+        return own
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "displayName": name.rpartition("/")[2],
+        "kind": "HF_BASE_MODEL",
+        "state": "READY",
+        "status": {"code": "OK", "message": ""},
+    }
