@@ -66,6 +66,10 @@ class ChainFetcher:
 
         All that a rebuild needs is then here. Raises SnapshotError.
         """
+        if chain[0].compression is not None:
+            raise SnapshotIncompatible(
+                f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"
+            )
         start = await asyncio.to_thread(self._newest_whole, chain)
         if start == len(chain) - 1 and _known(chain):
             path = self._cache.whole(chain)

@@ -1,0 +1,91 @@
+"""The replica's port onto its snapshots: what reaches the swap runner."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from checkpoints import CONFIG, weights, write_checkpoint
+
+from midstream.errors import SnapshotIncompatible
+from midstream.replica.source import CachedSource
+from midstream.snapshots.cache import SnapshotCache
+from midstream.snapshots.chain import ChainFetcher
+from midstream.snapshots.delta import encode_delta
+from midstream.snapshots.layout import read_spec
+from midstream.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles
+
+
+def make_source(tmp_path: Path) -> CachedSource:
+    base = write_checkpoint(tmp_path / "base", seed=100)
+    return CachedSource(ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1), read_spec(base))
+
+
+def test_a_full_snapshot_needs_no_rebuild_and_an_incremental_one_does(tmp_path: Path) -> None:
+    full = write_checkpoint(tmp_path / "s0", seed=0)
+    child = write_checkpoint(tmp_path / "s1", seed=1)
+    encode_delta(full, child, tmp_path / "d1", "arc_v2")
+    source = make_source(tmp_path)
+    first = Desired(snapshot="s0", generation=1, url=full.as_uri())
+    second = Desired(
+        snapshot="s1",
+        generation=2,
+        url=(tmp_path / "d1").as_uri(),
+        compression="arc_v2",
+        parents=(SnapshotFiles(snapshot="s0", url=full.as_uri()),),
+    )
+
+    async def scenario() -> None:
+        path = await source.fetch(first)
+        assert path is not None
+        await source.verify(path, first)
+        await source.release([first])
+        await source.prefetch(Hint(snapshot="s1", url=second.url or "", files=("model.safetensors",)))
+        assert await source.fetch(second) is None
+        path = await source.rebuild(second)
+        await source.verify(path, second)
+        assert weights(path) == weights(child)
+        await source.release([Desired(snapshot=BASE_SNAPSHOT, generation=3), second])
+        assert path.exists()
+
+    asyncio.run(scenario())
+
+
+def test_the_base_model_is_nobodys_parent(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "s0", seed=100)
+    encode_delta(base, write_checkpoint(tmp_path / "s1", seed=1), tmp_path / "d1", "arc_v2")
+    desired = Desired(
+        snapshot="s1", generation=1, url=(tmp_path / "d1").as_uri(), compression="arc_v2", parents=()
+    )
+    with pytest.raises(
+        SnapshotIncompatible, match=r"^s1: is incremental .* the first snapshot must be a full one$"
+    ):
+        asyncio.run(make_source(tmp_path).fetch(desired))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({**CONFIG, "extra": 1}, r"^Extra snapshot model config options: extra$"),
+        ({"model_type": "tiny"}, r"^Extra base model config options: hidden_size$"),
+        ({**CONFIG, "hidden_size": 9}, r"^Config value mismatch for hidden_size"),
+        ({**CONFIG, "hidden_size": "8"}, r"^Types mismatch"),
+    ],
+)
+def test_fields_the_trainer_lets_differ_are_not_compared(
+    tmp_path: Path, config: dict[str, object], says: str
+) -> None:
+    path = write_checkpoint(tmp_path / "new", config=config)
+    source = make_source(tmp_path)
+    desired = Desired(snapshot="new", generation=1, url=path.as_uri())
+    with pytest.raises(SnapshotIncompatible, match=says):
+        asyncio.run(source.verify(path, desired))
+    with pytest.raises(SnapshotIncompatible, match=says):
+        asyncio.run(
+            source.verify(
+                path, Desired(snapshot="new", generation=1, url="file:///x", ignore_config=("other",))
+            )
+        )
+    relaxed = Desired(snapshot="new", generation=1, url=path.as_uri(), ignore_config=("extra", "hidden_size"))
+    asyncio.run(source.verify(path, relaxed))
