@@ -1,86 +1,20 @@
-"""The ledger on real SQLite files."""
+"""The ledger on every database it can be kept in."""
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
-import sqlalchemy as sa
+from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, opened, signal
 
 from midstream.errors import ConfigError, NotFound
-from midstream.ledger import (
-    Death,
-    Fleet,
-    Ledger,
-    LedgerUnavailable,
-    Signal,
-    database,
-    schema,
-    sqlite_url,
-    stronger_reset,
-)
-from midstream.types import Desired, Stage, Transition
-
-DEPLOYMENT = "accounts/local/deployments/default"
-MODEL = "accounts/local/models/tiny-moe"
+from midstream.ledger import Death, Ledger, Signal, stronger_reset
+from midstream.types import Desired, Stage
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        self.time += 1
-        return self.time
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=Clock())
-    try:
-        yield ledger
-    finally:
-        ledger.close()
-
-
-def on_ledger(path: Path, work: Callable[[Ledger], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        with opened(path) as ledger:
-            await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
-            return await work(ledger)
-
-    return asyncio.run(run())
-
-
-def signal(
-    ledger: Ledger,
-    identity: str,
-    *,
-    failed_generation: int | None = None,
-    generation_floor: int = 0,
-    serving: tuple[tuple[str, int], ...] = (),
-    chain_max: int = 64,
-    **kwargs: Any,
-) -> Awaitable[Any]:
-    fleet = Fleet(failed_generation, generation_floor, serving)
-    signalled = Signal(identity=identity, url=f"file:///bucket/{identity}", **kwargs)
-    return ledger.signal(DEPLOYMENT, signalled, fleet, chain_max=chain_max)
-
-
-def moved(seq: int, identity: str, generation: int, stage: Stage, detail: str = "") -> Transition:
-    return Transition(
-        seq=seq, at=5.0 + seq, snapshot=identity, generation=generation, stage=stage, detail=detail
-    )
-
-
-def test_nothing_is_desired_before_the_first_signal(tmp_path: Path) -> None:
+def test_nothing_is_desired_before_the_first_signal(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         state = await ledger.state(DEPLOYMENT)
         assert (state.desired, state.fallbacks, state.snapshot) == (None, (), "base")
@@ -88,10 +22,10 @@ def test_nothing_is_desired_before_the_first_signal(tmp_path: Path) -> None:
         assert (row.model, row.transition, row.generation) == (MODEL, "ASYNC", 0)
         assert await ledger.deployments() == [row]
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(tmp_path: Path) -> None:
+def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(url: str) -> None:
     async def first(ledger: Ledger) -> None:
         result = await signal(ledger, "run/step 1", reset_prompt_cache="new_session")
         assert result.changed
@@ -107,21 +41,21 @@ def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(tmp_path: 
         (row,) = await ledger.snapshots(DEPLOYMENT)
         assert (row.identity, row.kind, row.generation) == ("run/step 1", "full", 1)
 
-    on_ledger(tmp_path, first)
-    on_ledger(tmp_path, second)
+    on_ledger(url, first)
+    on_ledger(url, second)
 
 
-def test_signalling_what_is_desired_again_changes_nothing(tmp_path: Path) -> None:
+def test_signalling_what_is_desired_again_changes_nothing(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         first = await signal(ledger, "a")
         again = await signal(ledger, "a", reset_prompt_cache="none", generation_floor=9)
         assert again.desired == first.desired
         assert (first.changed, again.changed) == (True, False)
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_failed_snapshot_can_be_asked_for_again(tmp_path: Path) -> None:
+def test_a_failed_snapshot_can_be_asked_for_again(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
         await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.ERROR, "file is short")])
@@ -129,29 +63,29 @@ def test_a_failed_snapshot_can_be_asked_for_again(tmp_path: Path) -> None:
         assert (retried.changed, retried.desired.generation) == (True, 2)
         assert not (await signal(ledger, "a")).changed
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_failure_the_caller_has_seen_counts_before_its_row_is_written(tmp_path: Path) -> None:
+def test_a_failure_the_caller_has_seen_counts_before_its_row_is_written(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
         assert (await signal(ledger, "a", failed_generation=1)).desired.generation == 2
         assert not (await signal(ledger, "a", failed_generation=1)).changed
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_replica_that_failed_and_then_loaded_after_a_reboot_has_not_failed(tmp_path: Path) -> None:
+def test_a_replica_that_failed_and_then_loaded_after_a_reboot_has_not_failed(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
         await ledger.record(DEPLOYMENT, "replica-0", "b1", [moved(7, "a", 1, Stage.ERROR, "disk full")])
         await ledger.record(DEPLOYMENT, "replica-0", "b2", [moved(0, "a", 1, Stage.IDLE)])
         assert not (await signal(ledger, "a")).changed
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_other_files_under_the_desired_identity_are_another_snapshot(tmp_path: Path) -> None:
+def test_other_files_under_the_desired_identity_are_another_snapshot(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         assert (await signal(ledger, "a", fingerprint="f1")).desired.fingerprint == "f1"
         await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.IDLE)])
@@ -165,10 +99,10 @@ def test_other_files_under_the_desired_identity_are_another_snapshot(tmp_path: P
         await signal(ledger, "a", fingerprint="f2")
         assert (await ledger.state(DEPLOYMENT)).since == {"a": 2}, "the files are those of generation 2"
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_snapshot_asked_for_again_keeps_its_files_and_the_stronger_policy(tmp_path: Path) -> None:
+def test_a_snapshot_asked_for_again_keeps_its_files_and_the_stronger_policy(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a", reset_prompt_cache="new_session")
         retried = await signal(ledger, "a", reset_prompt_cache="none", failed_generation=1)
@@ -180,7 +114,7 @@ def test_a_snapshot_asked_for_again_keeps_its_files_and_the_stronger_policy(tmp_
         state = await ledger.state(DEPLOYMENT)
         assert (state.reset_all, state.reset_new_session) == (3, 2)
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
 def test_the_stronger_policy_does_what_both_ask_for() -> None:
@@ -192,7 +126,7 @@ def test_the_stronger_policy_does_what_both_ask_for() -> None:
     ]
 
 
-def test_a_retry_gets_a_generation_that_no_signal_gets(tmp_path: Path) -> None:
+def test_a_retry_gets_a_generation_that_no_signal_gets(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
         assert [await ledger.new_generation(DEPLOYMENT) for _ in range(2)] == [2, 3]
@@ -203,10 +137,10 @@ def test_a_retry_gets_a_generation_that_no_signal_gets(tmp_path: Path) -> None:
         await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 8, Stage.ERROR, "gone")])
         assert (await signal(ledger, "a")).desired.generation == 9, "the retry failed too"
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(tmp_path: Path) -> None:
+def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a", fingerprint="f1")
         rows = [
@@ -224,10 +158,10 @@ def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(tmp_path
         (row,) = await ledger.snapshots(DEPLOYMENT)
         assert (row.ready_at, row.fingerprint) == (8.0, "f2")
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_when_the_first_snapshot_was_signalled_is_remembered(tmp_path: Path) -> None:
+def test_when_the_first_snapshot_was_signalled_is_remembered(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         assert (await ledger.state(DEPLOYMENT)).first_signalled_at is None
         for identity in ("a", "b"):
@@ -235,10 +169,10 @@ def test_when_the_first_snapshot_was_signalled_is_remembered(tmp_path: Path) -> 
         rows = await ledger.snapshots(DEPLOYMENT)
         assert (await ledger.state(DEPLOYMENT)).first_signalled_at == rows[0].first_signalled_at
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_the_history_of_a_replica_ends_with_the_boot_before(tmp_path: Path) -> None:
+def test_the_history_of_a_replica_ends_with_the_boot_before(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         empty = await ledger.boot_history(DEPLOYMENT, "replica-0", "b1")
         assert (empty.last_seq, empty.previous_boot, empty.tail) == (-1, None, ())
@@ -254,10 +188,10 @@ def test_the_history_of_a_replica_ends_with_the_boot_before(tmp_path: Path) -> N
         silent = await ledger.boot_history(DEPLOYMENT, "replica-0", "b3", ended="b2")
         assert (silent.previous_boot, silent.tail) == ("b2", ())
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_death_is_stored_once_with_its_stage_change_and_forgiven_by_the_next_signal(tmp_path: Path) -> None:
+def test_a_death_is_stored_once_with_its_stage_change_and_forgiven_by_the_next_signal(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
         death = Death("replica-0", "a", 1, "the engine died while loading it")
@@ -271,67 +205,20 @@ def test_a_death_is_stored_once_with_its_stage_change_and_forgiven_by_the_next_s
         assert retried.changed, "it failed"
         assert (await ledger.state(DEPLOYMENT)).deaths == ()
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_the_newest_stage_changes_can_be_asked_for(tmp_path: Path) -> None:
+def test_the_newest_stage_changes_can_be_asked_for(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         rows = [moved(seq, "a", 1, Stage.FETCHING) for seq in range(5)]
         await ledger.record(DEPLOYMENT, "replica-0", "b", rows)
         assert [t.seq for t in await ledger.transitions(DEPLOYMENT, newest=2)] == [3, 4]
         assert [t.seq for t in await ledger.transitions(DEPLOYMENT)] == [0, 1, 2, 3, 4]
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
-    async def work(ledger: Ledger) -> None:
-        statements: list[tuple[str, Any]] = []
-
-        def note(_c: Any, _k: Any, text: str, parameters: Any, *_: Any) -> None:
-            if not text.startswith("BEGIN"):
-                statements.append((text, parameters))
-
-        for identity in ("a", "b"):
-            await signal(ledger, identity)
-        sa.event.listen(ledger._core.database.engine, "before_cursor_execute", note)
-        await ledger.state(DEPLOYMENT)
-        await ledger.boot_history(DEPLOYMENT, "replica-0", "new")
-        await ledger.record(DEPLOYMENT, "replica-0", "new", [moved(0, "b", 2, Stage.IDLE)])
-        await signal(ledger, "b")
-        await ledger.transitions(DEPLOYMENT, newest=5)
-        assert len(statements) > 12
-        db = sqlite3.connect(tmp_path / "ledger.sqlite")
-        plans = [
-            row[3] for text, given in statements for row in db.execute(f"EXPLAIN QUERY PLAN {text}", given)
-        ]
-        db.close()
-        assert len(plans) > 12
-        assert [plan for plan in plans if "SCAN" in plan and "SUBQUERY" not in plan] == []
-        assert not [plan for plan in plans if "TEMP B-TREE FOR ORDER" in plan]
-
-    on_ledger(tmp_path, work)
-
-
-def test_reading_waits_for_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
-
-    async def work(ledger: Ledger) -> None:
-        await signal(ledger, "a")
-        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
-        holder.execute("BEGIN IMMEDIATE")
-        holder.execute("UPDATE deployments SET generation = 9")
-        state = await ledger.state(DEPLOYMENT)
-        assert state.desired is not None
-        assert state.desired.generation == 1
-        assert [row.identity for row in await ledger.snapshots(DEPLOYMENT)] == ["a"]
-        holder.execute("ROLLBACK")
-        holder.close()
-
-    on_ledger(tmp_path, work)
-
-
-def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(tmp_path: Path) -> None:
+def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         for identity in ("a", "b", "a"):
             await signal(ledger, identity, reset_prompt_cache="none" if identity == "b" else "all")
@@ -342,17 +229,17 @@ def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(tmp_path:
         assert [(r.identity, r.generation) for r in rows] == [("a", 3), ("b", 2)]
         assert rows[0].first_signalled_at < rows[1].signalled_at < rows[0].signalled_at
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_new_generation_is_above_any_a_replica_has_seen(tmp_path: Path) -> None:
+def test_a_new_generation_is_above_any_a_replica_has_seen(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         assert (await signal(ledger, "a", generation_floor=41)).desired.generation == 42
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(tmp_path: Path) -> None:
+def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         rows = [moved(0, "base", 0, Stage.IDLE), moved(1, "a", 1, Stage.FETCHING)]
         assert await ledger.record(DEPLOYMENT, "replica-0", "b1", rows) == 2
@@ -370,10 +257,10 @@ def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(tmp_
         last = (await ledger.boot_transitions(DEPLOYMENT, "replica-0", "b1"))[-1]
         assert (last.stage, last.at, last.detail) == (Stage.IDLE, 7.0, "")
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(tmp_path: Path) -> None:
+def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         for identity in ("a", "b", "broken", "c"):
             await signal(ledger, identity)
@@ -387,10 +274,10 @@ def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(tmp_path: 
         await ledger.record(DEPLOYMENT, "replica-0", "b1", [moved(4, "c", 4, Stage.IDLE)])
         assert [f.snapshot for f in (await ledger.state(DEPLOYMENT)).fallbacks] == ["a", "b"]
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_deployments_are_separate(tmp_path: Path) -> None:
+def test_deployments_are_separate(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         other = "accounts/local/deployments/other"
         await ledger.ensure_deployment(other, MODEL, "file:///other", "SYNC")
@@ -400,10 +287,10 @@ def test_deployments_are_separate(tmp_path: Path) -> None:
         assert [r.url for r in await ledger.snapshots(other)] == ["file:///other/a"]
         assert [d.name for d in await ledger.deployments()] == [DEPLOYMENT, other]
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
+def test_an_unknown_deployment_is_not_found(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         for call in (ledger.deployment, ledger.state, ledger.snapshots, ledger.transitions):
             with pytest.raises(NotFound, match="there is no deployment nope"):
@@ -411,10 +298,10 @@ def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
         with pytest.raises(NotFound):
             await ledger.signal("nope", Signal(identity="a", url="file:///a"))
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         other = await ledger.ensure_deployment(DEPLOYMENT, "m2", "file:///b2", "SYNC")
         assert (other.model, other.bucket_url, other.transition) == ("m2", "file:///b2", "SYNC")
@@ -424,19 +311,17 @@ def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(t
         kept = await ledger.ensure_deployment(DEPLOYMENT, "m2", "file:///b3", "ASYNC")
         assert (kept.bucket_url, kept.desired_snapshot, kept.generation) == ("file:///b3", "a", 1)
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
 @pytest.mark.parametrize("statement", range(1, 3))
-def test_a_crash_between_the_steps_of_a_signal_leaves_the_old_state_whole(
-    tmp_path: Path, statement: int
-) -> None:
+def test_a_crash_between_the_steps_of_a_signal_leaves_the_old_state_whole(url: str, statement: int) -> None:
     """The process dies (no rollback, no close) just after the n-th writing statement of the second signal."""
-    on_ledger(tmp_path, lambda ledger: signal(ledger, "a"))
+    on_ledger(url, lambda ledger: signal(ledger, "a"))
     script = f"""
 import asyncio, os, sqlalchemy as sa
 from midstream.ledger import Ledger, Signal
-ledger = Ledger({sqlite_url(tmp_path / "ledger.sqlite")!r})
+ledger = Ledger({url!r})
 left = {statement}
 def die(conn, cursor, text, parameters, context, many):
     global left
@@ -457,12 +342,12 @@ asyncio.run(ledger.signal({DEPLOYMENT!r}, Signal(identity="b", url="file:///buck
         assert [r.identity for r in await ledger.snapshots(DEPLOYMENT)] == ["a"]
         assert (await signal(ledger, "b")).desired.generation == 2
 
-    on_ledger(tmp_path, work)
+    on_ledger(url, work)
 
 
-def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(tmp_path: Path) -> None:
+def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(url: str) -> None:
     async def run() -> None:
-        with opened(tmp_path) as one, opened(tmp_path) as two:
+        with opened(url) as one, opened(url) as two:
             for ledger in (one, two):
                 await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
             results = await asyncio.gather(
@@ -480,62 +365,12 @@ def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(tmp
     asyncio.run(run())
 
 
-def test_the_same_signal_from_two_ledgers_at_once_is_one_signal(tmp_path: Path) -> None:
+def test_the_same_signal_from_two_ledgers_at_once_is_one_signal(url: str) -> None:
     async def run() -> None:
-        with opened(tmp_path) as one, opened(tmp_path) as two:
+        with opened(url) as one, opened(url) as two:
             await one.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
             results = await asyncio.gather(*(signal(ledger, "a") for ledger in (one, two, one, two)))
             assert sorted(result.changed for result in results) == [False, False, False, True]
             assert {result.desired.generation for result in results} == {1}
 
     asyncio.run(run())
-
-
-def test_a_locked_database_is_a_retryable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
-
-    async def work(ledger: Ledger) -> None:
-        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
-        holder.execute("BEGIN IMMEDIATE")
-        with pytest.raises(LedgerUnavailable, match="database is locked") as caught:
-            await signal(ledger, "a")
-        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
-        holder.execute("ROLLBACK")
-        holder.close()
-        assert (await signal(ledger, "a")).changed
-
-    on_ledger(tmp_path, work)
-
-
-def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path):
-        pass
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
-        db.execute("UPDATE midstream_schema SET version = 99")
-    db.close()
-    with pytest.raises(
-        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 3"
-    ):
-        Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
-
-
-def test_what_is_no_ledger_is_a_configuration_error(tmp_path: Path) -> None:
-    (tmp_path / "ledger.sqlite").write_text("not a database, but long enough to have a header" * 20)
-    for url in (
-        sqlite_url(tmp_path / "ledger.sqlite"),
-        sqlite_url(tmp_path / "absent" / "l.sqlite"),
-        "nonsense",
-    ):
-        with pytest.raises(ConfigError, match="ledger"):
-            Ledger(url)
-
-
-def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
-    with opened(tmp_path) as ledger, ledger._core.database.engine.begin() as db:
-        assert db.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"
-        assert db.execute(sa.text("PRAGMA foreign_keys")).scalar_one() == 1
-        with pytest.raises(sa.exc.IntegrityError):
-            db.execute(schema.transitions.insert().values(
-                deployment_id=77, replica="r", boot="b", seq=0, identity="a",
-                generation=1, stage="idle", at=0.0, detail="",
-            ))  # fmt: skip

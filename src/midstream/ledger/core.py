@@ -209,7 +209,7 @@ class LedgerCore:
             values |= {"deployment_id": row.id, "boot": boot, "detail": death.detail, "forgiven": False}
             if death.generation < row.reset_ledger_generation:
                 return False
-            if not db.execute(insert_new(db, deaths).values(values)).rowcount:
+            if not insert_new(db, deaths, values):
                 return False
             if seq is not None:
                 failed = Transition(
@@ -385,10 +385,10 @@ def _failed_somewhere(db: sa.Connection, row: Any) -> bool:
     return db.execute(failed.limit(1)).first() is not None
 
 
-def _insert_transition(db: sa.Connection, key: int, replica: str, boot: str, t: Transition) -> int:
+def _insert_transition(db: sa.Connection, key: int, replica: str, boot: str, t: Transition) -> bool:
     values = {"deployment_id": key, "replica": replica, "boot": boot, "seq": t.seq, "identity": t.snapshot}
     values |= {"generation": t.generation, "at": t.at, "stage": t.stage.value, "detail": t.detail}
-    return db.execute(insert_new(db, transitions).values(values)).rowcount
+    return insert_new(db, transitions, values)
 
 
 def _note_ready(db: sa.Connection, key: int, replica: str, t: Transition) -> None:

@@ -17,6 +17,7 @@ from midstream.errors import ConfigError, ReplicaUnavailable
 from midstream.ledger.schema import SCHEMA_VERSION, insert_new, metadata, schema_version
 
 BUSY_TIMEOUT_S = 10.0
+SYNCHRONOUS = "FULL"  # on SQLite: what is committed outlives a power cut
 CONNECT_TIMEOUT_S = 5
 _CREATING = 0x6D696473  # PostgreSQL's advisory lock of those who create tables
 _READS_ONLY = "midstream_reads_only"
@@ -110,7 +111,7 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
     cursor.execute("PRAGMA journal_mode = WAL")
-    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute(f"PRAGMA synchronous = {SYNCHRONOUS}")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
 
@@ -127,7 +128,7 @@ def _prepare_schema(db: sa.Connection) -> int:
         db.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
     if not sa.inspect(db).has_table(schema_version.name):
         metadata.create_all(db)
-        db.execute(insert_new(db, schema_version).values(version=SCHEMA_VERSION))
+        insert_new(db, schema_version, {"version": SCHEMA_VERSION})
     return int(db.execute(sa.select(sa.func.max(schema_version.c.version))).scalar_one() or 0)
 
 

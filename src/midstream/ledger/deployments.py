@@ -43,7 +43,7 @@ def ensure(
     now: float,
 ) -> DeploymentRow:
     fresh = _fresh(name, model, bucket_url, transition or "ASYNC", (replicas, replicas), {}, now)
-    db.execute(insert_new(db, deployments).values(fresh))
+    insert_new(db, deployments, fresh)
     row = lock(db, name)
     if row.generation > 0 and row.model != model:
         raise ConfigError(
@@ -69,7 +69,7 @@ def create(
     now: float,
 ) -> DeploymentRow:
     fresh = _fresh(name, model, bucket_url, transition, replicas, fields, now)
-    if not db.execute(insert_new(db, deployments).values(fresh)).rowcount:
+    if not insert_new(db, deployments, fresh):
         raise Conflict(f"there is a deployment {name} already")
     return as_row(find(db, name))
 

@@ -8,6 +8,7 @@ since the epoch. JSON columns hold plain values; no column holds a credential.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import (
@@ -152,7 +153,8 @@ disagreements = Table(
 )
 
 
-def insert_new(db: Connection, table: Table) -> Any:
-    """An INSERT that does nothing when a unique constraint says the row is there."""
+def insert_new(db: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+    """Insert a row unless a unique constraint says it is there; whether it is new."""
     dialect = postgresql if db.dialect.name == "postgresql" else sqlite
-    return dialect.insert(table).on_conflict_do_nothing()
+    insert: Any = dialect.insert(table).values(values).on_conflict_do_nothing()
+    return db.execute(insert.returning(*table.primary_key.columns)).first() is not None

@@ -1,0 +1,123 @@
+"""What is particular to a ledger in PostgreSQL: its URL and password, lost connections, writers in other processes."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+from ledger_helpers import DEPLOYMENT, MODEL, on_ledger, opened, signal
+from postgres import PASSWORD, Postgres
+
+from midstream.errors import ConfigError
+from midstream.ledger import Ledger, LedgerUnavailable, database
+
+
+def test_the_password_is_in_no_message(
+    postgres_process: Postgres, postgres_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with opened(postgres_url) as ledger:
+        assert PASSWORD not in repr(ledger)
+        assert "127.0.0.1" in repr(ledger)
+        shown = [repr(ledger)]
+    for wrong in (
+        postgres_url.replace("tester:", "somebody:"),
+        postgres_url.replace(f":{postgres_process.port}/", ":1/"),
+        postgres_url.replace("ledger-", "absent-"),
+        postgres_url.replace("postgresql://", "postgresql+nonsense://"),
+        postgres_url.replace("postgresql://", "mysql://"),
+        postgres_url.replace(f":{postgres_process.port}/", ":port/"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Ledger(wrong)
+        shown.append(str(refused.value))
+    assert not [text for text in (*shown, caplog.text) if PASSWORD in text]
+    assert "password authentication failed" in shown[1]
+
+
+def test_a_lost_connection_is_a_retryable_error_or_none(
+    postgres_process: Postgres, postgres_url: str
+) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        with psycopg.connect(postgres_process.url("postgres"), autocommit=True) as db:
+            db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'ledger-%'")
+        assert (await signal(ledger, "b")).desired.generation == 2
+        assert [row.identity for row in await ledger.snapshots(DEPLOYMENT)] == ["a", "b"]
+
+    on_ledger(postgres_url, work)
+
+
+def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
+
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        with psycopg.connect(postgres_url) as holder:
+            holder.execute("UPDATE deployments SET generation = 9")
+            with pytest.raises(LedgerUnavailable, match="timeout") as caught:
+                await signal(ledger, "b")
+            assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+            state = await ledger.state(DEPLOYMENT)
+            assert state.desired is not None
+            assert (state.desired.snapshot, state.desired.generation) == ("a", 1)
+            holder.rollback()
+        assert (await signal(ledger, "b")).changed
+
+    on_ledger(postgres_url, work)
+
+
+def test_processes_that_come_at_once_make_one_ledger_and_number_their_signals_together(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    script = f"""
+import asyncio, sys
+from midstream.ledger import Ledger, Signal
+async def main():
+    ledger = Ledger({postgres_url!r})
+    await ledger.ensure_deployment({DEPLOYMENT!r}, {MODEL!r}, "file:///bucket")
+    for i in range(10):
+        name = f"{{sys.argv[1]}}-{{i}}"
+        print((await ledger.signal({DEPLOYMENT!r}, Signal(identity=name, url="file:///b"))).desired.generation)
+    ledger.close()
+asyncio.run(main())
+"""
+    children = [
+        subprocess.Popen([sys.executable, "-c", script, str(i)], stdout=subprocess.PIPE) for i in range(3)
+    ]
+    generations = [int(line) for child in children for line in child.communicate(timeout=90)[0].split()]
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert sorted(generations) == list(range(1, 31))
+
+
+def test_a_ledger_of_another_schema_version_is_refused(postgres_url: str) -> None:
+    with opened(postgres_url):
+        pass
+    with psycopg.connect(postgres_url, autocommit=True) as db:
+        db.execute("UPDATE midstream_schema SET version = 99")
+    with pytest.raises(ConfigError, match=r"@127\.0\.0\.1.*has schema version 99") as refused:
+        Ledger(postgres_url)
+    assert PASSWORD not in str(refused.value)
+
+
+def test_one_reading_sees_one_moment(postgres_url: str) -> None:
+    """A signal committed between two statements of a reader is seen by none of them."""
+
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        with ledger._core.database.read() as db:
+            from midstream.ledger import deployments
+
+            before = deployments.find(db, DEPLOYMENT)
+            with opened(postgres_url) as other:
+                await signal(other, "b")
+            assert deployments.find(db, DEPLOYMENT).desired_snapshot == before.desired_snapshot == "a"
+        assert (await ledger.state(DEPLOYMENT)).snapshot == "b"
+
+    on_ledger(postgres_url, work)

@@ -1,0 +1,112 @@
+"""What is particular to a ledger in an SQLite file."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from ledger_helpers import DEPLOYMENT, moved, on_ledger, opened, signal
+
+from midstream.errors import ConfigError
+from midstream.ledger import Ledger, LedgerUnavailable, database, schema, sqlite_url
+from midstream.types import Stage
+
+
+def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
+    async def work(ledger: Ledger) -> None:
+        statements: list[tuple[str, Any]] = []
+
+        def note(_c: Any, _k: Any, text: str, parameters: Any, *_: Any) -> None:
+            if not text.startswith("BEGIN"):
+                statements.append((text, parameters))
+
+        for identity in ("a", "b"):
+            await signal(ledger, identity)
+        sa.event.listen(ledger._core.database.engine, "before_cursor_execute", note)
+        await ledger.state(DEPLOYMENT)
+        await ledger.boot_history(DEPLOYMENT, "replica-0", "new")
+        await ledger.record(DEPLOYMENT, "replica-0", "new", [moved(0, "b", 2, Stage.IDLE)])
+        await signal(ledger, "b")
+        await ledger.transitions(DEPLOYMENT, newest=5)
+        assert len(statements) > 12
+        db = sqlite3.connect(tmp_path / "ledger.sqlite")
+        plans = [
+            row[3] for text, given in statements for row in db.execute(f"EXPLAIN QUERY PLAN {text}", given)
+        ]
+        db.close()
+        assert len(plans) > 12
+        assert [plan for plan in plans if "SCAN" in plan and "SUBQUERY" not in plan] == []
+        assert not [plan for plan in plans if "TEMP B-TREE FOR ORDER" in plan]
+
+    on_ledger(sqlite_url(tmp_path / "ledger.sqlite"), work)
+
+
+def test_reading_waits_for_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        holder.execute("UPDATE deployments SET generation = 9")
+        state = await ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert state.desired.generation == 1
+        assert [row.identity for row in await ledger.snapshots(DEPLOYMENT)] == ["a"]
+        holder.execute("ROLLBACK")
+        holder.close()
+
+    on_ledger(sqlite_url(tmp_path / "ledger.sqlite"), work)
+
+
+def test_a_locked_database_is_a_retryable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+
+    async def work(ledger: Ledger) -> None:
+        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerUnavailable, match="database is locked") as caught:
+            await signal(ledger, "a")
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+        holder.execute("ROLLBACK")
+        holder.close()
+        assert (await signal(ledger, "a")).changed
+
+    on_ledger(sqlite_url(tmp_path / "ledger.sqlite"), work)
+
+
+def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:
+    with opened(sqlite_url(tmp_path / "ledger.sqlite")):
+        pass
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute("UPDATE midstream_schema SET version = 99")
+    db.close()
+    with pytest.raises(
+        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 3"
+    ):
+        Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
+
+
+def test_what_is_no_ledger_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_text("not a database, but long enough to have a header" * 20)
+    for url in (
+        sqlite_url(tmp_path / "ledger.sqlite"),
+        sqlite_url(tmp_path / "absent" / "l.sqlite"),
+        "nonsense",
+    ):
+        with pytest.raises(ConfigError, match="ledger"):
+            Ledger(url)
+
+
+def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
+    with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._core.database.engine.begin() as db:
+        assert db.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"
+        assert db.execute(sa.text("PRAGMA foreign_keys")).scalar_one() == 1
+        with pytest.raises(sa.exc.IntegrityError):
+            db.execute(schema.transitions.insert().values(
+                deployment_id=77, replica="r", boot="b", seq=0, identity="a",
+                generation=1, stage="idle", at=0.0, detail="",
+            ))  # fmt: skip

@@ -1,0 +1,115 @@
+"""A real PostgreSQL server for tests: its own data directory, a loopback port, a password; ended by its process id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+
+PASSWORD = "hush-hush-4711"
+REQUIRED = "MIDSTREAM_TEST_POSTGRES"  # set in CI: a missing server is then a failure, not a skip
+START_S = 60.0
+
+
+def find_server() -> Path | None:
+    """The directory of PostgreSQL's programs: in PATH, or where Debian puts them."""
+    if (found := shutil.which("initdb")) and shutil.which("postgres"):
+        return Path(found).resolve().parent
+    installed = Path("/usr/lib/postgresql").glob("*/bin/initdb")
+    return max((path.parent for path in installed), key=lambda p: int(p.parent.name), default=None)
+
+
+@dataclass
+class Postgres:
+    port: int
+
+    def url(self, database: str) -> str:
+        return f"postgresql://tester:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+
+    def create(self, database: str) -> str:
+        """Make an empty database; its URL."""
+        with psycopg.connect(self.url("postgres"), autocommit=True) as db:
+            db.execute(f'CREATE DATABASE "{database}"'.encode())
+        return self.url(database)
+
+    def drop(self, database: str) -> None:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as db:
+            db.execute(f'DROP DATABASE "{database}" WITH (FORCE)'.encode())
+
+
+@contextlib.contextmanager
+def postgres_server(programs: Path) -> Iterator[Postgres]:
+    """PostgreSQL refuses to run as root: it then runs as another user, who owns the data directory."""
+    root = Path(tempfile.mkdtemp(prefix="midstream-postgres-"))
+    user = _unprivileged() if os.getuid() == 0 else None
+    try:
+        secret = root / "password"
+        secret.write_text(PASSWORD)
+        if user is not None:
+            for path in (root, secret):
+                os.chown(path, user.pw_uid, user.pw_gid)
+        data = root / "data"
+        initdb = [programs / "initdb", "-D", data, "-U", "tester", "-A", "scram-sha-256", "--pwfile", secret]
+        _run([*map(str, initdb), "-E", "UTF8", "--no-locale", "--no-sync"], user, root)
+        with _running(programs, data, root, user) as port:
+            yield Postgres(port)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _unprivileged() -> pwd.struct_passwd:
+    for name in ("postgres", "nobody"):
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(name)
+    raise RuntimeError("no user to run PostgreSQL as")
+
+
+def _as(user: pwd.struct_passwd | None) -> dict[str, object]:
+    return {} if user is None else {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+
+
+def _run(command: list[str], user: pwd.struct_passwd | None, cwd: Path) -> None:
+    done = subprocess.run(command, capture_output=True, cwd=cwd, timeout=120, **_as(user))  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@contextlib.contextmanager
+def _running(programs: Path, data: Path, root: Path, user: pwd.struct_passwd | None) -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    settings = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": "", "fsync": "off"}
+    command = [str(programs / "postgres"), "-D", str(data)]
+    command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+    with (root / "log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=root, **_as(user))  # type: ignore[call-overload]
+    try:
+        _wait_until_it_answers(server, port, root / "log")
+        yield port
+    finally:
+        server.send_signal(signal.SIGINT)  # a fast shutdown
+        server.wait(30)
+
+
+def _wait_until_it_answers(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            psycopg.connect(Postgres(port).url("postgres"), connect_timeout=5).close()
+        except psycopg.OperationalError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"PostgreSQL did not start: {log.read_text()}") from None
+            time.sleep(0.05)
+        else:
+            return
