@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import signal
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +496,54 @@ def test_an_error_of_progress_is_raised_and_leaves_nothing(tmp_path: Path) -> No
     with pytest.raises(KeyError, match="broken"):
         rebuild(parent, delta, tmp_path / "out", "arc_v2", progress=broken)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["delta", "parent"]
+
+
+def test_an_interrupt_stops_the_threads_and_leaves_nothing(tmp_path: Path) -> None:
+    parent, delta = prepared(tmp_path)
+    seen: list[int] = []
+
+    def interrupting(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        rebuild(parent, delta, tmp_path / "out", "arc_v2", threads=1, progress=interrupting)
+    assert not any(thread.name.startswith("delta") for thread in threading.enumerate())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["delta", "parent"]
+
+
+@pytest.mark.parametrize("what", ["rebuild", "encode"])
+def test_a_disk_that_refuses_is_an_error_and_leaves_nothing(tmp_path: Path, what: str) -> None:
+    parent, delta = prepared(tmp_path, 1)
+    other = checkpoint(tmp_path / "other", changed(arrays()))
+    acts: dict[str, Callable[[], object]] = {
+        "rebuild": lambda: rebuild(parent, delta, tmp_path / "out", "arc_v2"),
+        "encode": lambda: encode_delta(other, parent, tmp_path / "out"),
+    }
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))
+    try:
+        with pytest.raises(SnapshotError, match="out: File too large"):
+            acts[what]()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["delta", "other", "parent"]
+
+
+def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
+    state = {f"w{i}": np.full((3,), i, np.float32) for i in range(120)}
+    parent = checkpoint(tmp_path / "parent", state, 120)
+    child = checkpoint(tmp_path / "child", {k: v + 1 for k, v in state.items()}, 120)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        encode_delta(parent, child, tmp_path / "delta")
+        rebuild(parent, tmp_path / "delta", tmp_path / "out", "arc_v2")
+        verify(parent, tmp_path / "delta", "arc_v2", result=child)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert_equal(loaded(tmp_path / "out"), {k: v + 1 for k, v in state.items()})
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from midstream.snapshots.delta_files import (
     copy_index,
     copy_others,
     directory,
+    disk_errors,
     length,
     read,
     run,
@@ -98,9 +99,10 @@ def verify(
 
     result: a checkpoint that must hold the very tensors the delta makes, in whatever files; SnapshotIncompatible otherwise.
     """
-    shards = _matched(parent, delta)
-    compare = _comparison(shards, result) if result else None
-    _apply_all(shards, compare, compression, threads, cancelled, progress)
+    with disk_errors(delta.name):
+        shards = _matched(parent, delta)
+        compare = _comparison(shards, result) if result else None
+        _apply_all(shards, compare, compression, threads, cancelled, progress)
 
 
 def _comparison(shards: list[_Shard], result: Path) -> _Sink:
@@ -217,41 +219,29 @@ def _apply_all(
     work = [(shard, name) for shard in shards for name in shard.old.tensors]
     work.sort(key=lambda item: length(item[0].old.ranges[item[1]]), reverse=True)  # the last ones are short
     meter = Meter(sum(length(s.old.ranges[name]) for s, name in work), cancelled, progress)
-    with contextlib.ExitStack() as stack:
-        files = {s.name: _Files(s, stack) for s in shards}
-        tasks = [partial(_apply, s, name, files[s.name], sink, compression, meter) for s, name in work]
-        run(tasks, threads, meter)
-
-
-class _Files:
-    """The open files of a shard."""
-
-    def __init__(self, shard: _Shard, stack: contextlib.ExitStack) -> None:
-        self.parent = stack.enter_context(shard.parent.open("rb")).fileno()
-        self.delta = stack.enter_context(shard.delta.open("rb")).fileno()
+    run([partial(_apply, shard, name, sink, compression, meter) for shard, name in work], threads, meter)
 
 
 def _apply(
-    shard: _Shard, name: str, files: _Files, sink: _Sink | None, compression: CompressionFormat, meter: Meter
+    shard: _Shard, name: str, sink: _Sink | None, compression: CompressionFormat, meter: Meter
 ) -> None:
     begin, end = shard.old.ranges[name]
     at = f"{shown(shard.name)}: {shown(name)}"
-    blob_begin, blob_end = shard.new.ranges[name]
-    blob = bytearray(blob_end - blob_begin)
-    read(files.delta, memoryview(blob), blob_begin)
+    blob = _blob(shard, name)
     old = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
     checksum, offset = 1, 0
     try:
-        for piece in decoded(compression, memoryview(blob), end - begin):
-            part = old[: len(piece)]
-            read(files.parent, part, begin + offset)
-            array = np.frombuffer(part, np.uint8)
-            np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
-            checksum = adler32(part, checksum)
-            if sink is not None:
-                sink(shard, name, offset, part)
-            offset += len(piece)
-            meter.advance(len(piece))
+        with shard.parent.open("rb") as parent:
+            for piece in decoded(compression, blob, end - begin):
+                part = old[: len(piece)]
+                read(parent.fileno(), part, begin + offset)
+                array = np.frombuffer(part, np.uint8)
+                np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
+                checksum = adler32(part, checksum)
+                if sink is not None:
+                    sink(shard, name, offset, part)
+                offset += len(piece)
+                meter.advance(len(piece))
     except BlobError as error:
         raise SnapshotCorrupt(f"{at}: its blob {error}") from error
     expected = shard.new.metadata[name]
@@ -259,6 +249,14 @@ def _apply(
         raise SnapshotCorrupt(
             f"{at}: checksum {checksum} of the rebuilt tensor, {shown_value(expected)} expected"
         )
+
+
+def _blob(shard: _Shard, name: str) -> memoryview:
+    begin, end = shard.new.ranges[name]
+    blob = memoryview(bytearray(end - begin))
+    with shard.delta.open("rb") as file:
+        read(file.fileno(), blob, begin)
+    return blob
 
 
 def _new_file(shard: _Shard, path: Path, stack: contextlib.ExitStack) -> int:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +54,11 @@ class Meter:
 
 def run(tasks: Sequence[Callable[[], None]], threads: int | None, meter: Meter) -> None:
     """Run all tasks, and raise the first of their errors that is not about another's."""
-    count = (
-        threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
     errors: list[BaseException] = []
+    all_submitted = threading.Event()  # an interrupt of `submit` can lose a thread: none works before
 
     def guarded(task: Callable[[], None]) -> None:
+        all_submitted.wait()
         try:
             if not meter.stopped:
                 task()
@@ -67,9 +66,18 @@ def run(tasks: Sequence[Callable[[], None]], threads: int | None, meter: Meter) 
             meter.stopped = True
             errors.append(error)
 
-    with ThreadPoolExecutor(max_workers=max(1, min(count, len(tasks))), thread_name_prefix="delta") as pool:
-        for task in tasks:
-            pool.submit(guarded, task)
+    count = max(1, min(threads or _cores(), len(tasks)))
+    pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="delta")
+    try:
+        futures = [pool.submit(guarded, task) for task in tasks]
+        all_submitted.set()
+        wait(futures)
+    except BaseException:  # an interrupt: the others stop at their next piece
+        meter.stopped = True
+        raise
+    finally:
+        all_submitted.set()
+        pool.shutdown(wait=True)
     if errors:
         raise min(errors, key=lambda error: isinstance(error, RebuildCancelled))
 
@@ -84,14 +92,25 @@ def directory(out: Path) -> Iterator[Path]:
     if os.path.lexists(out):
         raise SnapshotError(f"{shown(out.name)}: exists already")
     work = out.parent / f"{WORK_PREFIX}{secrets.token_hex(8)}"
+    with disk_errors(out.name):
+        try:
+            work.mkdir(parents=True)
+            yield work
+            os.rename(work, out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_errors(name: str) -> Iterator[None]:
+    """What the disk refuses, as a SnapshotError about the file it refused, or about `name` when it does not say which."""
     try:
-        work.mkdir(parents=True)
-        yield work
-        os.rename(work, out)
+        yield
     except OSError as error:
-        raise SnapshotError(f"{shown(out.name)}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        file = (
+            os.path.basename(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else name
+        )
+        raise SnapshotError(f"{shown(file)}: {error.strerror or error}") from error
 
 
 def copy_others(source: Path, target: Path) -> None:
