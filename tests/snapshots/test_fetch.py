@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
@@ -304,9 +305,32 @@ def test_a_disk_that_is_full_half_way_is_an_error_and_gets_its_room_back(
         return real(fd, data[:300], offset)  # a short write is no error
 
     monkeypatch.setattr(fetch.os, "pwrite", pwrite)
+    monkeypatch.setattr(fetch.os, "copy_file_range", no_kernel_copy)
     with pytest.raises(SnapshotError, match=r"cannot write to .*: No space left on device"):
         asyncio.run(fetch_snapshot(bucket.url, tmp_path / "dest"))
     assert listed(tmp_path) == ["bucket"]
+
+
+def no_kernel_copy(*_: Any) -> int:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+@pytest.mark.parametrize("across_devices", [False, True])
+def test_a_local_bucket_is_copied_part_by_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across_devices: bool
+) -> None:
+    if across_devices:
+        monkeypatch.setattr(fetch.os, "copy_file_range", no_kernel_copy)
+    (tmp_path / "source").mkdir()
+    expected = {WEIGHTS: blob(7 * PART + 3), "b.safetensors": blob(PART, seed=1), "vocab.json": b""}
+    for name, data in expected.items():
+        (tmp_path / "source" / name).write_bytes(data)
+    seen: list[tuple[int, int]] = []
+    url = (tmp_path / "source").as_uri()
+    asyncio.run(fetch_snapshot(url, tmp_path / "dest", lambda done, total: seen.append((done, total))))
+    assert files(tmp_path / "dest") == expected
+    assert seen[0] == (0, 8 * PART + 3)
+    assert seen[-1] == (8 * PART + 3,) * 2
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
