@@ -7,6 +7,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -587,3 +589,35 @@ def test_verify_compares_a_result(tmp_path: Path) -> None:
     smaller.pop("embed")
     with pytest.raises(SnapshotIncompatible, match="embed: is in one of parent and smaller only"):
         verify(parent, delta, "arc_v2", result=checkpoint(tmp_path / "smaller", smaller))
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from midstream.snapshots.delta import encode_delta, rebuild
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+root = Path(sys.argv[1])
+for act in (
+    lambda: encode_delta(root / "parent", root / "child", root / "delta"),
+    lambda: rebuild(root / "parent", root / "delta", root / "out", "arc_v2"),
+):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = status("VmRSS")
+    act()
+    print(status("VmHWM") - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """64 MB in one file: encoding maps the tensors it works on, rebuilding holds blobs and pieces."""
+    bits = np.random.default_rng(0).integers(0, 2**15, (8, 2**22), dtype=np.uint16)
+    parent = {f"w{i}": row for i, row in enumerate(bits)}
+    checkpoint(tmp_path / "parent", parent)
+    checkpoint(tmp_path / "child", {name: row ^ (np.arange(2**22) % 50 == 0) for name, row in parent.items()})
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    encoding, rebuilding = map(int, done.stdout.split())
+    assert encoding < 40 * 1024
+    assert rebuilding < 12 * 1024
