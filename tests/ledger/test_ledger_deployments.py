@@ -1,0 +1,137 @@
+"""Deployments in the ledger: made, changed, reset, removed."""
+
+from __future__ import annotations
+
+import pytest
+from ledger_helpers import DEPLOYMENT, moved, on_ledger, signal
+
+from midstream.errors import Conflict, NotFound
+from midstream.ledger import Death, Disagreement, Ledger
+from midstream.types import Desired, Stage
+
+OTHER = "accounts/local/deployments/other"
+
+
+def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        fields = {"displayName": "Übung", "annotations": {"a": "b"}, "nothing": None}
+        row = await ledger.create_deployment(
+            OTHER,
+            model="m",
+            bucket_url="s3://b/p",
+            transition="SYNC",
+            replicas_min=0,
+            replicas_max=3,
+            fields=fields,
+        )
+        assert row == await ledger.deployment(OTHER)
+        assert (row.model, row.bucket_url, row.transition, row.deleting) == ("m", "s3://b/p", "SYNC", False)
+        assert (row.replicas_min, row.replicas_max) == (0, 3)
+        assert row.fields == {"displayName": "Übung", "annotations": {"a": "b"}}
+        assert row.created_at == row.updated_at
+        with pytest.raises(Conflict, match=OTHER):
+            await ledger.create_deployment(OTHER, model="m2", bucket_url="s3://b/q")
+        assert await ledger.deployment(OTHER) == row
+        assert [d.name for d in await ledger.deployments()] == [DEPLOYMENT, OTHER]
+
+    on_ledger(url, work)
+
+
+def test_only_what_is_given_is_changed(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        before = await ledger.create_deployment(OTHER, model="m", bucket_url="b", fields={"x": 1, "y": 2})
+        row = await ledger.update_deployment(OTHER, transition="SYNC", fields={"y": None, "z": [3]})
+        assert (row.transition, row.replicas_min, row.bucket_url) == ("SYNC", 1, "b")
+        assert row.fields == {"x": 1, "z": [3]}
+        assert row.updated_at > before.updated_at == before.created_at == row.created_at
+        assert (await ledger.update_deployment(OTHER, deleting=True)).deleting
+        assert (await ledger.deployment(OTHER)).fields == {"x": 1, "z": [3]}
+        with pytest.raises(NotFound):
+            await ledger.update_deployment("nope", replicas_min=2)
+
+    on_ledger(url, work)
+
+
+def test_the_transition_of_a_deployment_reaches_what_is_desired(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        await ledger.update_deployment(DEPLOYMENT, transition="SYNC")
+        desired = (await ledger.state(DEPLOYMENT)).desired
+        assert desired is not None
+        assert (desired.transition, desired.generation) == ("SYNC", 1)
+
+    on_ledger(url, work)
+
+
+def test_a_removed_deployment_leaves_nothing_behind(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.IDLE)])
+        await ledger.record_death(DEPLOYMENT, "b", Death("replica-0", "a", 1, "died"), 1)
+        await ledger.disagree(DEPLOYMENT, Disagreement("replica-0", "b", "a", 1, 0, "differs"))
+        await ledger.delete_deployment(DEPLOYMENT)
+        with pytest.raises(NotFound):
+            await ledger.state(DEPLOYMENT)
+        with pytest.raises(NotFound):
+            await ledger.delete_deployment(DEPLOYMENT)
+        await ledger.ensure_deployment(DEPLOYMENT, "another model", "b")
+        state = await ledger.state(DEPLOYMENT)
+        assert (state.desired, state.deaths, state.disagreements) == (None, (), ())
+        assert await ledger.snapshots(DEPLOYMENT) == await ledger.transitions(DEPLOYMENT) == []
+
+    on_ledger(url, work)
+
+
+def test_a_reset_forgets_every_snapshot_and_goes_on_counting(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        assert await ledger.reset_ledger(DEPLOYMENT) == 0, "nothing was signalled"
+        await signal(ledger, "a")
+        ready = moved(0, "a", 1, Stage.IDLE)
+        await ledger.record(DEPLOYMENT, "replica-0", "b", [ready])
+        generation = await ledger.reset_ledger(DEPLOYMENT, generation_floor=7)
+        assert generation == await ledger.reset_ledger(DEPLOYMENT) == 8
+        state = await ledger.state(DEPLOYMENT)
+        assert state.desired == Desired(snapshot="base", generation=8)
+        assert (state.fallbacks, state.ever_ready, state.first_signalled_at) == ((), False, None)
+        assert await ledger.snapshots(DEPLOYMENT) == await ledger.transitions(DEPLOYMENT) == []
+        later = moved(1, "base", 8, Stage.IDLE)
+        assert await ledger.record(DEPLOYMENT, "replica-0", "b", [ready, later]) == 1, "what was is forgotten"
+        again = await signal(ledger, "a")
+        assert (again.changed, again.desired.generation) == (True, 9)
+        assert await ledger.record(DEPLOYMENT, "replica-0", "c", [ready]) == 0
+        (row,) = await ledger.snapshots(DEPLOYMENT)
+        assert row.ready_at is None
+        assert not (await ledger.state(DEPLOYMENT)).ever_ready
+
+    on_ledger(url, work)
+
+
+def test_a_success_makes_up_for_the_deaths_before_it(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        for replica in ("replica-0", "replica-1"):
+            await ledger.record_death(DEPLOYMENT, "b1", Death(replica, "a", 1, "died"), None)
+        await ledger.record(DEPLOYMENT, "replica-0", "b2", [moved(0, "a", 1, Stage.IDLE)])
+        assert [death.replica for death in (await ledger.state(DEPLOYMENT)).deaths] == ["replica-1"]
+        await ledger.record_death(DEPLOYMENT, "b2", Death("replica-0", "a", 1, "died later"), None)
+        deaths = (await ledger.state(DEPLOYMENT)).deaths
+        assert [(d.replica, d.detail) for d in deaths] == [("replica-1", "died"), ("replica-0", "died later")]
+
+    on_ledger(url, work)
+
+
+def test_a_disagreement_is_stored_once_and_ends_once(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        differs = Disagreement("replica-1", "b", "a", 1, 0, "differs")
+        found = await ledger.disagree(DEPLOYMENT, differs, floor=4)
+        assert found == Disagreement("replica-1", "b", "a", 1, 5, "differs", "reload")
+        assert await ledger.disagree(DEPLOYMENT, differs, floor=9) == found
+        assert (await ledger.state(DEPLOYMENT)).disagreements == (found,)
+        assert await ledger.settle_disagreement(DEPLOYMENT, "replica-1", "b", 5, "out", "differs still")
+        assert not await ledger.settle_disagreement(DEPLOYMENT, "replica-1", "other boot", 5, "agreed")
+        (now,) = (await ledger.state(DEPLOYMENT)).disagreements
+        assert (now.verdict, now.detail) == ("out", "differs still")
+        assert (await signal(ledger, "b")).desired.generation == 6, "above the generation of the reload"
+
+    on_ledger(url, work)
