@@ -1,0 +1,235 @@
+"""Switching one by one: whose turn it is, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midstream.control.order import Turn, next_turn
+from midstream.control.reconcile import decide, waits_staged
+from midstream.ledger import DeploymentState
+from midstream.replica.swap import Event, SwapMachine
+from midstream.types import Desired, ReplicaReport, Stage
+
+NEXT = {
+    Stage.FETCHING: Event.FETCHED, Stage.VERIFYING: Event.VERIFIED, Stage.STAGING: Event.STAGED,
+    Stage.STAGED: Event.COMMIT, Stage.COMMITTING: Event.COMMITTED, Stage.CHECKING: Event.CHECKED,
+}  # fmt: skip
+
+
+def report(index: int, stage: Stage, **fields: Any) -> ReplicaReport:
+    return ReplicaReport(replica=f"r{index}", boot="b", ready=True, stage=stage, **fields)
+
+
+def turn(index: int) -> Turn:
+    return Turn(f"r{index}", "b")
+
+
+@pytest.mark.parametrize(
+    ("reports", "staged", "last", "overdue", "whose"),
+    [
+        ([Stage.FETCHING, Stage.STAGED, Stage.STAGED], {1, 2}, None, False, 1),  # nobody waits for the slow one
+        ([Stage.STAGED, Stage.STAGED, Stage.STAGED], {0, 1, 2}, 1, False, 1),  # it was let go, and has not moved yet
+        ([Stage.STAGED, Stage.STAGED, Stage.STAGED], {0, 1, 2}, 1, True, 0),  # it is not reached: another one
+        ([Stage.FETCHING, Stage.STAGED], {1}, 1, True, 1),  # there is no other
+        ([Stage.STAGED, Stage.COMMITTING], {0}, None, False, 1),  # after a restart it shows who has it
+        ([Stage.STAGED, Stage.CHECKING], {0}, 1, False, 1),  # until it is proved
+        ([Stage.STAGED, Stage.IDLE], {0}, 1, False, 0),
+        ([Stage.STAGED, Stage.ERROR], {0}, 1, False, 0),
+        ([Stage.STAGED, Stage.FETCHING], {0}, 1, False, 0),  # a newer signal took it back
+        ([Stage.STAGED, Stage.STAGED], {1}, None, False, 1),  # the first is staged for what nobody wants any more
+        ([Stage.FETCHING, Stage.IDLE], set(), None, False, None),
+        ([], set(), 1, False, None),
+    ],
+)  # fmt: skip
+def test_whose_turn_it_is(
+    reports: list[Stage], staged: set[int], last: int | None, overdue: bool, whose: int | None
+) -> None:
+    known = [report(i, stage) for i, stage in enumerate(reports)]
+    names = {f"r{i}" for i in staged}
+    found = next_turn(known, names, None if last is None else turn(last), overdue)
+    assert found == (None if whose is None else turn(whose))
+
+
+def test_a_closed_door_is_a_turn() -> None:
+    """A sync switch that was let go waits, staged, for requests to end: a gateway that starts now must see that."""
+    reports = [report(0, Stage.STAGED), report(1, Stage.STAGED, admitting=False)]
+    assert next_turn(reports, {"r0", "r1"}, None) == turn(1)
+
+
+def test_a_new_boot_does_not_inherit_the_turn() -> None:
+    reports = [report(0, Stage.STAGED), report(1, Stage.STAGED)]
+    assert next_turn(reports, {"r0", "r1"}, Turn("r1", "an earlier boot")) == turn(0)
+
+
+@dataclass
+class Replica:
+    """The real machine; what the gateway knows of it is `seen`, what was sent to it waits in `inbox`."""
+
+    name: str
+    machine: SwapMachine = field(default_factory=lambda: SwapMachine(clock=lambda: 1.0))
+    boots: int = 0
+    admitted: bool = True
+    inbox: list[Desired] = field(default_factory=list)
+    seen: ReplicaReport | None = None
+    failing: bool = False
+
+    def step(self) -> None:
+        machine = self.machine
+        if machine.behind and machine.stage not in (Stage.COMMITTING, Stage.CHECKING):
+            machine.begin()
+        elif machine.stage is Stage.VERIFYING and self.failing:
+            machine.fail("it is broken")
+        elif machine.stage in NEXT and not (machine.stage is Stage.STAGED and machine.held):
+            machine.advance(NEXT[machine.stage])
+
+    def report(self) -> ReplicaReport:
+        machine = self.machine
+        return ReplicaReport(
+            replica=self.name,
+            boot=f"boot-{self.boots}",
+            ready=True,
+            snapshot=machine.serving,
+            generation=machine.accepted.generation if machine.accepted else 0,
+            stage=machine.stage,
+            target=machine.target.snapshot if machine.target and machine.stage is not Stage.IDLE else None,
+            error=machine.error,
+            transitions=tuple(machine.transitions),
+            started_at=1.0,
+        )
+
+    @property
+    def switching(self) -> bool:
+        staged_and_let_go = (
+            self.machine.stage is Stage.STAGED and not self.machine.held and not self.machine.behind
+        )
+        return self.machine.stage in (Stage.COMMITTING, Stage.CHECKING) or staged_and_let_go
+
+
+class Fleet:
+    """Replicas, messages and reports that take their time, and the decisions of a gateway over them."""
+
+    def __init__(self, count: int) -> None:
+        self.replicas = [Replica(f"r{i}") for i in range(count)]
+        self.generation = 0
+        self.state = DeploymentState(None)
+        self.turn: Turn | None = None
+
+    def signal(self) -> None:
+        self.generation += 1
+        desired = Desired(snapshot=f"s{self.generation}", generation=self.generation, url="file:///b")
+        self.state = DeploymentState(
+            desired, since={desired.snapshot: self.generation}, first_signalled_at=2.0
+        )
+
+    def decide(self) -> None:
+        in_rotation = [r.seen for r in self.replicas if r.admitted and r.seen is not None]
+        staged = {seen.replica for seen in in_rotation if waits_staged(self.state, seen)}
+        self.turn = next_turn(in_rotation, staged, self.turn)
+        for replica in self.replicas:
+            queues = replica.admitted
+            mine = (self.turn is not None and self.turn.replica == replica.name) if queues else None
+            action = decide(self.state, replica.seen, replica.admitted, 0, mine)
+            replica.admitted = action.admit
+            if action.send is not None:
+                replica.inbox = [action.send]
+
+    def do(self, what: str, index: int) -> None:
+        replica = self.replicas[index % len(self.replicas)]
+        match what:
+            case "signal":
+                self.signal()
+            case "step":
+                replica.step()
+            case "hear":
+                replica.seen = replica.report()
+            case "deliver" if replica.inbox:
+                replica.machine.accept(replica.inbox.pop())
+            case "lose message":
+                replica.inbox.clear()
+            case "decide":
+                self.decide()
+            case "fail":
+                replica.failing = not replica.failing
+            case "reboot":
+                replica.machine = SwapMachine(clock=lambda: 1.0)
+                replica.boots += 1
+                replica.inbox.clear()
+                replica.seen, replica.admitted = None, False
+            case "restart gateway":
+                self.turn = None
+
+    def until_quiet(self) -> None:
+        for _ in range(40 * len(self.replicas)):
+            for index in range(len(self.replicas)):
+                for what in ("deliver", "step", "hear", "decide"):
+                    self.do(what, index)
+
+
+WHAT = [
+    "signal",
+    "step",
+    "step",
+    "step",
+    "hear",
+    "hear",
+    "deliver",
+    "deliver",
+    "decide",
+    "decide",
+    "lose message",
+]
+ORDINARY = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 2)), max_size=120)
+ANYTHING = st.lists(
+    st.tuples(st.sampled_from([*WHAT, "fail", "reboot", "restart gateway"]), st.integers(0, 2)), max_size=120
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(count=st.integers(1, 3), events=ORDINARY)
+def test_no_two_replicas_switch_at_once_however_slow_messages_and_reports_are(
+    count: int, events: Any
+) -> None:
+    fleet = Fleet(count)
+    for index in range(count):
+        fleet.do("hear", index)
+    fleet.signal()
+    for what, index in events:
+        fleet.do(what, index)
+        assert sum(replica.switching for replica in fleet.replicas) <= 1
+    for _ in range(40 * count):
+        for index in range(count):
+            for what in ("deliver", "step", "hear", "decide"):
+                fleet.do(what, index)
+                assert sum(replica.switching for replica in fleet.replicas) <= 1
+    assert {replica.machine.serving for replica in fleet.replicas} == {fleet.state.snapshot}
+
+
+@settings(max_examples=150, deadline=None)
+@given(count=st.integers(1, 3), events=ANYTHING)
+def test_whatever_happens_everybody_gets_there_or_fails(count: int, events: Any) -> None:
+    fleet = Fleet(count)
+    for index in range(count):
+        fleet.do("hear", index)
+    fleet.signal()
+    for what, index in events:
+        fleet.do(what, index)
+    fleet.until_quiet()
+    for replica in fleet.replicas:
+        failed = replica.machine.stage is Stage.ERROR
+        assert failed or (
+            replica.machine.serving == fleet.state.snapshot and replica.machine.stage is Stage.IDLE
+        )
+
+
+def test_together_nobody_is_held() -> None:
+    state = DeploymentState(Desired(snapshot="a", generation=1, url="file:///b"), since={"a": 1})
+    fresh = report(0, Stage.IDLE, started_at=1.0)
+    held, released = decide(state, fresh, True, 0, False).send, decide(state, fresh, True, 0, None).send
+    assert held is not None
+    assert released is not None
+    assert (held.hold, released.hold) == (True, False)
