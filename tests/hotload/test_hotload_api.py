@@ -516,52 +516,9 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
     serve(tmp_path, work)
 
 
-def test_the_deployment_resource(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
-        async def got() -> dict[str, Any]:
-            body: dict[str, Any] = (await server.http.get(f"/v1/{DEPLOYMENT}")).json()
-            listed = (await server.http.get("/v1/accounts/local/deployments?pageSize=5")).json()
-            assert listed == {"deployments": [body], "nextPageToken": "", "totalSize": 1}
-            return body
-
-        assert (await got())["state"] == "CREATING"
-        for index in range(3):
-            server.report(index)
-        assert await got() == {
-            "name": DEPLOYMENT,
-            "baseModel": MODEL,
-            "state": "READY",
-            "status": {"code": "OK", "message": ""},
-            "enableHotLoad": True,
-            "hotLoadBucketType": "FILE",
-            "hotLoadBucketUrl": server.bucket.as_uri(),
-            "hotLoadTransitionType": "ASYNC",
-            "minReplicaCount": 3,
-            "maxReplicaCount": 3,
-            "desiredReplicaCount": 3,
-            "replicaCount": 3,
-            "replicaStats": {
-                "pendingSchedulingReplicaCount": 0,
-                "downloadingModelReplicaCount": 0,
-                "initializingReplicaCount": 0,
-                "readyReplicaCount": 3,
-            },
-        }
-        await server.signal({"identity": "a"})
-        assert (await got())["state"] == "UPDATING"
-        server.report(0, generation=1, target="a", stage=Stage.ERROR, transitions=failed("a", 1, "short"))
-        assert (await got())["status"] == {"code": "INTERNAL", "message": "a replica could not load a"}
-
-    serve(tmp_path, work)
-
-
 def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
-        for path in (
-            "local/deployments/other",
-            "other/deployments/default",
-            "local/deployments/other/ledger",
-        ):
+        for path in ("local/deployments/other/ledger", "other/deployments/default/ledger"):
             response = await server.http.get(f"/v1/accounts/{path}")
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "not_found_error"

@@ -106,6 +106,7 @@ class Reconciler:
 
     async def reconcile_once(self) -> None:
         """One pass over all replicas. Messages are sent by tasks of their own: a slow replica holds up no other."""
+        self._forget_leavers({view.name for view in self._replicas.views})
         for view in self._replicas.views:
             if view.report is not None:
                 await self._record(view, view.report)
@@ -124,6 +125,12 @@ class Reconciler:
             view.admitted = action.admit
             if action.send is not None and view.report is not None:
                 self._send(view, view.report.boot, action.send)
+
+    def _forget_leavers(self, members: set[str]) -> None:
+        """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""
+        for known in (self._recorded, self._attempts, self._delivered, self._stuck):
+            for name in known.keys() - members:
+                del known[name]  # type: ignore[attr-defined]
 
     async def _judged(self, state: DeploymentState) -> DeploymentState:
         """The state after the ledger was told what the replicas' checks say of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -18,8 +18,8 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.errors import ConfigError, InvalidRequest, NotFound, PayloadTooLarge
 from midstream.gateway import resource
-from midstream.gateway.hotload import loading_state
 from midstream.gateway.registry import Deployments
+from midstream.gateway.status import loading_state
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 from midstream.ledger.records import DeploymentChange
 from midstream.snapshots.identity import file_url_path, parse_bucket
@@ -37,12 +37,12 @@ def deployment_routes(
     models: Collection[str],
     bucket: str,
     allowed_buckets: Collection[str] = (),
-    changed: Callable[[], None] = lambda: None,
+    changed: Callable[[], Awaitable[None]],
 ) -> list[BaseRoute]:
     """Routes for the control app.
 
     models: bare names of those that can be deployed. bucket: the URL of the server's own; a deployment that names none gets
-    a place of its name in it. allowed_buckets: others that may be named. changed: called after every change of the ledger.
+    a place of its name in it. allowed_buckets: others that may be named. changed: takes up a change of the ledger.
     """
     api = _Api(ledger, deployments, frozenset(models), bucket, tuple(allowed_buckets), changed)
     one = _COLLECTION + "/{name}"
@@ -67,7 +67,7 @@ class _Api:
         models: frozenset[str],
         bucket: str,
         allowed_buckets: tuple[str, ...],
-        changed: Callable[[], None],
+        changed: Callable[[], Awaitable[None]],
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
@@ -109,8 +109,8 @@ class _Api:
             replicas_max=most,
             fields=row.fields,
         )
-        self._changed()
-        return JSONResponse(resource.shown(row, None, (), None))
+        await self._changed()
+        return JSONResponse(await self._shown(row))
 
     async def get(self, request: Request) -> Response:
         return JSONResponse(await self._shown(await self._row(request)))
@@ -151,7 +151,7 @@ class _Api:
         if deployment is not None and request.query_params.get("hard") == "true":
             deployment.drain_s = 0.0
         await self._ledger.update_deployment(row.name, deleting=True)
-        self._changed()
+        await self._changed()
         return JSONResponse({})
 
     async def undelete(self, request: Request) -> Response:
@@ -204,7 +204,7 @@ class _Api:
         if more := resource.stored(given, fields):
             change["fields"] = more
         row = await self._ledger.update_deployment(row.name, **change)
-        self._changed()
+        await self._changed()
         if (deployment := self._deployments.known(row.name)) is not None:
             deployment.reconciler.signalled()
         return row

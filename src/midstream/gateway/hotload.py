@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,7 +27,6 @@ from midstream.errors import (
 )
 from midstream.gateway.ledgerview import ledger_body
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaView
 from midstream.gateway.signals import (
     SOURCE_URL_HEADER,
     HintBody,
@@ -38,7 +36,7 @@ from midstream.gateway.signals import (
     source_url,
 )
 from midstream.gateway.status import loading_state, replica_rows
-from midstream.ledger import CHAIN_MAX, DeploymentRow, DeploymentState, Fleet, Ledger, Signal
+from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
 from midstream.snapshots.identity import snapshot_url
 from midstream.snapshots.store import find_file, snapshot_fingerprint
 from midstream.types import Hint, ReplicaReport
@@ -65,14 +63,11 @@ def hotload_routes(
     many incremental snapshots may stand on one full one.
     """
     api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max)
-    resource = f"/v1/{deployments.default.name}"
     of_one = "/v1/accounts/{account}/deployments/{name}"
     return [
         Route(HOT_LOAD_PATH, api.signal, methods=["POST"]),
         Route(HOT_LOAD_PATH, api.status, methods=["GET"]),
         Route(f"{HOT_LOAD_PATH}/hint", api.hint, methods=["POST"]),
-        Route(resource.rpartition("/")[0], api.list_deployments, methods=["GET"]),
-        Route(of_one, api.get_deployment, methods=["GET"]),
         Route(f"{of_one}/ledger", api.get_ledger, methods=["GET"]),
         Route(f"{of_one}/ledger", api.reset_ledger, methods=["DELETE"]),
     ]
@@ -155,22 +150,14 @@ class _Api:
 
     async def _url(self, request: Request, deployment: Deployment, body: SignalBody | HintBody) -> str:
         """Where the snapshot lies: in the deployment's bucket, under its identity, or where the header says."""
-        bucket = (await self._ledger.deployment(deployment.name)).bucket_url
+        row = await self._ledger.deployment(deployment.name)
+        if row.fields.get("enableHotLoad") is False:
+            raise SnapshotRefused(f"{row.name} has enableHotLoad false", param="enableHotLoad")
+        bucket = row.bucket_url
         source = request.headers.get(SOURCE_URL_HEADER)
         if not source:
             return snapshot_url(bucket, body.identity)
         return source_url(source, (bucket, *self._allowed_buckets))
-
-    async def list_deployments(self, request: Request) -> Response:
-        rows = [await self._resource(deployment) for deployment in self._deployments]
-        return JSONResponse({"deployments": rows, "nextPageToken": "", "totalSize": len(rows)})
-
-    async def get_deployment(self, request: Request) -> Response:
-        return JSONResponse(await self._resource(self._deployments.get(self._named(request))))
-
-    async def _resource(self, deployment: Deployment) -> dict[str, Any]:
-        row = await self._ledger.deployment(deployment.name)
-        return deployment_resource(row, await self._ledger.state(row.name), deployment.replicas.views)
 
     def _named(self, request: Request) -> str:
         name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
@@ -227,43 +214,6 @@ async def _look_for(url: str, names: Sequence[str]) -> None:
             raise SnapshotRefused(f"files: {error}; write a file, then hint at it", param="files") from error
     if errors:
         raise ReplicaUnavailable(f"the bucket cannot be read now: {errors[0]}") from errors[0]
-
-
-def deployment_resource(
-    row: DeploymentRow, state: DeploymentState, views: tuple[ReplicaView, ...]
-) -> dict[str, Any]:
-    """A deployment as the API shows it."""
-    stages = [loading_state(state, view.report)[0] for view in views]
-    ready = sum(view.usable for view in views)
-    reachable = sum(view.report is not None for view in views)
-    if ready == 0:
-        condition, code, message = "CREATING", "UNAVAILABLE", "no replica is ready"
-    elif all(stage in ("idle", "done") for stage in stages):
-        condition, code, message = "READY", "OK", ""
-    elif "error" in stages:
-        condition, code, message = "READY", "INTERNAL", f"a replica could not load {state.snapshot}"
-    else:
-        condition, code, message = "UPDATING", "OK", ""
-    return {
-        "name": row.name,
-        "baseModel": row.model,
-        "state": condition,
-        "status": {"code": code, "message": message},
-        "enableHotLoad": True,
-        "hotLoadBucketType": row.bucket_url.partition(":")[0].upper(),
-        "hotLoadBucketUrl": row.bucket_url,
-        "hotLoadTransitionType": row.transition,
-        "minReplicaCount": len(views),
-        "maxReplicaCount": len(views),
-        "desiredReplicaCount": len(views),
-        "replicaCount": reachable,
-        "replicaStats": {
-            "pendingSchedulingReplicaCount": len(views) - reachable,
-            "downloadingModelReplicaCount": stages.count("downloading"),
-            "initializingReplicaCount": reachable - ready,
-            "readyReplicaCount": ready,
-        },
-    }
 
 
 async def _body(request: Request) -> bytes:

@@ -79,6 +79,7 @@ class Roster:
         self._running: tuple[RunningReplica, ...] | None = None  # None: not heard of the supervisor yet
         self._told: Wanted | None = None
         self._wake = asyncio.Event()
+        self._looking = asyncio.Lock()
         self._leaving_since: dict[str, float] = {}  # replica -> when it was first seen to have to go
         self._tasks: asyncio.TaskGroup | None = None
         self._run_tasks: dict[str, asyncio.Task[None]] = {}  # deployment -> what keeps its replicas
@@ -92,7 +93,7 @@ class Roster:
         self.wake()
 
     def wake(self) -> None:
-        """Something changed in the ledger, or among the replicas: look again at once."""
+        """Something changed: look again at once."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -109,7 +110,11 @@ class Roster:
                 self._wake.clear()
 
     async def look_once(self) -> None:
-        """One pass over all deployments."""
+        """One pass over all deployments; a change of the ledger before it is taken up when it returns."""
+        async with self._looking:
+            await self._look()
+
+    async def _look(self) -> None:
         try:
             rows = {row.name: row for row in await self._ledger.deployments()}
         except LedgerUnavailable as error:

@@ -47,7 +47,14 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     metrics = GatewayMetrics(deployments)
     roster = Roster(ledger, deployments, lambda row: _run_time(ledger, spec, row), announce)
     routes = [
-        *deployment_routes(ledger, deployments, models=spec.models, bucket=spec.bucket, changed=roster.wake),
+        *deployment_routes(
+            ledger,
+            deployments,
+            models=spec.models,
+            bucket=spec.bucket,
+            allowed_buckets=spec.settings.allowed_buckets,
+            changed=roster.look_once,
+        ),
         *hotload_routes(
             ledger,
             deployments,

@@ -1,0 +1,405 @@
+"""The Deployments API over a real ledger, with a supervisor that does as it is told."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_harness import reconciler
+
+from midstream.gateway.app import control_app
+from midstream.gateway.deployments import deployment_routes, lies_in
+from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.roster import Roster, Running, RunningReplica, Wanted, replica_count
+from midstream.ledger import DeploymentRow, Ledger, sqlite_url
+from midstream.names import ServedNames
+from midstream.types import ReplicaReport
+
+A = "accounts/local"
+MODEL, OTHER = f"{A}/models/tiny-moe", f"{A}/models/other"
+DEFAULT = f"{A}/deployments/default"
+COLLECTION = f"/v1/{A}/deployments"
+
+
+def run_time(row: DeploymentRow) -> Deployment:
+    replicas = ReplicaSet()
+    names = ServedNames(row.model, row.name)
+    return Deployment(names, replicas, reconciler(replicas), wanted=replica_count(row))
+
+
+class Server:
+    """One gateway's control side; `told` is what the supervisor was told last."""
+
+    def __init__(self, path: Path, ledger: Ledger, row: DeploymentRow) -> None:
+        self.bucket = path / "bucket"
+        self.ledger = ledger
+        self.told = Wanted()
+        self.failing: dict[str, str] = {}
+        self.deployments = Deployments(run_time(row))
+        self.now = 0.0
+        self.roster = Roster(ledger, self.deployments, run_time, self._tell, monotonic=lambda: self.now)
+        routes = [
+            *deployment_routes(
+                ledger,
+                self.deployments,
+                models=("tiny-moe", "other"),
+                bucket=self.bucket.as_uri(),
+                allowed_buckets=("s3://allowed/here",),
+                changed=self.roster.look_once,
+            ),
+            *hotload_routes(ledger, self.deployments),
+        ]
+        app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+    def _tell(self, wanted: Wanted) -> None:
+        self.told = wanted
+
+    @property
+    def names(self) -> list[str]:
+        return [replica.name for replica in self.told.replicas]
+
+    async def supervise(self) -> None:
+        """Every replica wanted runs and is ready, unless it fails."""
+        for _ in range(2):
+            running = [
+                RunningReplica(
+                    name=r.name,
+                    deployment=r.deployment,
+                    url=None if r.name in self.failing else f"http://{r.name}",
+                    error=self.failing.get(r.name),
+                )
+                for r in self.told.replicas
+            ]
+            self.roster.running(Running(tuple(running)))
+            await self.roster.look_once()
+        for deployment in self.deployments:
+            for view in deployment.replicas.views:
+                view.report = view.report or ReplicaReport(replica=view.name, boot="b", ready=True)
+                view.admitted = True
+
+    async def create(self, name: str, **body: Any) -> httpx.Response:
+        return await self.http.post(
+            COLLECTION, params={"deploymentId": name}, json={"baseModel": "other"} | body
+        )
+
+    async def got(self, name: str) -> dict[str, Any]:
+        answer = await self.http.get(f"{COLLECTION}/{name}")
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
+
+    async def patch(self, name: str, mask: str | None = None, **body: Any) -> httpx.Response:
+        return await self.http.patch(
+            f"{COLLECTION}/{name}", params={} if mask is None else {"updateMask": mask}, json=body
+        )
+
+
+def serve(path: Path, work: Callable[[Server], Awaitable[None]]) -> None:
+    async def main() -> None:
+        ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
+        row = await ledger.ensure_deployment(DEFAULT, MODEL, (path / "bucket").as_uri(), "ASYNC", 2)
+        server = Server(path, ledger, row)
+        await server.roster.look_once()
+        await server.supervise()
+        async with server.http:
+            await work(server)
+        ledger.close()
+
+    asyncio.run(main())
+
+
+def test_a_deployment_is_created_served_scaled_and_deleted(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        made = await server.create(
+            "b", minReplicaCount=2, maxReplicaCount=4, displayName="B", acceleratorType="X"
+        )
+        assert made.status_code == 200
+        assert (made.json()["state"], made.json()["name"]) == ("CREATING", f"{A}/deployments/b")
+        assert server.names == ["replica-0", "replica-1", "b-replica-0", "b-replica-1"]
+        assert {r.model for r in server.told.replicas if r.name.startswith("b-")} == {OTHER}
+        assert (server.bucket / "b").is_dir()
+        await server.supervise()
+        assert await server.got("b") == {
+            "name": f"{A}/deployments/b",
+            "baseModel": OTHER,
+            "displayName": "B",
+            "description": "",
+            "acceleratorType": "X",
+            "state": "READY",
+            "status": {"code": "OK", "message": ""},
+            "enableHotLoad": True,
+            "hotLoadBucketType": "FW_HOSTED",
+            "hotLoadBucketUrl": f"{server.bucket.as_uri()}/b",
+            "hotLoadTransitionType": "ASYNC",
+            "minReplicaCount": 2,
+            "maxReplicaCount": 4,
+            "desiredReplicaCount": 2,
+            "replicaCount": 2,
+            "replicaStats": {
+                "pendingSchedulingReplicaCount": 0,
+                "downloadingModelReplicaCount": 0,
+                "initializingReplicaCount": 0,
+                "readyReplicaCount": 2,
+            },
+            "createTime": "1970-01-01T00:16:40.000Z",
+            "updateTime": "1970-01-01T00:16:40.000Z",
+        }
+        scaled = await server.patch("b", "min_replica_count", minReplicaCount=3)
+        assert (scaled.json()["state"], scaled.json()["desiredReplicaCount"]) == ("UPDATING", 3)
+        await server.supervise()
+        assert (await server.got("b"))["replicaStats"]["readyReplicaCount"] == 3
+        assert (await server.http.delete(f"{COLLECTION}/b")).json() == {}
+        assert (await server.got("b"))["state"] == "DELETING"
+        assert (await server.create("b")).status_code == 409, "until it is gone"
+        await server.supervise()
+        assert (await server.http.get(f"{COLLECTION}/b")).status_code == 404
+        assert server.names == ["replica-0", "replica-1"]
+        assert (await server.create("b")).status_code == 200, "its name is free again"
+
+    serve(tmp_path, work)
+
+
+def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"baseModel": "nobody"}, "baseModel"),
+        ({"baseModel": None}, "baseModel"),
+        ({"minReplicaCount": -1}, "minReplicaCount"),
+        ({"minReplicaCount": "two"}, "minReplicaCount"),
+        ({"minReplicaCount": 3, "maxReplicaCount": 2}, "minReplicaCount"),
+        ({"maxReplicaCount": 10**6}, "maxReplicaCount"),
+        ({"hotLoadTransitionType": "LATER"}, "hotLoadTransitionType"),
+        ({"hotLoadBucketType": "FLOPPY"}, "hotLoadBucketType"),
+        ({"hotLoadBucketType": "S3"}, "hotLoadBucketUrl"),
+        ({"hotLoadBucketUrl": "file:///etc"}, "hotLoadBucketUrl"),
+        ({"hotLoadBucketUrl": "s3://allowed/hereafter"}, "hotLoadBucketUrl"),
+        ({"hotLoadBucketUrl": "s3://user:secret@allowed/here"}, "hotLoadBucketUrl"),
+        ({"enableHotLoad": "yes"}, "enableHotLoad"),
+        ({"displayName": "x" * 64}, "displayName"),
+        ({"colour": "red"}, "colour"),
+        ({"directRouteApiKeys": ["k"]}, "directRouteApiKeys"),
+    ]
+
+    async def work(server: Server) -> None:
+        for body, field in cases:
+            answer = await server.create("b", **body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field), body
+            assert field in error["message"]
+            assert "secret" not in answer.text
+        unknown = (await server.create("b", colour="red")).json()["error"]["message"]
+        assert unknown == "Extra inputs are not permitted, field: 'colour'"
+        known = (await server.create("b", baseModel="nobody")).json()["error"]["message"]
+        assert f"known are {OTHER}, {MODEL}" in known
+        for name in ("", "../x", "a/b", "x" * 64, "-a"):
+            answer = await server.create(name) if name else await server.create(" ")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "deploymentId"), name
+        assert (await server.create("default")).status_code == 409
+        other = await server.http.post("/v1/accounts/other/deployments", json={"baseModel": "other"})
+        assert other.status_code == 404
+        assert [d.name for d in server.deployments] == [DEFAULT]
+
+    serve(tmp_path, work)
+
+
+def test_what_the_real_client_sends_is_taken_and_given_back(tmp_path: Path) -> None:
+    given = {
+        "baseModel": OTHER,
+        "description": "Fireworks training deployment",
+        "minReplicaCount": 0,
+        "maxReplicaCount": 1,
+        "enableHotLoad": True,
+        "forTraining": True,
+        "hotLoadBucketType": "FW_HOSTED",
+        "acceleratorType": "NVIDIA_H200_141GB",
+        "placement": {"region": "US"},
+        "hotLoadTrainerJob": "accounts/local/rlorTrainerJobs/t",
+        "extraArgs": ["--x"],
+        "extraValues": {"a": "b"},
+        "annotations": {"c": "d"},
+        "hotLoadTransitionType": "HOT_LOAD_TRANSITION_TYPE_UNSPECIFIED",
+    }
+
+    async def work(server: Server) -> None:
+        dry = await server.http.post(
+            COLLECTION, params={"deploymentId": "b", "validateOnly": "true"}, json=given
+        )
+        assert (dry.status_code, dry.json()["state"]) == (200, "CREATING")
+        assert (await server.http.get(f"{COLLECTION}/b")).status_code == 404
+        query = {"deploymentId": "b", "skipShapeValidation": "true", "acceptShapelessRisk": "true"}
+        assert (await server.http.post(COLLECTION, params=query, json=given)).status_code == 200
+        await server.supervise()
+        got = await server.got("b")
+        shown = {name: got[name] for name in given}
+        assert shown == given | {"hotLoadTransitionType": "ASYNC"}
+        assert (got["desiredReplicaCount"], got["state"]) == (1, "READY"), (
+            "one that may have a replica has one"
+        )
+        back = await server.http.patch(f"{COLLECTION}/b", json=got)
+        assert back.status_code == 200, "what was got can be sent back"
+        assert back.json() == got
+        unnamed = await server.http.post(COLLECTION, json={"baseModel": "other"})
+        assert unnamed.json()["name"].startswith(f"{A}/deployments/d-")
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    "mask", ["hot_load_transition_type,hot_load_trainer_job", "hotLoadTransitionType,hotLoadTrainerJob"]
+)
+def test_a_patch_changes_the_masked_fields_alone(tmp_path: Path, mask: str) -> None:
+    async def work(server: Server) -> None:
+        await server.create("b", description="kept", hotLoadTrainerJob="t1", minReplicaCount=1)
+        await server.supervise()
+        before = await server.got("b")
+        change = {"hotLoadTransitionType": "SYNC", "hotLoadTrainerJob": "t2", "description": "not masked"}
+        answer = await server.patch("b", mask, minReplicaCount=9, **change)
+        assert answer.status_code == 200
+        assert answer.json() == before | {"hotLoadTransitionType": "SYNC", "hotLoadTrainerJob": "t2"}
+        gone = await server.patch("b", "hotLoadTrainerJob,description")
+        assert "hotLoadTrainerJob" not in gone.json(), (
+            "a masked field that is not given goes back to its default"
+        )
+        assert gone.json()["description"] == ""
+        for bad in ("state", "colour", "hot_load"):
+            refused = await server.patch("b", bad)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "updateMask")
+        refused = await server.patch("b", baseModel="tiny-moe")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "baseModel")
+        assert (await server.patch("b", baseModel=OTHER, description="d")).json()["description"] == "d"
+        assert (await server.patch("nobody", description="d")).status_code == 404
+
+    serve(tmp_path, work)
+
+
+def test_replica_counts_follow_each_other_and_none_means_none(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        async def counts(**body: Any) -> tuple[int, int, int]:
+            got = (await server.patch("default", **body)).json()
+            return got["minReplicaCount"], got["maxReplicaCount"], got["desiredReplicaCount"]
+
+        assert await counts(minReplicaCount=3) == (3, 3, 3)
+        assert await counts(maxReplicaCount=1) == (1, 1, 1)
+        assert await counts(minReplicaCount=0) == (0, 1, 1)
+        assert await counts(minReplicaCount=0, maxReplicaCount=0) == (0, 0, 0)
+        await server.supervise()
+        got = await server.got("default")
+        assert (got["state"], got["status"]["message"]) == ("READY", "it has no replicas: none are asked for")
+        assert (await server.http.patch(f"{COLLECTION}/default:scale", json={"replicaCount": 2})).json() == {}
+        assert (await server.got("default"))["desiredReplicaCount"] == 2
+        bad = await server.http.patch(f"{COLLECTION}/default:scale", json={"replicas": 2})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "replicaCount")
+
+    serve(tmp_path, work)
+
+
+def test_a_list_comes_in_pages(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for name in ("c", "a", "b"):
+            await server.create(name)
+        names, token, pages = [], "", 0
+        while True:
+            query = {"pageSize": "3", "pageToken": token, "filter": "x", "orderBy": "name"}
+            page = (await server.http.get(COLLECTION, params=query)).json()
+            names += [d["name"].rpartition("/")[2] for d in page["deployments"]]
+            token, pages = page["nextPageToken"], pages + 1
+            assert page["totalSize"] == 4
+            if not token:
+                break
+        assert (names, pages) == (["a", "b", "c", "default"], 2)
+        assert (await server.http.get(COLLECTION, params={"pageSize": "x"})).status_code == 400
+
+    serve(tmp_path, work)
+
+
+def test_a_replica_that_cannot_be_started_fails_its_own_deployment_alone(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        server.failing["b-replica-0"] = "b-replica-0: model.safetensors is truncated"
+        await server.create("b")
+        await server.supervise()
+        got = await server.got("b")
+        assert (got["state"], got["status"]["code"]) == ("FAILED", "INTERNAL")
+        assert "model.safetensors is truncated" in got["status"]["message"]
+        assert (await server.got("default"))["state"] == "READY"
+        health = (await server.http.get("/health")).json()
+        assert [(d["wanted"], d["usable"], d["failed"]) for d in health["deployments"]] == [
+            (2, 2, []),
+            (1, 0, ["b-replica-0"]),
+        ]
+        server.failing.clear()
+        await server.supervise()
+        assert (await server.got("b"))["state"] == "READY"
+
+    serve(tmp_path, work)
+
+
+def test_the_deployment_of_the_command_line_cannot_be_deleted(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        answer = await server.http.delete(f"{COLLECTION}/default")
+        assert (answer.status_code, "scale it to 0" in answer.text) == (400, True)
+        assert (await server.http.delete(f"{COLLECTION}/nobody")).status_code == 404
+        assert (await server.http.post(f"{COLLECTION}/default:undelete")).status_code == 400
+
+    serve(tmp_path, work)
+
+
+def test_each_deployment_has_its_own_snapshots_and_one_may_refuse_them(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.create("b")
+        await server.create("c", enableHotLoad=False)
+        for name in ("", "b/", "c/"):
+            directory = server.bucket / f"{name}step-1"
+            directory.mkdir(parents=True)
+            (directory / "config.json").write_text("{}")
+
+        async def signal(**headers: str) -> httpx.Response:
+            named = {"fireworks-deployment": f"{A}/deployments/{headers['to']}"} if headers else {}
+            return await server.http.post(HOT_LOAD_PATH, json={"identity": "step-1"}, headers=named)
+
+        assert (await signal(to="b")).status_code == 200
+        assert (await server.ledger.state(f"{A}/deployments/b")).desired is not None
+        assert (await server.ledger.state(DEFAULT)).desired is None
+        refused = await signal(to="c")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "enableHotLoad")
+        assert (await signal(to="nobody")).status_code == 404
+        assert (await signal()).status_code == 200
+        desired = (await server.ledger.state(DEFAULT)).desired
+        assert desired is not None
+        assert desired.url == f"{server.bucket.as_uri()}/step-1"
+
+    serve(tmp_path, work)
+
+
+def test_models_that_can_be_deployed_are_listed(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.create("b")
+        listed = (await server.http.get(f"/v1/{A}/models")).json()["models"]
+        assert [model["name"] for model in listed] == [OTHER, MODEL]
+        assert (await server.http.get(f"/v1/{OTHER}")).json() == listed[0]
+        assert (await server.http.get(f"/v1/{A}/models/nobody")).status_code == 404
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("url", "bucket", "inside"),
+    [
+        ("file:///b/x", "file:///b", True),
+        ("file:///b", "file:///b/", True),
+        ("file:///bc", "file:///b", False),
+        ("file:///", "file:///b", False),
+        ("s3://bkt/p/x", "s3://bkt/p", True),
+        ("s3://bkt/p%2Fx", "s3://bkt/p", True),
+        ("s3://bkt/px", "s3://bkt/p", False),
+        ("s3://other/p/x", "s3://bkt/p", False),
+        ("gs://bkt/p/x", "s3://bkt/p", False),
+        ("s3://bkt/anything", "s3://bkt", True),
+    ],
+)
+def test_a_place_lies_in_a_bucket_or_not(url: str, bucket: str, inside: bool) -> None:
+    assert lies_in(url, bucket) is inside

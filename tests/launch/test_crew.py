@@ -1,0 +1,140 @@
+"""Replica processes: what runs becomes what is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from midstream.gateway.roster import Wanted, WantedReplica
+from midstream.launch.crew import Crew
+from midstream.launch.process import Child
+
+
+class Script(msgspec.Struct):
+    code: str
+
+
+LISTEN = "say(Listening(port=7)); sys.stdin.read()"
+DEADLINE_S = 60
+
+
+class Scene:
+    """A crew of scripted children; the code of a replica is `codes[name]`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.codes: dict[str, str] = {}
+        self.cleaned: list[str] = []
+        self._changed = asyncio.Event()
+        self.crew = Crew(
+            self._make, lambda r: self.cleaned.append(r.name), self._changed.set, host="h", stop_s=10
+        )
+
+    async def _make(self, wanted: WantedReplica) -> Child:
+        mark = self.path / wanted.name  # who runs notes its pid: two at once would be seen
+        code = (
+            f"import pathlib; mark = pathlib.Path({str(mark)!r}); assert not mark.exists(), 'two at once'\n"
+            f"mark.write_text(str(os.getpid()))\nimport atexit; atexit.register(mark.unlink)\n"
+            f"import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+            f"{self.codes.get(wanted.name, LISTEN)}"
+        )
+        return Child(wanted.name, "scripted_replica", Script(code))
+
+    def want(self, *names: str) -> None:
+        """Names are DEPLOYMENT-NUMBER."""
+        self.crew.want(
+            Wanted(tuple(WantedReplica(name=n, deployment=n.partition("-")[0], model="m") for n in names))
+        )
+
+    def pid(self, name: str) -> int:
+        return int((self.path / name).read_text())
+
+    async def until(self, **urls: str | None) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while {r.name.replace("-", "_"): r.url for r in self.crew.running().replicas} != urls:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+def scene(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[Scene], Awaitable[None]]], None]:
+    (tmp_path / "scripted_replica.py").write_text(
+        "import json, sys, os, time\n"
+        "from midstream.launch.child import Announcer, Listening\n"
+        "spec = json.loads(sys.stdin.readline())\nsay = Announcer()\n"
+        "exec(spec['code'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+
+    def run(work: Callable[[Scene], Awaitable[None]]) -> None:
+        async def main() -> None:
+            here = Scene(tmp_path)
+            try:
+                await work(here)
+            finally:
+                await here.crew.close()
+            assert repr(here.crew) == "Crew([] wanted, 0 alive)"
+
+        asyncio.run(main())
+
+    return run
+
+
+URL = "http://h:7"
+
+
+def test_replicas_come_and_go_and_the_others_are_left_alone(scene) -> None:  # type: ignore[no-untyped-def]
+    async def work(here: Scene) -> None:
+        here.want("a-0", "a-1", "b-0")
+        await here.until(a_0=URL, a_1=URL, b_0=URL)
+        kept, gone = here.pid("a-0"), here.pid("a-1")
+        here.want("a-0", "b-0")
+        await here.until(a_0=URL, b_0=URL)
+        here.want("a-0", "a-1")
+        await here.until(a_0=URL, a_1=URL)
+        assert here.pid("a-0") == kept
+        assert here.pid("a-1") != gone, "the one before ended first: its mark was gone"
+        await here.crew.close()
+        assert here.cleaned == ["b-0"], "what is left of a deployment goes with it, not with a replica"
+
+    scene(work)
+
+
+def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene) -> None:  # type: ignore[no-untyped-def]
+    async def work(here: Scene) -> None:
+        here.codes["a-0"] = "say(Listening(error='no such model'))"
+        here.want("a-0", "b-0")
+        await here.until(a_0=None, b_0=URL)
+        async with asyncio.timeout(DEADLINE_S):
+            while not (why := here.crew.running().replicas[0].error):
+                here._changed.clear()
+                await here._changed.wait()
+        assert why == "a-0: no such model"
+        here.codes["a-0"] = LISTEN
+        await here.until(a_0=URL, b_0=URL)
+        assert here.crew.running().replicas[0].error is None
+
+    scene(work)
+
+
+def test_one_that_is_not_wanted_any_more_while_it_starts_is_ended(scene) -> None:  # type: ignore[no-untyped-def]
+    async def work(here: Scene) -> None:
+        here.codes["a-0"] = "time.sleep(1000)"
+        here.want("a-0")
+        async with asyncio.timeout(DEADLINE_S):
+            while not (here.path / "a-0").exists() or not (here.path / "a-0").read_text():  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+        pid = here.pid("a-0")
+        here.want()
+        await here.crew.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    scene(work)
