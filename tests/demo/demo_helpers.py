@@ -62,5 +62,9 @@ def make_row(step: int, **changes) -> StepRow:
         "tokens": 50,
         "served": True,
         "pause_ms": (1.0, 3.0),
+        "kind": "delta",
+        "bytes_sent": 250_000,
+        "bytes_whole": 1_000_000,
+        "publish_s": 0.5,
     }
     return StepRow(**(values | changes))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from midstream.client import PublishError, ReplicaStatus, Status
+from midstream.client import Published, PublishError, ReplicaStatus, Status
 from midstream.demo.loop import Loop, LoopOptions, NoRollouts
 from midstream.demo.records import Rollout, Turn
 from midstream.demo.replay import Mismatch
@@ -41,6 +41,8 @@ class World:
         self.errors: list[str] = []
         self.model = object()
         self.started: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self.while_loading = 0  # groups of the next step that end before a publication does
         self.moved = threading.Condition()
         self.last_step = 0
 
@@ -52,7 +54,10 @@ class World:
             self.moved.notify_all()
         snapshot = self.serving
         await asyncio.sleep(0)
-        self.events.append(f"end {step}/{group}")
+        with self.moved:
+            self.events.append(f"end {step}/{group}")
+            self.ended[step] = self.ended.get(step, 0) + 1
+            self.moved.notify_all()
         if step in self.failing_steps:
             self.failed += samples
             self.errors.append("boom")
@@ -76,28 +81,37 @@ class World:
         self.snapshot = snapshot
 
     # Publisher
-    def write_full(self, identity, **_):
-        self.events.append(f"write {identity}")
+    def begin(self, identity, *, model, **_):
+        assert model is self.model
+        self.events.append(f"begin {identity}")
 
-    def signal(self, identity, **_):
-        if identity == self.refused:
-            raise PublishError("no room")
-        self.events.append(f"signal {identity}")
+        def wait():
+            if identity == self.refused:
+                raise PublishError("no room")
+            with self.moved:  # it goes on until enough rollouts were in flight beside it
+                self.moved.wait_for(lambda: self.sampled_beside(identity) >= self.while_loading, 10)
+            self.serving = identity
+            self.events.append(f"ready {identity}")
+            swap = {"snapshot": identity, "pause_ms": 2.5}
+            stale = {"snapshot": "base", "pause_ms": 99.0}
+            rows = [ReplicaStatus(identity, True, "done", identity, last_swap=s) for s in (swap, stale)]
+            return Published(
+                identity, "delta", "before", "", 30, 100, 0.5, 0.25, 0.5, 1.0, Status(tuple(rows))
+            )
 
-    def wait_until_ready(self, identity, timeout_s):
-        self.serving = identity
-        self.events.append(f"ready {identity}")
-        swap = {"snapshot": identity, "pause_ms": 2.5}
-        stale = {"snapshot": "base", "pause_ms": 99.0}
-        rows = [ReplicaStatus(identity, True, "done", identity, last_swap=s) for s in (swap, stale)]
-        return Status(tuple(rows))
+        return SimpleNamespace(wait=wait)
+
+    def sampled_beside(self, identity):
+        """Groups that ended of the step whose rollouts are sampled while `identity` is published; after the last, enough."""
+        step = int(identity.removeprefix("step-"))
+        return self.ended.get(step, 0) if step <= self.last_step else self.while_loading
 
 
 def run(world: World, steps: int = 3) -> Loop:
     seen = []
     world.last_step = steps - 1
     loop = Loop(
-        LoopOptions(seed=0, steps=steps, groups=4, samples=2),
+        LoopOptions(seed=0, steps=steps, groups=6, samples=2),
         world, world, world, SimpleNamespace(), lambda row: seen.append((row.step, row.served)),
     )  # fmt: skip
     asyncio.run(loop.run())
@@ -109,48 +123,61 @@ def run(world: World, steps: int = 3) -> Loop:
 def test_all_first_rollouts_are_sampled_before_anything_is_published():
     world = World()
     loop = run(world)
-    assert set(world.events[:8]) == {f"{what} 0/{g}" for what in ("start", "end") for g in range(4)}
-    assert len(loop.first_rollouts) == 8
+    assert set(world.events[:12]) == {f"{what} 0/{g}" for what in ("start", "end") for g in range(6)}
+    assert len(loop.first_rollouts) == 12
     assert {label for r in loop.first_rollouts for t in r.turns for label in t.snapshots} == {"base"}
 
 
-def test_half_of_the_next_groups_start_with_training_and_the_rest_with_the_signal():
-    events = (world := World()).events
+def test_a_third_of_the_next_groups_start_with_training_and_the_rest_once_publication_began():
+    world = World()
     run(world)
     for step in (0, 1):
-        trained, signalled = events.index(f"train 8 of {step}"), events.index(f"signal step-{step + 1}")
-        starts = [events.index(f"start {step + 1}/{g}") for g in range(4)]
-        assert max(starts[:2]) < events.index(f"write step-{step + 1}")
-        assert min(starts[2:]) > trained
-        assert max(starts) < signalled
-        assert events.index(f"write step-{step + 1}") < signalled
+        starts = [world.events.index(f"start {step + 1}/{g}") for g in range(6)]
+        trained, began = (world.events.index(e) for e in (f"train 12 of {step}", f"begin step-{step + 1}"))
+        assert max(starts[:2]) < trained < began < min(starts[2:])
+
+
+def test_while_a_snapshot_is_published_groups_follow_one_another_and_then_the_rest_starts_at_once():
+    world = World()
+    world.while_loading = 4  # the two early ones and two of the others
+    run(world)
+    for step in (0, 1):
+        began, ready = (world.events.index(f"{what} step-{step + 1}") for what in ("begin", "ready"))
+        beside = world.events[began:ready]
+        running = [0]
+        for event in beside:
+            running.append(running[-1] + event.startswith("start") - event.startswith("end"))
+        late = [e for e in beside if e.startswith(f"start {step + 1}/")]
+        assert late[:2] == [f"start {step + 1}/{g}" for g in (2, 3)]
+        assert max(running) <= 2, beside
 
 
 def test_every_step_trains_on_its_own_rollouts_and_publishes_in_order():
     world = World()
     loop = run(world, steps=4)
-    assert [e for e in world.events if e.startswith("train")] == [f"train 8 of {s}" for s in range(4)]
-    published = [e for e in world.events if e.startswith(("signal", "ready"))]
-    assert published == [f"{what} step-{s}" for s in range(1, 5) for what in ("signal", "ready")]
+    assert [e for e in world.events if e.startswith("train")] == [f"train 12 of {s}" for s in range(4)]
+    published = [e for e in world.events if e.startswith(("begin", "ready"))]
+    assert published == [f"{what} step-{s}" for s in range(1, 5) for what in ("begin", "ready")]
     assert [row.snapshot for row in loop.rows] == ["step-1", "step-2", "step-3", "step-4"]
     assert not any(e.startswith("start 4/") for e in world.events)
 
 
 def test_a_row_has_the_numbers_of_its_batch_and_only_pauses_of_its_own_swap():
     row = run(World(), steps=1).rows[0]
-    assert row.rewards == (0.5,) * 8
-    assert (row.prompt_tokens, row.cached_prompt_tokens, row.tokens, row.streams) == (16, 8, 16, 8)
+    assert row.rewards == (0.5,) * 12
+    assert (row.prompt_tokens, row.cached_prompt_tokens, row.tokens, row.streams) == (24, 12, 24, 12)
     assert row.older_snapshot_share == 0.0
     assert row.pause_ms == (2.5,)
     assert (row.kl_own_routes, row.kl_replayed_routes) == (4e-3, 4e-4)
     assert row.loss == 0.25
-    assert row.one_replica == 8
+    assert row.one_replica == 12
+    assert (row.kind, row.bytes_sent, row.bytes_whole, row.publish_s) == ("delta", 30, 100, 1.75)
 
 
 def test_tokens_sampled_before_the_last_update_count_as_older():
     rows = run(World(), steps=3).rows
     assert rows[0].older_snapshot_share == 0.0
-    assert 0.5 <= rows[1].older_snapshot_share <= 1.0  # its first half started under the snapshot before
+    assert 1 / 3 <= rows[1].older_snapshot_share <= 1.0  # a third started under the snapshot before
 
 
 def test_a_step_whose_rollouts_all_failed_ends_the_run_with_the_reason():

@@ -24,8 +24,9 @@ KEYS_PROMISED = {
 @pytest.fixture
 def rows():
     first = make_row(
-        0, reward=0.1, rewards=(0.0, 0.2), streams_crossed_swap=0, tokens=100, kl_own_routes=4e-3
-    )
+        0, reward=0.1, rewards=(0.0, 0.2), streams_crossed_swap=0, tokens=100, kl_own_routes=4e-3,
+        kind="full", bytes_sent=1_000_000, publish_s=1.5,
+    )  # fmt: skip
     last = make_row(
         1, reward=0.9, rewards=(0.8, 1.0), tokens=300, kl_own_routes=8e-3, kl_replayed_routes=4e-4,
         cached_prompt_tokens=90, prompt_tokens=300, pause_ms=(2.0, 10.0), route_diff_share=0.08,
@@ -52,6 +53,18 @@ def test_the_summary_has_every_promised_key_with_the_numbers_of_the_rows(summary
     assert summary["pause_ms_max"] == 10.0
     assert summary["cached_prompt_share"] == 150 / 400
     assert summary["seconds"] == 12.5
+    assert (summary["full_snapshots"], summary["bytes_full"], summary["publish_s_full"]) == (
+        1,
+        1_000_000,
+        1.5,
+    )
+    assert (summary["deltas"], summary["bytes_delta"], summary["publish_s_delta"]) == (1, 250_000, 0.5)
+
+
+def test_sizes_of_deltas_and_full_snapshots_are_printed_side_by_side(rows, summary):
+    (line,) = [line for line in summary_lines(summary, [], Path("x")) if line.startswith("published")]
+    assert line == "published         1 full of 1.00 MB in 1.5 s, 1 deltas of 250.00 kB in 0.5 s (medians)"
+    assert "delta 250.00 kB" in render(rows, summary, [])
 
 
 def test_a_good_run_misses_nothing(summary):
@@ -96,7 +109,7 @@ def test_a_run_without_swaps_has_no_pauses():
 def test_the_report_is_one_file_that_fetches_nothing(rows, summary):
     html = render(rows, summary | {"versions": {"torch": "2.13"}}, ["reward <fell>"])
     assert not re.search(r"https?://|<script|<link|<img|\bsrc=|@import|url\(", html)
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 7
     assert "Missed: reward &lt;fell&gt;" in html
     assert "step-2" in html
     assert "torch 2.13" in html
@@ -147,18 +160,20 @@ def test_without_a_terminal_progress_is_plain_lines(rows, capsys):
     assert text.splitlines() == [
         "starting",
         "step 1: reward 0.100 (0.0 s)",
-        "step-1 serves on every replica, paused for 2.0 ms",
+        "step-1 serves on every replica: full, 1.00 MB, 1.5 s, paused for 2.0 ms",
     ]
 
 
 def test_the_table_has_a_line_per_step_with_what_the_swap_did(rows, capsys):
-    Console(width=160).print(steps_table(rows))
+    Console(width=200).print(steps_table(rows))
     lines = [line for line in capsys.readouterr().out.splitlines() if "step-" in line]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     assert cells[1] == [
         "2",
         "0.900",
         "step-2",
+        "delta 250.00 kB",
+        "0.5",
         "6.0",
         "30%",
         "50%",

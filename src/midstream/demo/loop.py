@@ -4,8 +4,9 @@ Owns: the order of things in one run.
 
 Always holds:
 - All rollouts of step 0 are sampled before anything is published.
-- Half of a step's groups start when training on the step before starts, the rest just before its snapshot is signalled:
-  so streams are running when replicas switch, and no rollout starts more than one snapshot behind.
+- A third of a step's groups start when training on the step before starts. The others follow while its snapshot is published,
+  a few at a time, and what is left of them when it serves all at once: so streams are running whenever the replicas
+  switch, and no rollout starts more than one snapshot behind.
 - One snapshot is published at a time; a failed publication ends the run with its reason.
 """
 
@@ -18,14 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from midstream.client import SnapshotPublisher, Status
+from midstream.client import Publication, SnapshotPublisher
 from midstream.demo.records import Rollout, StepRow
 from midstream.demo.rollouts import Sampler
 from midstream.demo.task import problems
 from midstream.demo.trainer import Trainer
 
-SIGNAL_RETRY_S = 30.0
-READY_TIMEOUT_S = 60.0
+PUBLISH_TIMEOUT_S = 60.0
+GROUPS_AT_ONCE = 2  # while a snapshot is published
 
 
 class NoRollouts(Exception):
@@ -64,17 +65,15 @@ class Loop:
         self.first_rollouts: list[Rollout] = []
 
     async def run(self) -> list[StepRow]:
-        with ThreadPoolExecutor(1, "trainer") as training, ThreadPoolExecutor(1, "publisher") as publishing:
+        with ThreadPoolExecutor(1, "trainer") as training:
             async with asyncio.TaskGroup() as tasks:
-                await self._run(tasks, training, publishing)
+                await self._run(tasks, training)
         return self.rows
 
-    async def _run(
-        self, tasks: asyncio.TaskGroup, training: ThreadPoolExecutor, publishing: ThreadPoolExecutor
-    ) -> None:
+    async def _run(self, tasks: asyncio.TaskGroup, training: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         started, failed_before = self._clock(), 0
-        batch = await _gather(self._sample(tasks, 0, slice(None)))
+        batch = await self._sample(0, slice(None))
         self.first_rollouts = batch
         published: asyncio.Task[None] | None = None
         for step in range(self._options.steps):
@@ -82,41 +81,49 @@ class Loop:
                 raise NoRollouts(f"every rollout of step {step} failed, first: {self._sampler.errors[0]}")
             failed = self._sampler.failed - failed_before
             failed_before = self._sampler.failed
-            half = self._options.groups // 2
-            upcoming = self._sample(tasks, step + 1, slice(half))
+            third = self._options.groups // 3
+            early = tasks.create_task(self._sample(step + 1, slice(third)))
             row = await loop.run_in_executor(training, self._train, step, batch, failed)
             if published is not None:
                 await published
-            upcoming += self._sample(tasks, step + 1, slice(half, None))
-            published = tasks.create_task(self._publish(row, publishing))
+            publication = await loop.run_in_executor(training, self._begin, row)
+            published = tasks.create_task(self._serve(row, publication))
             now = self._clock()
             row.seconds, started = now - started, now
             self.rows.append(row)
             self._on_row(row)
-            batch = await _gather(upcoming)
+            late = await self._sample(step + 1, slice(third, None), published)
+            batch = await early + late
         if published is not None:
             await published
 
-    def _sample(self, tasks: asyncio.TaskGroup, step: int, which: slice) -> list[asyncio.Task[list[Rollout]]]:
-        """Start the groups `which` of `step`; none beyond the last step."""
+    async def _sample(
+        self, step: int, which: slice, published: asyncio.Task[None] | None = None
+    ) -> list[Rollout]:
+        """The groups `which` of `step`, none beyond the last step: all at once, or a few at a time until `published`."""
         if step >= self._options.steps:
             return []
         chosen = list(enumerate(problems(self._options.seed, step, self._options.groups)))[which]
-        return [
-            tasks.create_task(self._sampler.group(step, group, problem, self._options.samples))
-            for group, problem in chosen
-        ]
+        groups: list[asyncio.Task[list[Rollout]]] = []
+        async with asyncio.TaskGroup() as tasks:
+            for group, problem in chosen:
+                while published is not None and not published.done():
+                    running = [task for task in groups if not task.done()]
+                    if len(running) < GROUPS_AT_ONCE:
+                        break
+                    await asyncio.wait([*running, published], return_when=asyncio.FIRST_COMPLETED)
+                groups.append(
+                    tasks.create_task(self._sampler.group(step, group, problem, self._options.samples))
+                )
+        return [rollout for task in groups for rollout in task.result()]
 
     def _train(self, step: int, batch: Sequence[Rollout], failed: int) -> StepRow:
-        """Measure, update, and write the new snapshot's files (in the trainer's thread)."""
+        """Measure and update (in the trainer's thread)."""
         held = self._trainer.snapshot
         mismatch = self._trainer.mismatch(batch)
         loss = self._trainer.update(batch)
         snapshot = f"step-{step + 1}"
         self._trainer.remember(snapshot)
-        self._publisher.write_full(
-            snapshot, model=self._trainer.model, config_dir=self._model_directory, dtype="bfloat16"
-        )
         row = batch_row(step, snapshot, held, batch)
         row.failed_requests, row.loss = failed, loss
         row.kl_own_routes, row.kl_replayed_routes = mismatch.kl_own_routes, mismatch.kl_replayed_routes
@@ -124,13 +131,21 @@ class Loop:
         row.route_layer_diff_share = mismatch.route_layer_diff_share
         return row
 
-    async def _publish(self, row: StepRow, publishing: ThreadPoolExecutor) -> None:
-        def signal_and_wait() -> Status:
-            self._publisher.signal(row.snapshot, retry_s=SIGNAL_RETRY_S)
-            return self._publisher.wait_until_ready(row.snapshot, READY_TIMEOUT_S)
+    def _begin(self, row: StepRow) -> Publication:
+        """Copy the weights; the rest of the publication goes on by itself."""
+        return self._publisher.begin(
+            row.snapshot,
+            model=self._trainer.model,
+            config_dir=self._model_directory,
+            dtype="bfloat16",
+            timeout_s=PUBLISH_TIMEOUT_S,
+        )
 
-        status = await asyncio.get_running_loop().run_in_executor(publishing, signal_and_wait)
-        swaps = [replica.last_swap or {} for replica in status.replicas]
+    async def _serve(self, row: StepRow, publication: Publication) -> None:
+        done = await asyncio.to_thread(publication.wait)
+        row.kind, row.bytes_sent, row.bytes_whole = done.kind, done.bytes_sent, done.bytes_whole
+        row.publish_s = done.encode_s + done.upload_s + done.load_s
+        swaps = [replica.last_swap or {} for replica in done.replicas]
         row.pause_ms = tuple(swap["pause_ms"] for swap in swaps if swap.get("snapshot") == row.snapshot)
         row.served = True
         self._on_row(row)
@@ -154,7 +169,3 @@ def batch_row(step: int, snapshot: str, held: str, batch: Sequence[Rollout]) -> 
         one_replica=sum(rollout.one_replica for rollout in batch),
         tokens=len(labels),
     )
-
-
-async def _gather(groups: Sequence[asyncio.Task[list[Rollout]]]) -> list[Rollout]:
-    return [rollout for group in await asyncio.gather(*groups) for rollout in group]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from midstream.demo.records import StepRow
     from midstream.demo.server import ServerProcess
 
-OWN_DIRECTORIES = ("model", "bucket", "state")  # of the output directory: made anew by each run
+OWN_DIRECTORIES = ("model", "bucket", "state", "publish")  # of the output directory: made anew by each run
 
 
 class BrokenOff(Exception):
@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=_at_least_two, default=6, help="rollouts per problem")
     parser.add_argument("--tokens", type=_positive, default=32, help="tokens per turn")
     parser.add_argument("--replicas", type=_positive, default=2)
+    parser.add_argument(
+        "--full-every", type=_positive, default=5, help="a full snapshot every so many, deltas between them"
+    )
     parser.add_argument("--learning-rate", type=float, default=8e-4)
 
 
@@ -131,7 +134,12 @@ async def _loop(options: argparse.Namespace, out: Path, server: ServerProcess, d
     ) as client:
         sampler = Sampler(client, sampling, lambda text: list(tokenizer(text)["input_ids"]))
         with SnapshotPublisher(
-            server.url, _bucket(out), model=server.model, deployment=server.deployment
+            server.url,
+            _bucket(out),
+            model=server.model,
+            deployment=server.deployment,
+            full_every=options.full_every,
+            work_dir=out / "publish",
         ) as publisher:
             display.say("sampling the first rollouts")
             loop = Loop(
@@ -163,7 +171,7 @@ def _conclude(options: argparse.Namespace, out: Path, run: Run, seconds: float, 
     console.print(steps_table(run.rows))
     for line in summary_lines(summary, missed, out):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for name in ("bucket", "state"):
+    for name in ("bucket", "state", "publish"):
         shutil.rmtree(out / name, ignore_errors=True)
     return 1 if missed else 0
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from midstream.commands.table import size
 from midstream.demo.records import StepRow
 
 PLAIN_WIDTH = 120
@@ -53,13 +54,17 @@ class Display:
                 self._progress.update(self._task, completed=row.step + 1)
             self.say(f"step {row.step + 1}: reward {row.reward:.3f} ({row.seconds:.1f} s)")
         elif self._progress is None:
-            self.say(f"{row.snapshot} serves on every replica, paused for {_pause(row)} ms")
+            self.say(
+                f"{row.snapshot} serves on every replica: {row.kind}, {size(row.bytes_sent)}, {row.publish_s:.1f} s, "
+                f"paused for {_pause(row)} ms"
+            )
 
 
 def steps_table(rows: Sequence[StepRow]) -> Table:
     table = Table(title="Steps", title_justify="left")
     for name in (
-        "step", "reward", "snapshot", "pause ms", "cached", "older", "crossed", "routes differ", "KL own", "KL replay", "s",
+        "step", "reward", "snapshot", "sent", "publish s", "pause ms",
+        "cached", "older", "crossed", "routes differ", "KL own", "KL replay", "s",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name == "snapshot" else "right")
     for row in rows:
@@ -67,6 +72,8 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
             str(row.step + 1),
             f"{row.reward:.3f}",
             row.snapshot,
+            f"{row.kind} {size(row.bytes_sent)}" if row.served else "-",
+            f"{row.publish_s:.1f}",
             _pause(row),
             f"{row.cached_prompt_share:.0%}",
             f"{row.older_snapshot_share:.0%}",
@@ -88,6 +95,7 @@ def summary_lines(summary: dict[str, Any], misses: Sequence[str], out: Path) -> 
         f"reward            {s['reward_first']:.3f} -> {s['reward_last']:.3f} "
         f"(standard error of the rise {s['reward_stderr']:.3f})",
         f"swaps             {s['swaps']} ({pauses})",
+        f"published         {_published(s)}",
         f"streams           {s['streams']}, of which {s['streams_crossed_swap']} crossed a swap",
         f"failed requests   {s['failed_requests']}",
         f"same replica      {s['affinity_share']:.1%} of {s['rollouts']} sessions",
@@ -98,6 +106,15 @@ def summary_lines(summary: dict[str, Any], misses: Sequence[str], out: Path) -> 
         f"written           {out / 'report.html'}, {out / 'summary.json'}",
     ]
     return lines + [f"MISSED: {miss}" for miss in misses]
+
+
+def _published(s: dict[str, Any]) -> str:
+    parts = [
+        f"{s[count]} {name} of {size(int(s[f'bytes_{kind}']))} in {s[f'publish_s_{kind}']:.1f} s"
+        for kind, name, count in (("full", "full", "full_snapshots"), ("delta", "deltas", "deltas"))
+        if s[count]
+    ]
+    return ", ".join(parts) + " (medians)" if parts else "nothing"
 
 
 def _pause(row: StepRow) -> str:

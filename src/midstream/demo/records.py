@@ -125,6 +125,10 @@ class StepRow:
     seconds: float = 0.0
     served: bool = False  # every replica reported the snapshot as served
     pause_ms: tuple[float, ...] = field(default=())  # of each replica's swap to `snapshot`
+    kind: str = ""  # full or delta, once served
+    bytes_sent: int = 0  # of its files in the bucket
+    bytes_whole: int = 0  # of the whole checkpoint
+    publish_s: float = 0.0  # from the copied weights until every replica served them
 
     @property
     def cached_prompt_share(self) -> float:

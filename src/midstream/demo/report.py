@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from midstream.commands.table import size
 from midstream.demo.records import StepRow
 from midstream.demo.svg import Line, line_chart
 
@@ -43,7 +44,7 @@ def render(rows: Sequence[StepRow], summary: dict[str, Any], misses: Sequence[st
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>midstream demo</title>'
         f"<style>{STYLE}</style></head><body><h1>midstream demo</h1>"
         f"<p>{len(rows)} steps of GRPO on a tiny MoE, seed {escape(str(summary['seed']))}: rollouts sampled through live "
-        "weight swaps, one per step.</p>"
+        "weight swaps, one per step, published as deltas between full snapshots.</p>"
         f"{verdict}<h2>Over the steps</h2><div class='plots'>{plots}</div>"
         f"<h2>Steps</h2>{_steps(rows)}<h2>Summary</h2>{_summary(summary)}</body></html>\n"
     )
@@ -76,6 +77,11 @@ def _plots(rows: Sequence[StepRow]) -> list[str]:
             ],
         ),
         line_chart(
+            "What a publication sent (peaks: full snapshots)",
+            "share of the whole checkpoint",
+            [Line("sent", [r.bytes_sent / r.bytes_whole if r.bytes_whole else math.nan for r in rows])],
+        ),
+        line_chart(
             "Routes that bfloat16 and float32 choose differently",
             "share",
             [
@@ -101,13 +107,15 @@ def _plots(rows: Sequence[StepRow]) -> list[str]:
 
 def _steps(rows: Sequence[StepRow]) -> str:
     heads = (
-        "snapshot", "reward", "pause ms", "cached prompt", "older tokens", "streams crossed", "KL own routes",
-        "KL replayed", "routes differ", "failed", "seconds",
+        "snapshot", "reward", "sent", "publish s", "pause ms", "cached prompt", "older tokens", "streams crossed",
+        "KL own routes", "KL replayed", "routes differ", "failed", "seconds",
     )  # fmt: skip
     lines = [
         (
             row.snapshot,
             f"{row.reward:.3f}",
+            f"{row.kind} {size(row.bytes_sent)}" if row.served else "-",
+            f"{row.publish_s:.1f}",
             ", ".join(f"{pause:.1f}" for pause in row.pause_ms) or "-",
             f"{row.cached_prompt_share:.1%}",
             f"{row.older_snapshot_share:.1%}",

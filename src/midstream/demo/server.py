@@ -29,7 +29,7 @@ class ServerFailed(Exception):
 class ServerProcess:
     """`url`, `model` and `deployment` are what the ready line said."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, start_timeout_s: float = 90.0) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, start_timeout_s: float = 180.0) -> None:
         self._arguments = [sys.executable, "-m", "midstream.cli", "serve", *arguments]
         self._log = log
         self._start_timeout_s = start_timeout_s

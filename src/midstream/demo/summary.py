@@ -22,6 +22,8 @@ def summarise(rows: Sequence[StepRow], *, seed: int, steps: int, seconds: float)
     reward_stderr: standard error of `reward_last - reward_first`, the difference of the mean rewards of the last and
         the first step's rollouts: sqrt(var_first / n_first + var_last / n_last).
     swaps: snapshots that every replica came to serve. pause_ms_*: over every replica's every swap.
+    bytes_full, bytes_delta: medians of what such a publication wrote into the bucket, None when there was none; publish_s_*:
+        from the copied weights until every replica served them, encoding included.
     KLs and shares are means over all tokens of the run; affinity_share is the share of rollouts all of whose turns one replica
         served.
     """
@@ -30,6 +32,8 @@ def summarise(rows: Sequence[StepRow], *, seed: int, steps: int, seconds: float)
     streams = sum(row.streams for row in rows)
     rollouts = sum(len(row.rewards) for row in rows)
     pauses = [pause for row in rows for pause in row.pause_ms]
+    served = [row for row in rows if row.served]
+    sizes = {kind: [row.bytes_sent for row in served if row.kind == kind] for kind in ("full", "delta")}
 
     def token_mean(name: str) -> float:
         return float(sum(getattr(row, name) * row.tokens for row in rows) / tokens)
@@ -41,7 +45,13 @@ def summarise(rows: Sequence[StepRow], *, seed: int, steps: int, seconds: float)
         "reward_first": first.reward,
         "reward_last": last.reward,
         "reward_stderr": difference_stderr(first.rewards, last.rewards),
-        "swaps": sum(row.served for row in rows),
+        "swaps": len(served),
+        "full_snapshots": len(sizes["full"]),
+        "deltas": len(sizes["delta"]),
+        "bytes_full": _median(sizes["full"]),
+        "bytes_delta": _median(sizes["delta"]),
+        "publish_s_full": _median([row.publish_s for row in served if row.kind == "full"]),
+        "publish_s_delta": _median([row.publish_s for row in served if row.kind == "delta"]),
         "failed_requests": sum(row.failed_requests for row in rows),
         "rollouts": rollouts,
         "streams": streams,
@@ -52,12 +62,16 @@ def summarise(rows: Sequence[StepRow], *, seed: int, steps: int, seconds: float)
         "kl_replayed_routes": token_mean("kl_replayed_routes"),
         "route_diff_share": token_mean("route_diff_share"),
         "route_layer_diff_share": token_mean("route_layer_diff_share"),
-        "pause_ms_p50": statistics.median(pauses) if pauses else None,
+        "pause_ms_p50": _median(pauses),
         "pause_ms_max": max(pauses, default=None),
         "cached_prompt_share": sum(row.cached_prompt_tokens for row in rows)
         / sum(row.prompt_tokens for row in rows),
         "generated_tokens": tokens,
     }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def difference_stderr(first: Sequence[float], last: Sequence[float]) -> float:
