@@ -316,6 +316,18 @@ def test_files_hinted_at_are_used_and_survive_the_end_of_another_load(local: Wor
     assert not partial.exists()
 
 
+def test_files_hinted_at_do_not_push_out_what_serves_nor_pass_the_bound(local: World) -> None:
+    fetcher = local.fetcher(bytes_max=4000)
+    serving = local.load(fetcher, local.publish(1))
+    put_directory(local.bucket, "big", write_checkpoint(local.sources / "big", size=200))
+    url = f"{local.bucket}/big"
+    with pytest.raises(SnapshotError, match=r"files fetched early: .* do not fit into the snapshot cache"):
+        local.run(fetcher.prefetch(url, ["model.safetensors"]))
+    assert serving.exists()
+    (journal,) = partial_directory(local.cache_root, url).glob("*.done")
+    assert journal.stat().st_size == 0
+
+
 def test_content_nobody_knows_is_never_taken_from_the_cache(local: World) -> None:
     """Without a fingerprint the bucket is asked every time."""
     fetcher = local.fetcher()

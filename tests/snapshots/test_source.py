@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from checkpoints import CONFIG, weights, write_checkpoint
 
-from midstream.errors import SnapshotIncompatible
+from midstream.errors import SnapshotIncompatible, SnapshotMissing
 from midstream.replica.source import CachedSource
 from midstream.snapshots.cache import SnapshotCache
 from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.delta import encode_delta
 from midstream.snapshots.layout import read_spec
+from midstream.snapshots.store import snapshot_fingerprint
 from midstream.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles
 
 
@@ -89,3 +90,46 @@ def test_fields_the_trainer_lets_differ_are_not_compared(
         )
     relaxed = Desired(snapshot="new", generation=1, url=path.as_uri(), ignore_config=("extra", "hidden_size"))
     asyncio.run(source.verify(path, relaxed))
+
+
+@pytest.mark.parametrize("links", [1, 2])
+def test_what_serves_is_fetched_anew_when_it_is_asked_for_again(tmp_path: Path, links: int) -> None:
+    """A reload after a failed check: the local files may be what is wrong, even if their sizes are right."""
+    full, child = write_checkpoint(tmp_path / "s0", seed=0), write_checkpoint(tmp_path / "s1", seed=1)
+    encode_delta(full, child, tmp_path / "d1", "arc_v2")
+    source = make_source(tmp_path)
+    first = SnapshotFiles(
+        snapshot="s0", url=full.as_uri(), fingerprint=asyncio.run(snapshot_fingerprint(full.as_uri()))
+    )
+    url = (tmp_path / "d1").as_uri()
+    desired = {
+        1: Desired(snapshot="s0", generation=1, url=first.url, fingerprint=first.fingerprint),
+        2: Desired(
+            snapshot="s1",
+            generation=1,
+            url=url,
+            fingerprint=asyncio.run(snapshot_fingerprint(url)),
+            compression="arc_v2",
+            parents=(first,),
+        ),
+    }[links]
+    expected = weights(full if links == 1 else child)
+
+    async def load() -> Path:
+        path = await source.fetch(desired)
+        return path if path is not None else await source.rebuild(desired)
+
+    async def scenario() -> None:
+        path = await load()
+        damaged = bytearray((path / "model.safetensors").read_bytes())
+        damaged[-1] ^= 1
+        (path / "model.safetensors").write_bytes(damaged)
+        assert weights(await load()) != expected  # only the sizes were looked at
+        await source.release([desired])
+        assert weights(await load()) == expected
+        full.rename(tmp_path / "away")
+        with pytest.raises(SnapshotMissing):
+            await load()
+        assert weights(path) == expected  # nothing is lost for want of the bucket
+
+    asyncio.run(scenario())

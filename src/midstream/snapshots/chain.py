@@ -56,32 +56,44 @@ class ChainFetcher:
         self._threads = threads
         self._slots = asyncio.Semaphore(PARTS_IN_FLIGHT)
         self._in_use: frozenset[Path] = frozenset()  # as of the last release
+        self._attempting: frozenset[Path] = frozenset()  # since then
+        self._anew: Chain = ()  # fetched anew: its rebuild takes nothing from the cache either
         self._hinted: list[Path] = []  # partial directories, the latest last
         self._hinting = asyncio.Lock()
         self._fresh: Path | None = None  # fetched by the last `fetch`: a delta that fails on it is bad itself
         self._proved: set[Path] = set()  # made anew after a delta failed on them: the same
 
-    async def fetch(self, chain: Chain, progress: Progress | None = None) -> Path | None:
+    async def fetch(
+        self, chain: Chain, progress: Progress | None = None, *, anew: bool = False
+    ) -> Path | None:
         """The whole files of `chain`, if they are here or in the bucket as they are; None: `rebuild` has to make them.
 
-        All that a rebuild needs is then here. Raises SnapshotError.
+        All that a rebuild needs is then here. anew: what is in the cache is not trusted, but stays until it is replaced.
+        Raises SnapshotError.
         """
         if chain[0].compression is not None:
             raise SnapshotIncompatible(
                 f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"
             )
-        start = await asyncio.to_thread(self._newest_whole, chain)
-        if start == len(chain) - 1 and _known(chain):
+        self._anew = tuple(chain) if anew else ()
+        start = -1 if anew else await asyncio.to_thread(self._newest_whole, chain)
+        self._attempting = frozenset(self._attempt(chain, start))
+        if start == len(chain) - 1:
             path = self._cache.whole(chain)
             self._cache.touch(path)
             return path
+        if anew:
+            await self._fetch_full_anew(chain)
+            start = 0
         await self._fetch_from(chain, start, progress)
-        self._fresh = self._cache.whole(chain[:1]) if start < 0 else None
+        self._fresh = self._cache.whole(chain[:1]) if start < 0 or anew else None
         return self._cache.whole(chain) if len(chain) == 1 else None
 
     async def rebuild(self, chain: Chain) -> Path:
         """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault."""
-        start = await asyncio.to_thread(self._newest_whole, chain)
+        anew = self._anew == tuple(chain)
+        start = 0 if anew else await asyncio.to_thread(self._newest_whole, chain)
+        self._attempting = frozenset(self._attempt(chain, start))
         found = self._cache.whole(chain[: max(start, 0) + 1])
         try:
             await self._rebuild_from(chain, start)
@@ -97,11 +109,18 @@ class ChainFetcher:
         partial = partial_directory(self._cache.root, url)
         self._hinted = [*(p for p in self._hinted if p != partial), partial][-HINTS_KEPT:]
         async with self._hinting:
-            await prefetch_files(url, self._cache.root, names, slots=self._slots)
+            await prefetch_files(
+                url, self._cache.root, names, slots=self._slots, make_room=self._make_room_for_hint
+            )
+
+    def _make_room_for_hint(self, needed: int) -> None:
+        kept = self._in_use | self._attempting | set(self._hinted)
+        self._cache.make_room(needed, kept, "files fetched early")
 
     async def release(self, keep: Sequence[Chain]) -> None:
         """Only what `keep` needs is in use from now on: the whole files, or what they will be made of."""
         self._in_use = frozenset(await asyncio.to_thread(self._needed, keep))
+        self._attempting = frozenset()
         await asyncio.to_thread(self._cache.prune, self._in_use | set(self._hinted))
 
     def _needed(self, keep: Sequence[Chain]) -> set[Path]:

@@ -102,10 +102,16 @@ async def fetch_listed(
 
 
 async def prefetch_files(
-    url: str, parent: Path, names: Iterable[str], *, slots: asyncio.Semaphore | None = None
+    url: str,
+    parent: Path,
+    names: Iterable[str],
+    *,
+    slots: asyncio.Semaphore | None = None,
+    make_room: Callable[[int], None] = lambda needed: None,
 ) -> None:
     """Fetch these files of the snapshot at `url` early, for a later fetch into `parent` to find.
 
+    make_room: called in a thread with the bytes that will be written.
     Raises SnapshotMissing when one is not there, SnapshotCorrupt when it changes meanwhile, SnapshotError.
     """
     partial = partial_directory(parent, url)
@@ -113,6 +119,7 @@ async def prefetch_files(
     try:
         with contextlib.ExitStack() as stack:
             parts = await finished(_open_all, stack, partial, url, found)
+            await finished(make_room, sum(p.missing_bytes for p in parts))
             await _fetch_parts(parts, None, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
     except OSError as error:
         raise SnapshotError(f"{public_url(url)}: cannot write: {error.strerror or error}") from error

@@ -91,37 +91,37 @@ def parse_bucket(bucket: str) -> Place:
     abfss://container@account.dfs.core.windows.net/prefix. Special characters are percent-encoded. Credentials never
     belong into it: they come from the environment.
     """
+    place = _parsed(bucket)
+    if isinstance(place, str):
+        raise ConfigError(f"bucket {public_url(bucket)!r}: {place}")
+    return place
+
+
+def _parsed(bucket: str) -> Place | str:
+    """The place, or why there is none."""
     try:
         parts = urlsplit(bucket)
-        userinfo, _, host = parts.netloc.rpartition("@")
-    except ValueError as error:
-        raise ConfigError(f"bucket {public_url(bucket)!r}: is not a URL") from error
+    except ValueError:
+        return "is not a URL"
+    userinfo, _, host = parts.netloc.rpartition("@")
     kind = _SCHEMES.get(parts.scheme)
     if kind is None:
-        raise ConfigError(
-            f"bucket {public_url(bucket)!r}: write file:///absolute/path, s3://bucket/prefix, gs://bucket/prefix or "
-            "az://container/prefix"
-        )
+        return "write file:///absolute/path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
     azure_host = kind == "az" and userinfo and host.endswith(_AZURE_HOSTS)
     if (userinfo and not azure_host) or ":" in userinfo:
-        raise ConfigError(
-            f"bucket {public_url(bucket)!r}: no user or password belongs into the URL; credentials are taken from the "
-            "environment"
-        )
-    if parts.query or parts.fragment or "?" in bucket or "#" in bucket:
-        raise ConfigError(f"bucket {public_url(bucket)!r}: write it with '?' and '#' percent-encoded")
+        return "no user or password belongs into the URL; credentials are taken from the environment"
+    if "?" in bucket or "#" in bucket:
+        return "write it with '?' and '#' percent-encoded"
     path = unquote(parts.path)
     if why := _why_no_path(kind, path):
-        raise ConfigError(f"bucket {public_url(bucket)!r}: {why}")
+        return why
     if kind == "file":
         if host not in ("", "localhost"):
-            raise ConfigError(
-                f"bucket {public_url(bucket)!r}: a file URL cannot name a host; write file:///absolute/path"
-            )
+            return "a file URL cannot name a host; write file:///absolute/path"
         return Place(kind, "", path)
     container = userinfo if azure_host else host
     if not _CONTAINER.fullmatch(container):
-        raise ConfigError(f"bucket {public_url(bucket)!r}: {shown(container)!r} is not a bucket's name")
+        return f"{shown(container)!r} is not a bucket's name"
     if not azure_host:
         return Place(kind, container, path.strip("/"))
     return Place(kind, container, path.strip("/"), account=host.partition(".")[0], host=host)
