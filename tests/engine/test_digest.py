@@ -15,6 +15,8 @@ from midstream.engine.base import EngineDied
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.digest import CHUNK_BYTES, digest
 from midstream.engine.embedded.process import EmbeddedEngine
+from midstream.replica.check import Checker
+from midstream.types import ModelInfo, SnapshotCheck
 
 torch.set_num_threads(1)
 
@@ -74,6 +76,10 @@ def test_a_corrupted_tensor_of_the_serving_model_changes_the_digest_and_the_cana
     bad = digest(core.weights()), canary("c")
     assert bad[0] != good[0]
     assert bad[1] != good[1]
+    with torch.inference_mode():
+        largest.view(torch.uint8).fill_(255)  # not a number, in any format
+    scored = run(core, [request("d", range(32), max_tokens=0, salt=b"d")])["d", 0]
+    assert scored.error == "snapshot base gave a logit that is not finite"
 
 
 def test_places_count_and_so_do_names_shapes_and_odd_bytes() -> None:
@@ -109,5 +115,38 @@ def test_the_engine_process_tells_the_digest_while_a_stream_runs(tiny_model: Cal
             await engine.close()
         with pytest.raises(EngineDied):
             await engine.weights_digest()
+
+    asyncio.run(main())
+
+
+def test_engines_that_serve_the_same_files_pass_the_same_check_beside_running_streams(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """One started with them, one switched to them while it generates, one of them a second time."""
+    first, second = tiny_model(dtype="bfloat16"), tiny_model(seed=1, dtype="bfloat16")
+
+    async def main() -> None:
+        settings = EngineSettings(kv_cache_tokens=8192)
+        started, swapped = EmbeddedEngine(first, settings), EmbeddedEngine(second, settings)
+        ids = iter(range(100))
+
+        async def check(engine: EmbeddedEngine, info: ModelInfo) -> SnapshotCheck:
+            return await Checker(engine, lambda: f"{next(ids)}").check(info, "first", 1)
+
+        try:
+            infos = await asyncio.gather(started.start(), swapped.start())
+            expected, other = await check(started, infos[0]), await check(swapped, infos[1])
+            assert expected.weights != other.weights
+            assert expected.canary != other.canary
+            assert len(expected.canary) == 31
+            stream = swapped.generate(request("r", [1, 2, 3], max_tokens=3000, echo=0))
+            await anext(stream)
+            for _ in range(2):
+                await swapped.stage("first", first)
+                await swapped.commit("first")
+                assert await check(swapped, infos[1]) == expected
+            assert [event.finish async for event in stream][-1] == "length"
+        finally:
+            await asyncio.gather(started.close(), swapped.close())
 
     asyncio.run(main())
