@@ -130,7 +130,7 @@ class Reconciler:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""
         for known in (self._recorded, self._attempts, self._delivered, self._stuck):
             for name in known.keys() - members:
-                del known[name]  # type: ignore[attr-defined]
+                del known[name]
 
     async def _judged(self, state: DeploymentState) -> DeploymentState:
         """The state after the ledger was told what the replicas' checks say of them."""
