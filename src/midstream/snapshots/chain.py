@@ -16,8 +16,9 @@ import logging
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible
 from midstream.snapshots.cache import SnapshotCache
@@ -43,9 +44,11 @@ from midstream.types import SnapshotFiles
 
 log = logging.getLogger(__name__)
 
+LINKS_TOGETHER = 4  # of a chain, listed or fetched side by side
 HINTS_KEPT = 4  # snapshots whose early files outlive a release
 
 Chain = Sequence[SnapshotFiles]
+T = TypeVar("T")
 
 
 class ChainFetcher:
@@ -145,28 +148,25 @@ class ChainFetcher:
                     return i
         return -1
 
-    async def _fetch_from(
-        self, chain: Chain, start: int, progress: Progress | None = None, *, anew: bool = False
-    ) -> None:
+    async def _fetch_from(self, chain: Chain, start: int, progress: Progress | None = None) -> None:
         """Fetch the full snapshot (start -1) and the own files of the links after `start`, all together."""
         wanted = [(self._cache.whole(chain[:1]), chain[0])] if start < 0 else []
         wanted += [(self._cache.delta(link), link) for link in chain[max(start, 0) + 1 :]]
-        listed: list[tuple[Path, Listing]] = []
-        for path, link in wanted:
-            known = link.fingerprint is not None
-            if anew or not known or not await asyncio.to_thread(is_whole, path, link.fingerprint):
-                listed.append((path, await list_snapshot(link.url, link.fingerprint)))
-            else:
-                self._cache.touch(path)
+        found = await _together(self._listed(path, link) for path, link in wanted)
+        listed = [(path, listing) for path, listing in found if listing is not None]
         await asyncio.to_thread(self._make_room_for, chain, start, listed)
         meters = _Meters(len(listed), progress)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for i, (path, listing) in enumerate(listed):
-                    meter = meters.one(i, listing.size)
-                    group.create_task(fetch_listed(listing, path, meter, slots=self._slots))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await _together(
+            fetch_listed(listing, path, meters.one(i, listing.size), slots=self._slots)
+            for i, (path, listing) in enumerate(listed)
+        )
+
+    async def _listed(self, path: Path, link: SnapshotFiles) -> tuple[Path, Listing | None]:
+        """What is in the bucket of what belongs at `path`; None: it is there already."""
+        if link.fingerprint is None or not await asyncio.to_thread(is_whole, path, link.fingerprint):
+            return path, await list_snapshot(link.url, link.fingerprint)
+        self._cache.touch(path)
+        return path, None
 
     def _make_room_for(self, chain: Chain, start: int, listed: list[tuple[Path, Listing]]) -> None:
         partials = (partial_directory(self._cache.root, listing.url) for _, listing in listed)
@@ -180,8 +180,6 @@ class ChainFetcher:
     async def _replay(self, chain: Chain, found: Path, cause: SnapshotError) -> None:
         """Everything from the bucket again; what is in the cache is replaced as its successor is ready."""
         try:
-            for link in chain[1:]:
-                await finished(self._cache.drop, self._cache.delta(link))
             await self._fetch_full_anew(chain)
             await self._rebuild_from(chain, 0)
         except SnapshotError as error:
@@ -191,7 +189,9 @@ class ChainFetcher:
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
 
     async def _fetch_full_anew(self, chain: Chain) -> None:
-        """Beside the old copy, which goes only when the new one is there."""
+        """Beside the old copy, which goes only when the new one is there. Deltas here are not trusted either."""
+        for link in chain[1:]:
+            await finished(self._cache.drop, self._cache.delta(link))
         full = self._cache.whole(chain[:1])
         listing = await list_snapshot(chain[0].url, chain[0].fingerprint)
         await asyncio.to_thread(self._make_room_for, chain, -1, [(full, listing)])
@@ -270,6 +270,26 @@ class _Meters:
             self._progress(sum(self._done), sum(self._total))
 
         return advance
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order, a few at a time: a chain can be long, and every file of a fetch is open. Raises the first error."""
+    steps = list(work)
+    slots = asyncio.Semaphore(LINKS_TOGETHER)
+
+    async def one(step: Coroutine[Any, Any, T]) -> T:
+        async with slots:
+            return await step
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(step)) for step in steps]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for step in steps:
+            step.close()
+    return [task.result() for task in tasks]
 
 
 def _known(chain: Chain) -> bool:
