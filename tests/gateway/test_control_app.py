@@ -148,7 +148,7 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
                 'midstream_replica_kv_blocks_used{replica="replica-0"} 3.0',
                 'midstream_replica_generated_tokens_total{replica="replica-0"} 7.0',
                 'midstream_replica_swap_pause_milliseconds{replica="replica-0"} 1.5',
-                'midstream_replica_info{replica="replica-0",snapshot="step-2",stage="idle",'
+                'midstream_replica_info{deployment="accounts/local/deployments/default",replica="replica-0",snapshot="step-2",stage="idle",'
                 f'url="{stage.views[0].url}"}} 1.0',
             ):
                 assert line in text.splitlines()

@@ -40,14 +40,13 @@ class Server:
         self.ledger = ledger
         self.told = Wanted()
         self.failing: dict[str, str] = {}
-        self.deployments = Deployments(run_time(row))
+        self.deployments = Deployments(run_time(row), ("other",))
         self.now = 0.0
         self.roster = Roster(ledger, self.deployments, run_time, self._tell, monotonic=lambda: self.now)
         routes = [
             *deployment_routes(
                 ledger,
                 self.deployments,
-                models=("tiny-moe", "other"),
                 bucket=self.bucket.as_uri(),
                 allowed_buckets=("s3://allowed/here",),
                 changed=self.roster.look_once,

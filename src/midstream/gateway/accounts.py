@@ -1,6 +1,6 @@
 """The account and its models as Fireworks' control plane shows them: `/v1/accounts`, an account, its models, one model.
 
-Always holds: there is one account, the server's; a model is listed once, however many deployments serve it. Read only.
+Always holds: there is one account, the server's; a model is listed once, whether it is deployed or only can be. Read only.
 """
 
 from __future__ import annotations
@@ -39,18 +39,15 @@ class _Accounts:
 
     async def models(self, request: Request) -> Response:
         self._check_account(request)
-        models = [_model(name) for name in self._models()]
+        models = [_model(name) for name in self._deployments.models]
         return JSONResponse({"models": models, "nextPageToken": "", "totalSize": len(models)})
 
     async def model(self, request: Request) -> Response:
         account = self._check_account(request)
         name = f"{account}/models/{request.path_params['model']}"
-        if name not in self._models():
-            raise NotFound(f"there is no model {name}; this server has {', '.join(self._models())}")
+        if name not in self._deployments.models:
+            raise NotFound(f"there is no model {name}; this server has {', '.join(self._deployments.models)}")
         return JSONResponse(_model(name))
-
-    def _models(self) -> dict[str, None]:
-        return dict.fromkeys(deployment.model for deployment in self._deployments)
 
     def _account(self) -> dict[str, Any]:
         name = self._deployments.default.names.account

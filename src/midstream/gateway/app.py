@@ -78,11 +78,19 @@ class _Endpoints:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model(d) for d in self._deployments]})
+        return JSONResponse({"object": "list", "data": self._models()})
 
     async def model(self, request: Request) -> Response:
         asked = str(request.path_params["model"])
         return JSONResponse(self._model(self._deployments.find(asked, param="model")))
+
+    def _models(self) -> list[dict[str, Any]]:
+        """Each once, as it stands with the deployment that its name means."""
+        served: dict[str, Deployment] = {}
+        for deployment in self._deployments:
+            if not deployment.deleting:
+                served.setdefault(deployment.model, deployment)
+        return [self._model(deployment) for deployment in served.values()]
 
     def _model(self, deployment: Deployment) -> dict[str, Any]:
         return {

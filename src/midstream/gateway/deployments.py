@@ -1,4 +1,4 @@
-"""The Deployments API: create, get, list, patch, scale and delete, over the ledger; and the models that can be deployed.
+"""The Deployments API: create, get, list, patch, scale and delete, over the ledger.
 
 Always holds: a change is answered after it is committed in the ledger, and is carried out afterwards (gateway/roster.py). The
 default deployment, the one of the command line, cannot be deleted. A bucket outside the server's own and the allowed ones is
@@ -34,17 +34,16 @@ def deployment_routes(
     ledger: Ledger,
     deployments: Deployments,
     *,
-    models: Collection[str],
     bucket: str,
     allowed_buckets: Collection[str] = (),
     changed: Callable[[], Awaitable[None]],
 ) -> list[BaseRoute]:
     """Routes for the control app.
 
-    models: bare names of those that can be deployed. bucket: the URL of the server's own; a deployment that names none gets
+    bucket: the URL of the server's own; a deployment that names none gets
     a place of its name in it. allowed_buckets: others that may be named. changed: takes up a change of the ledger.
     """
-    api = _Api(ledger, deployments, frozenset(models), bucket, tuple(allowed_buckets), changed)
+    api = _Api(ledger, deployments, bucket, tuple(allowed_buckets), changed)
     one = _COLLECTION + "/{name}"
     return [
         Route(_COLLECTION, api.list, methods=["GET"]),
@@ -54,8 +53,6 @@ def deployment_routes(
         Route(one, api.get, methods=["GET"]),
         Route(one, api.patch, methods=["PATCH"]),
         Route(one, api.delete, methods=["DELETE"]),
-        Route("/v1/accounts/{account}/models", api.list_models, methods=["GET"]),
-        Route("/v1/accounts/{account}/models/{model}", api.get_model, methods=["GET"]),
     ]
 
 
@@ -64,7 +61,6 @@ class _Api:
         self,
         ledger: Ledger,
         deployments: Deployments,
-        models: frozenset[str],
         bucket: str,
         allowed_buckets: tuple[str, ...],
         changed: Callable[[], Awaitable[None]],
@@ -72,7 +68,6 @@ class _Api:
         self._ledger = ledger
         self._deployments = deployments
         self._account = deployments.default.names.account
-        self._models = models
         self._bucket = bucket
         self._allowed_buckets = allowed_buckets
         self._changed = changed
@@ -157,32 +152,7 @@ class _Api:
     async def undelete(self, request: Request) -> Response:
         raise InvalidRequest("a deployment that was deleted is gone: create it again")
 
-    async def list_models(self, request: Request) -> Response:
-        self._check_account(request)
-        models = [self._model(name) for name in sorted(self._models)]
-        return JSONResponse({"models": models, "nextPageToken": "", "totalSize": len(models)})
-
-    async def get_model(self, request: Request) -> Response:
-        self._check_account(request)
-        name = str(request.path_params["model"])
-        if name not in self._models:
-            raise NotFound(f"there is no model {self._account}/models/{name}", param="model")
-        return JSONResponse(self._model(name))
-
     # -- inside
-
-    def _model(self, name: str) -> dict[str, Any]:
-        full = f"{self._account}/models/{name}"
-        return {
-            "name": full,
-            "displayName": name,
-            "state": "READY",
-            "status": {"code": "OK", "message": ""},
-            "kind": "HF_BASE_MODEL",
-            "deployedModelRefs": [
-                {"deployment": d.name, "state": "DEPLOYED"} for d in self._deployments if d.model == full
-            ],
-        }
 
     async def _change(
         self, row: DeploymentRow, given: dict[str, Any], fields: Collection[str]
@@ -235,13 +205,13 @@ class _Api:
     def _base_model(self, asked: str | None) -> str:
         """The resource name of the model asked for. Raises InvalidRequest."""
         prefix = f"{self._account}/models/"
-        name = (asked or "").removeprefix(prefix)
-        if name not in self._models:
-            known = ", ".join(prefix + model for model in sorted(self._models))
+        model = prefix + (asked or "").removeprefix(prefix)
+        if model not in self._deployments.models:
+            known = ", ".join(self._deployments.models)
             raise InvalidRequest(
                 f"baseModel: {asked!r} is not known here; known are {known}", param="baseModel"
             )
-        return prefix + name
+        return model
 
     def _bucket_of(self, given: Mapping[str, Any], deployment_id: str) -> str:
         """The bucket's URL. Raises InvalidRequest."""

@@ -180,9 +180,10 @@ class GatewayMetrics(Collector):
                 counter.add_metric([replica], float(value(report)))
             yield counter
         info = InfoMetricFamily("midstream_replica", "what serves now, and where", labels=["replica"])
-        for view in self._views():
+        for deployment, view in ((d.name, view) for d in self._deployments for view in d.replicas.views):
             if view.report is not None:
                 about = {
+                    "deployment": deployment,
                     "snapshot": view.report.snapshot,
                     "stage": str(view.report.stage),
                     "url": view.url,

@@ -11,7 +11,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from midstream.control.loop import Reconciler
@@ -57,8 +57,10 @@ class Deployment:
 class Deployments:
     """All deployments of the gateway. Use from one event loop."""
 
-    def __init__(self, default: Deployment) -> None:
+    def __init__(self, default: Deployment, models: Iterable[str] = ()) -> None:
+        """models: bare names of those that can be deployed, beside the default deployment's."""
         self.default = default
+        self._known = {f"{default.names.account}/models/{name}" for name in models} | {default.model}
         self._by_name: dict[str, Deployment] = {}
         self._called: dict[str, list[Deployment]] = {}  # every name, full and bare -> who has it
         self.add(default)
@@ -72,6 +74,11 @@ class Deployments:
     def __iter__(self) -> Iterator[Deployment]:
         """The default one first, then in the order they came."""
         return iter(tuple(self._by_name.values()))
+
+    @property
+    def models(self) -> list[str]:
+        """Resource names of the models that are served or can be."""
+        return sorted(self._known | {deployment.model for deployment in self})
 
     def add(self, deployment: Deployment) -> None:
         assert deployment.name not in self._by_name

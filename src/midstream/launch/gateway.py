@@ -43,14 +43,13 @@ _SAID = "_settings"  # of the default deployment: what the settings said of it w
 async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     ledger = Ledger(spec.ledger)
     row = await default_deployment(ledger, spec)
-    deployments = Deployments(_run_time(ledger, spec, row))
+    deployments = Deployments(_run_time(ledger, spec, row), spec.models)
     metrics = GatewayMetrics(deployments)
     roster = Roster(ledger, deployments, lambda row: _run_time(ledger, spec, row), announce)
     routes = [
         *deployment_routes(
             ledger,
             deployments,
-            models=spec.models,
             bucket=spec.bucket,
             allowed_buckets=spec.settings.allowed_buckets,
             changed=roster.look_once,
