@@ -14,13 +14,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from midstream.config import SwapOrder
 from midstream.control.loop import Reconciler
 from midstream.control.reconcile import failure, serves
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaView
 from midstream.ledger import Ledger, Signal, sqlite_url, stronger_reset
 from midstream.replica.swap import Event, SwapMachine
-from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage, Transition
+from midstream.types import (
+    BASE_SNAPSHOT,
+    Desired,
+    ReplicaReport,
+    ResetPromptCache,
+    SnapshotCheck,
+    Stage,
+    Transition,
+)
 
 DEPLOYMENT = "accounts/local/deployments/default"
 NEXT = {
@@ -50,6 +59,7 @@ class FakeReplica:
 
     def __init__(self, name: str, bucket: Bucket, clock: Callable[[], float]) -> None:
         self.name, self.bucket, self.clock, self.boots = name, bucket, clock, 0
+        self.spoilt = 0  # so many of the next loads leave other weights in the engine
         self.swaps: list[
             tuple[int, int, int, ResetPromptCache]
         ] = []  # boot, generation before, after, policy
@@ -61,6 +71,7 @@ class FakeReplica:
         self.machine = SwapMachine(clock=lambda: 7.0)
         self.history: list[Transition] = []
         self.content: Desired | None = None
+        self.check: SnapshotCheck | None = None
 
     @property
     def boot(self) -> str:
@@ -69,19 +80,8 @@ class FakeReplica:
     def step(self) -> None:
         machine, target = self.machine, self.machine.target
         if machine.behind and machine.stage not in (Stage.COMMITTING, Stage.CHECKING):
-            accepted = machine.accepted
-            assert accepted is not None
-            if (
-                self.content
-                and (accepted.snapshot == machine.serving)
-                and (accepted.fingerprint != self.content.fingerprint)
-            ):
-                machine._move(
-                    Event.DESIRED, accepted
-                )  # other files under the name of what serves are a new load
-            else:
-                machine.begin()
-        elif machine.stage in NEXT:
+            machine.begin()
+        elif machine.stage in NEXT and not (machine.stage is Stage.STAGED and machine.held):
             assert target is not None
             self._advance(target)
         seen = len(self.history)
@@ -101,6 +101,13 @@ class FakeReplica:
                 before = self.content.generation if self.content else 0
                 self.swaps.append((self.boots, before, target.generation, target.reset_prompt_cache))
                 self.content = target
+                self.check = None
+            elif stage is Stage.CHECKING:
+                weights = "spoilt" if self.spoilt else self.content and self.content.fingerprint
+                self.spoilt = max(0, self.spoilt - 1)
+                self.check = SnapshotCheck(
+                    snapshot=target.snapshot, generation=target.generation, weights=weights, canary=(-1.0,)
+                )
 
     def report(self) -> ReplicaReport:
         machine = self.machine
@@ -114,6 +121,7 @@ class FakeReplica:
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
             error=machine.error,
+            check=self.check,
             transitions=tuple(machine.transitions),
             started_at=self.started_at,
         )
@@ -159,7 +167,8 @@ class FakeReplicaSet:
 class World:
     """A deployment of fake replicas, one ledger file, and a gateway that can be restarted."""
 
-    def __init__(self, path: Path, replicas: int = 3) -> None:
+    def __init__(self, path: Path, replicas: int = 3, swap_order: SwapOrder = "together") -> None:
+        self.swap_order = swap_order
         self.runner = asyncio.Runner()
         self.url = sqlite_url(path / "ledger.sqlite")
         self.time = 0.0
@@ -181,6 +190,7 @@ class World:
             self.ledger,
             self.set,  # type: ignore[arg-type]
             DEPLOYMENT,
+            swap_order=self.swap_order,
             monotonic=lambda: self.time,
         )
 

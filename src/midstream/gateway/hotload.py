@@ -35,13 +35,11 @@ from midstream.gateway.signals import (
     parse_signal,
     source_url,
 )
-from midstream.gateway.status import loading_state, replica_rows
+from midstream.gateway.status import replica_rows
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
 from midstream.snapshots.identity import snapshot_url
 from midstream.snapshots.store import find_file, snapshot_fingerprint
 from midstream.types import Hint, ReplicaReport
-
-__all__ = ["HOT_LOAD_PATH", "hotload_routes", "loading_state"]
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 MAX_BODY_BYTES = 2**20
@@ -208,12 +206,15 @@ async def _look_for(url: str, names: Sequence[str]) -> None:
                 return error
             return None
 
-    errors = [error for error in await asyncio.gather(*map(look, names)) if error is not None]
-    for error in errors:
+    looked = zip(names, await asyncio.gather(*map(look, names)), strict=True)
+    errors = [(name, error) for name, error in looked if error is not None]
+    for name, error in errors:
         if isinstance(error, SnapshotMissing):
-            raise SnapshotRefused(f"files: {error}; write a file, then hint at it", param="files") from error
+            raise SnapshotRefused(
+                f"files: {name} is not in the bucket ({error}); write a file, then hint at it", param="files"
+            ) from error
     if errors:
-        raise ReplicaUnavailable(f"the bucket cannot be read now: {errors[0]}") from errors[0]
+        raise ReplicaUnavailable(f"the bucket cannot be read now: {errors[0][1]}") from errors[0][1]
 
 
 async def _body(request: Request) -> bytes:
