@@ -35,3 +35,13 @@ def test_the_hot_load_example_ends_with_every_replica_on_the_snapshot(
     out = run("hot_load.py", server.url, server.bucket.as_uri(), str(checkpoint), "step-1")
     served = [line for line in out.splitlines() if "serves step-1" in line]
     assert [line.split()[0] for line in sorted(served)] == ["replica-0", "replica-1"]
+
+
+def test_the_publishing_example_sends_deltas_between_full_snapshots(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    checkpoint = tiny_model(seed=9, dtype="bfloat16")
+    out = run("publish.py", server.url, server.bucket.as_uri(), str(checkpoint), "6")
+    kinds = [line.split()[1].rstrip(",") for line in out.splitlines()]
+    assert kinds == ["full", "delta", "delta", "delta", "delta", "full"]
+    assert out.count("2 replicas serve it") == 6
