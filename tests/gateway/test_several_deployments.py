@@ -139,6 +139,45 @@ def test_a_replica_that_takes_nothing_new_gets_only_the_sessions_it_has() -> Non
     run(main)
 
 
+def test_a_session_that_a_swap_kept_out_begins_where_the_door_is_open() -> None:
+    async def main() -> None:
+        async def closed(request: Message, peer: Peer) -> None:
+            peer.respond(b"{}", "425 Too Early", "retry-after: 1\r\n")
+
+        async with staged(closed, closed) as stage:
+            first = await stage.ask(post(headers="X-Session-ID: s\r\n"))
+            assert (first.status, first.headers["retry-after"]) == (425, "1")
+            home = int(first.headers["x-midstream-replica"][-1])
+            usable(stage.views[home], admitting=False)  # its report comes after the refusal
+            stage.mocks[1 - home].handler = respond_ok
+            for reason in ("new", "sticky"):
+                again = await stage.ask(post(headers="X-Session-ID: s\r\n"))
+                assert (again.status, again.headers["x-midstream-route-reason"]) == (200, reason)
+                assert again.headers["x-midstream-replica"] == f"replica-{1 - home}"
+            stage.mocks[1 - home].handler = closed
+            refused = await stage.ask(post(headers="X-Session-ID: s\r\n"))
+            usable(stage.views[home])
+            usable(stage.views[1 - home], admitting=False)
+            stays = await stage.ask(post(headers="X-Session-ID: s\r\n"))
+            assert refused.headers["x-midstream-replica"] == stays.headers["x-midstream-replica"]
+            assert stays.headers["x-midstream-replica"] == f"replica-{1 - home}", "its cache is there"
+
+    run(main)
+
+
+def test_a_deployment_without_replicas_is_unavailable_for_now() -> None:
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            replicas = ReplicaSet()
+            names = ServedNames(f"{A}/models/other", f"{A}/deployments/b")
+            stage.gateway.proxy.deployments.add(Deployment(names, replicas, reconciler(replicas)))
+            answer = await stage.ask(post(body(model="other")))
+            assert (answer.status, answer.error["code"]) == (503, "replica_unavailable")
+            assert answer.headers["retry-after"] == "1"
+
+    run(main)
+
+
 def test_a_replica_that_leaves_finishes_its_streams_and_only_its_sessions_move() -> None:
     async def main() -> None:
         go_on = asyncio.Event()

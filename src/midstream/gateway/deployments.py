@@ -113,7 +113,10 @@ class _Api:
     async def list(self, request: Request) -> Response:
         """In the order of names; a page's token is the last name on it."""
         self._check_account(request)
-        rows = sorted(await self._ledger.deployments(), key=lambda row: row.name)
+        found = await self._ledger.deployments()
+        rows = sorted(
+            (row for row in found if row.name.startswith(f"{self._account}/")), key=lambda row: row.name
+        )
         after = request.query_params.get("pageToken", "")
         rest = [row for row in rows if row.name > after]
         page = rest[: _page_size(request)]

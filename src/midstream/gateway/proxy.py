@@ -5,7 +5,7 @@ Always holds:
 - A request is sent to another replica only while no response byte has arrived (a whole 503 that says the replica could
   not take it counts as none), and never to more than LOST_SENDS_MAX replicas that then failed with it.
 - A session's home changes only when its replica is not usable: one that fails a request while it stays usable is
-  passed over for that request alone.
+  passed over for that request alone. A session whose first request there was refused for a swap (425) has no home yet.
 - With one deployment no body is looked into for its model.
 - `in_flight` of a view counts exactly the exchanges that are on it.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from urllib.parse import quote
 
 from midstream.config import GatewaySettings
-from midstream.errors import MidstreamError, ReplicaUnavailable
+from midstream.errors import MidstreamError, ReplicaUnavailable, SnapshotTransition
 from midstream.gateway.auth import Authenticator
 from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
 from midstream.gateway.metrics import GatewayMetrics
@@ -272,6 +272,8 @@ class InferenceExchange(ControlExchange):
     def response_head(
         self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> None:
+        if status == SnapshotTransition.status:
+            self._not_begun()
         if status == ReplicaUnavailable.status and self._may_go_elsewhere():
             self._held, self._held_body = (status, reason, headers), body
         else:
@@ -315,6 +317,12 @@ class InferenceExchange(ControlExchange):
         self._lost_here = False
         self._pool = upstream.pool
         self._send()
+
+    def _not_begun(self) -> None:
+        """A replica refused this request for a swap: a session that has nothing there yet may begin elsewhere."""
+        assert self._decision is not None
+        if self._session is not None and self._decision.reason != "sticky":
+            self._deployment.sessions.forget(self._session)
 
     def _may_go_elsewhere(self) -> bool:
         """A replica that says it cannot take the request need not have the last word."""

@@ -116,7 +116,9 @@ class Roster:
 
     async def _look(self) -> None:
         try:
-            rows = {row.name: row for row in await self._ledger.deployments()}
+            account = self._deployments.default.names.account
+            found = await self._ledger.deployments()
+            rows = {row.name: row for row in found if row.name.startswith(f"{account}/")}
         except LedgerUnavailable as error:
             logger.warning("going on with the deployments known: %s", error)
             return

@@ -90,6 +90,10 @@ class SessionTable:
             self._homes.move_to_end(session)
         return home
 
+    def forget(self, session: Session) -> None:
+        """The session lives nowhere."""
+        self._homes.pop(session, None)
+
     def settle(self, session: Session, replica: str) -> None:
         """The session lives on `replica` from now on."""
         self._homes[session] = replica
