@@ -137,8 +137,8 @@ class Crew:
             try:
                 member.child = await self._make(member.wanted)
                 await member.child.start()
-            except (StartFailed, ConfigError) as error:
-                member.error = str(error)
+            except (StartFailed, ConfigError, OSError) as error:
+                member.error = str(error) or repr(error)
                 self._on_change()
                 pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
                 logger.error("%s; trying again in %.1f s", error, pause_s)
