@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,12 @@ def got(
     state = tmp_path_factory.mktemp("deployments") / "state"
     arguments = ("--model", str(tiny_model()), "--replicas", "1", "--config", str(config))
     with serve(state, *arguments) as server:
-        shutil.copytree(tiny_model(seed=1), server.bucket / "for-the-new-one")
         result: dict[str, Any] = Endpoint(server).run(
-            "deployments", first="policy", identity="for-the-new-one", prompt=PROMPT
+            "deployments",
+            first="policy",
+            checkpoint=str(tiny_model(seed=1)),
+            identity="for-the-new-one",
+            prompt=PROMPT,
         )
         result["model_served"] = server.model
         return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import fireworks
@@ -42,6 +44,8 @@ result["unknown_model"] = refusal(
 )
 
 given.deployment = NEW
+bucket = Path(result["ready"]["hot_load_bucket_url"].removeprefix("file://"))
+shutil.copytree(given.checkpoint, bucket / given.identity)
 result["hot_loaded"] = deployments.hotload_and_wait(NEW, given.model, given.identity)
 result["samples"] = samples(given, given.prompt, max_tokens=5)
 result["others"] = deployments.hotload_check_status(given.first, given.model)
