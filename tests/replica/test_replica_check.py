@@ -171,6 +171,23 @@ def test_a_newer_target_goes_before_the_second_load_of_what_is_not_sound(tmp_pat
     play(tmp_path, scenario)
 
 
+def test_a_newer_target_that_comes_before_the_second_load_has_a_second_load_of_its_own(
+    tmp_path: Path,
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.canary |= {"v1": [NAN], "v2": [NAN, -1.0]}
+
+        async def release(keep: object) -> None:
+            replica.desire(wanted("v2", 2))
+
+        source.release = release  # type: ignore[assignment]
+        replica.desire(wanted("v1", 1))
+        await at(replica, "v2", Stage.IDLE)
+        assert engine.switches == ["v1", "v2", "v2"]
+
+    play(tmp_path, scenario)
+
+
 def test_going_back_to_what_is_not_sound_loads_it_again(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         engine.canary["v1"] = [NAN, NAN, -1.0]

@@ -128,7 +128,7 @@ class SwapRunner:
 
     async def _one_target(self) -> None:
         self._given_up = self._failed_check = False
-        last_try, self._load_again = self._load_again, False
+        last_try, self._load_again = self._load_again and not self.machine.behind, False
         desired = self.machine.begin()
         self._on_change()
         if desired is None:
