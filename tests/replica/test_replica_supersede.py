@@ -278,8 +278,8 @@ def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path
         await serves(replica, "v3")
         await tick(5)
         assert source.calls == [
-            "fetch v1", "verify v1", "release all but []",
-            "fetch v2", "cancelled v2", "release all but ['v3']",
+            "fetch v1", "verify v1", "release all but ['base']",
+            "fetch v2", "cancelled v2", "release all but ['base', 'v3']",
             "fetch v3", "verify v3", "release all but ['v3']",
         ]  # fmt: skip
 

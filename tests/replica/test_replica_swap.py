@@ -235,7 +235,7 @@ def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> N
         await source.fetching.wait()
         replica.desire(wanted("v2", 2))
         await settled(replica)
-        assert source.calls[:4] == ["fetch v1", "cancelled v1", "release all but ['v2']", "fetch v2"]
+        assert source.calls[:4] == ["fetch v1", "cancelled v1", "release all but ['base', 'v2']", "fetch v2"]
         assert engine.calls == ["stage v2 v2", "commit v2"]
         assert stages(replica)[:2] == [("v1", "fetching"), ("v2", "fetching")]
         assert replica.report().snapshot == "v2"

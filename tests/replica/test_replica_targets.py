@@ -191,8 +191,11 @@ def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
         await tick(20)
         assert (replica.report().stage, replica.gate.door) == (Stage.STAGED, Door.OPEN)
         assert engine.switches == []
-        replica.desire(wanted("v1", 1, transition=transition))
+        replica.desire(wanted("v1", 1, transition=transition, reset_prompt_cache="none", max_cache_age=3))
         await at(replica, "v1")
+        assert (replica.namespaces.admit(None), replica.namespaces.kv_age_max) == (0, 3), (
+            "not as it was let go"
+        )
         replica.desire(held)  # late: it has been let go
         await tick(20)
         assert engine.switches == ["v1"]

@@ -54,8 +54,8 @@ class SnapshotSource(abc.ABC):
 
     @abc.abstractmethod
     async def release(self, keep: Sequence[Desired]) -> None:
-        """Local files may go, but for those of `keep` and of the chains they stand on: what serves first (if it is not the
-        base snapshot), then what is about to be loaded. Called after every attempt, also a failed one."""
+        """Local files may go, but for those of `keep` and of the chains they stand on: first what serves, always, then what
+        is about to be loaded, if anything is. Called after every attempt, also a failed one."""
 
     @abc.abstractmethod
     async def prefetch(self, hint: Hint) -> None:
@@ -212,7 +212,7 @@ class SwapRunner:
         await self._engine.stage(desired.snapshot, path)
         staged = self._advance(Event.STAGED)
         await self._held()
-        timing = await self._switch(desired)
+        timing = await self._switch(self.machine.target or desired)  # as it was let go
         self.last_swap = msgspec.structs.replace(
             timing,
             snapshot=desired.snapshot,
@@ -278,10 +278,11 @@ class SwapRunner:
 
     async def _release(self) -> None:
         """After every attempt, also a failed one: what serves stays on disk, and what is about to be loaded."""
-        keep = [self.machine.loaded]
-        if self.machine.behind or self._given_up:
-            keep.append(self.machine.accepted)
+        machine = self.machine
+        keep = [machine.loaded or Desired(snapshot=BASE_SNAPSHOT, generation=0)]
+        if machine.accepted is not None and (machine.behind or self._given_up):
+            keep.append(machine.accepted)
         try:
-            await self._source.release([desired for desired in keep if desired and desired.files])
+            await self._source.release(keep)
         except (SnapshotError, OSError) as error:
             log.warning("old snapshot files could not be released: %s", error)
