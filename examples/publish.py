@@ -18,11 +18,12 @@ from midstream.client import Publication, SnapshotPublisher
 
 
 class PublishWeights(TrainerCallback):
-    """Publishes after every optimizer step. `served_model`: the directory the server started from."""
+    """Publishes `run/step-N` after every optimizer step. `served_model`: the directory the server started from."""
 
-    def __init__(self, publisher: SnapshotPublisher, served_model: str) -> None:
+    def __init__(self, publisher: SnapshotPublisher, served_model: str, run: str) -> None:
         self.publisher = publisher
         self.served_model = served_model
+        self.run = run
         self.last: Publication | None = None
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -31,7 +32,7 @@ class PublishWeights(TrainerCallback):
         self.wait()
         self.last = (
             self.publisher.begin(  # copies the weights; encoding, upload and waiting go on beside training
-                f"step-{state.global_step}",
+                f"{self.run}/step-{state.global_step}",
                 model=kwargs["model"],
                 config_dir=self.served_model,  # the configuration is checked against the served model's
                 dtype="bfloat16",
@@ -57,7 +58,7 @@ def main(url: str, bucket: str, checkpoint: str, steps: int) -> None:
     state = TrainerState(is_world_process_zero=True)
     # With work_dir=..., a restarted trainer would go on with deltas; so it begins with a full snapshot.
     with SnapshotPublisher(url, bucket, full_every=5) as publisher:
-        callback = PublishWeights(publisher, checkpoint)
+        callback = PublishWeights(publisher, checkpoint, "run-7")
         for state.global_step in range(1, steps + 1):
             with torch.no_grad():
                 for weights in model.parameters():
