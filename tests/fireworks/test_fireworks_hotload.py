@@ -7,7 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fireworks_helpers import WEIGHTS, Endpoint, assert_served, nudged, reference_delta, score, sharded
+from fireworks_helpers import (
+    WEIGHTS,
+    Endpoint,
+    assert_served,
+    nudged,
+    reference_delta,
+    routes_of,
+    score,
+    sharded,
+)
 from serving import serve
 
 from midstream.snapshots.delta import encode_delta
@@ -168,11 +177,11 @@ def test_async_rollouts_cross_a_hot_load_without_a_retry(
     endpoint: Endpoint, tiny_model: Callable[..., Path]
 ) -> None:
     shutil.copytree(tiny_model(seed=7), endpoint.bucket / "crossed")
-    got = endpoint.run(
-        "transition", identity="crossed", prompt=PROMPT, early=6, early_tokens=2500, head_start_s=0.5
-    )
+    got = endpoint.run("transition", identity="crossed", prompt=PROMPT, early=8, early_tokens=3500)
     assert got["ok"] is True
-    assert [len(rollout["full_tokens"]) for rollout in got["early"]] == [len(PROMPT) + 2500] * 6
+    assert [len(rollout["full_tokens"]) for rollout in got["early"]] == [len(PROMPT) + 3500] * 8
+    swaps = [replica["midstream"]["last_swap"] for replica in got["status"]["replicas"]]
+    assert sum(swap["streams_crossed"] for swap in swaps) >= 8
     for rollout in got["early"] + got["late"]:
         assert [(m["http_status_code"], m["error"]) for m in rollout["attempts"]] == [(200, None)]
     assert not [m for m in got["messages"] if "not ready" in m]
@@ -193,15 +202,11 @@ def test_sync_rollouts_finish_on_the_old_weights_and_new_ones_are_retried_after_
     )
     with serve(tmp_path / "state", *arguments) as server:
         shutil.copytree(tiny_model(seed=8), server.bucket / "after")
-        got = Endpoint(server).run(
-            "transition", identity="after", prompt=PROMPT, early=2, early_tokens=2500, head_start_s=0.5
-        )
+        got = Endpoint(server).run("transition", identity="after", prompt=PROMPT, early=4, early_tokens=3500)
     assert got["ok"] is True
     for rollout in got["early"]:
-        assert len(rollout["full_tokens"]) == len(PROMPT) + 2500
-        logprobs, _ = score(tiny_model(), rollout["full_tokens"])
-        assert rollout["inference_logprobs"] == pytest.approx(logprobs[len(PROMPT) - 1 :], abs=1e-4)
+        assert len(rollout["full_tokens"]) == len(PROMPT) + 3500
+        logprobs, _ = score(tiny_model(), rollout["full_tokens"], routes_of(rollout))
+        assert rollout["inference_logprobs"] == pytest.approx(logprobs, abs=1e-4)
     assert [m for m in got["messages"] if "HTTP 425" in m], "no rollout was held off"
-    last = got["late"][-1]
-    logprobs, _ = score(tiny_model(seed=8), last["full_tokens"])
-    assert last["inference_logprobs"] == pytest.approx(logprobs[len(PROMPT) - 1 :], abs=1e-4)
+    assert_served(got["late"][-1], tiny_model(seed=8))

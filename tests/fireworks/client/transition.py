@@ -7,6 +7,7 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
+import httpx
 from sdk import answer, arguments, manager, sampler
 
 given = arguments()
@@ -32,27 +33,40 @@ async def rollout(seed: int, max_tokens: int) -> dict[str, Any]:
         given.prompt,
         max_tokens=max_tokens,
         logprobs=True,
+        echo=True,
+        include_routing_matrix=True,
         ignore_eos=True,
         seed=seed,
-        hotload_retry_interval=0.2,
     )
     return {**asdict(completions[0]), "attempts": [asdict(metrics) for metrics in client.drain_metrics()]}
 
 
+async def in_flight(requests: int) -> None:
+    """Returns when replicas work on that many."""
+    headers = {"X-Api-Key": given.api_key}
+    async with httpx.AsyncClient() as client:
+        while True:
+            health = (await client.get(f"{given.url}/health", headers=headers)).json()
+            if sum(replica["in_flight"] for replica in health["replicas"]) >= requests:
+                return
+
+
 async def main() -> dict[str, Any]:
     early = [asyncio.create_task(rollout(seed, given.early_tokens)) for seed in range(given.early)]
-    await asyncio.sleep(given.head_start_s)  # the early ones stream
+    await in_flight(given.early)
     load = asyncio.create_task(
         asyncio.to_thread(deployments.hotload_and_wait, given.deployment, given.model, given.identity)
     )
     late: list[dict[str, Any]] = []
-    while not load.done() or not late:
+    while not load.done():
         late.append(await rollout(100 + len(late), 4))
+    late.append(await rollout(99, 4))  # certainly after the swap
     return {
         "ok": await load,
         "early": await asyncio.gather(*early),
         "late": late,
         "messages": messages.seen,
+        "status": deployments.hotload_check_status(given.deployment, given.model),
     }
 
 
