@@ -758,5 +758,5 @@ class Convergence(RuleBasedStateMachine):
                     assert stronger_reset(applied, policy) == applied
 
 
-TestConvergence = Convergence.TestCase
+TestConvergence = pytest.mark.timeout(900)(Convergence.TestCase)  # thousands of hops between threads: slow beside other work
 TestConvergence.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

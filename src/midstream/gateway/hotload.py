@@ -37,7 +37,7 @@ from midstream.gateway.signals import (
 )
 from midstream.gateway.status import replica_rows
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
-from midstream.snapshots.identity import snapshot_url
+from midstream.snapshots.identity import check_bucket, snapshot_url
 from midstream.snapshots.store import find_file, snapshot_fingerprint
 from midstream.types import Hint, ReplicaReport
 
@@ -58,8 +58,10 @@ def hotload_routes(
     """Routes for the control app; the ledger has every deployment.
 
     allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
-    many incremental snapshots may stand on one full one.
+    many incremental snapshots may stand on one full one. Raises ConfigError on an allowed bucket that is none.
     """
+    for bucket in allowed_buckets:
+        check_bucket(bucket)
     api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max)
     of_one = "/v1/accounts/{account}/deployments/{name}"
     return [
