@@ -96,7 +96,12 @@ def test_replicas_come_and_go_and_the_others_are_left_alone(scene) -> None:  # t
         await here.until(a_0=URL, a_1=URL, b_0=URL)
         kept, gone = here.pid("a-0"), here.pid("a-1")
         here.want("a-0", "b-0")
+        assert [(r.name, r.url) for r in here.crew.running().replicas][1] == ("a-1", None), (
+            "it is there while it ends"
+        )
         await here.until(a_0=URL, b_0=URL)
+        with pytest.raises(ProcessLookupError):
+            os.kill(gone, 0)
         here.want("a-0", "a-1")
         await here.until(a_0=URL, a_1=URL)
         assert here.pid("a-0") == kept

@@ -87,13 +87,15 @@ class Crew:
             self._on_change()
 
     def running(self) -> Running:
-        """Every wanted replica: where it listens, or why it cannot be started; neither while it is starting."""
-        return Running(
-            tuple(
-                RunningReplica(name=name, deployment=m.wanted.deployment, url=m.url, error=m.error)
-                for name, m in self._members.items()
+        """Every replica: where it listens, or why it cannot be started; neither while it starts or ends."""
+        replicas = []
+        for name, member in self._alive.items():
+            wanted = self._members.get(name) is member
+            url, error = (member.url, member.error) if wanted else (None, None)
+            replicas.append(
+                RunningReplica(name=name, deployment=member.wanted.deployment, url=url, error=error)
             )
-        )
+        return Running(tuple(replicas))
 
     async def close(self) -> None:
         """End all of them. Idempotent."""
@@ -129,6 +131,7 @@ class Crew:
                 await asyncio.to_thread(self._clean, member.wanted)
             if self._alive.get(member.wanted.name) is member:
                 del self._alive[member.wanted.name]
+                self._on_change()
 
     async def _start(self, member: _Member) -> None:
         """Until it listens."""
