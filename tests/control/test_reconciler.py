@@ -758,5 +758,6 @@ class Convergence(RuleBasedStateMachine):
                     assert stronger_reset(applied, policy) == applied
 
 
-TestConvergence = pytest.mark.timeout(900)(Convergence.TestCase)  # thousands of hops between threads: slow beside other work
+# Thousands of hops between threads: slow beside other work.
+TestConvergence = pytest.mark.timeout(900)(Convergence.TestCase)
 TestConvergence.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
