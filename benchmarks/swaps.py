@@ -98,14 +98,19 @@ class Streams:
         }
         async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line[6:])
-                    if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
-                        self.times[i].append(time.perf_counter())
-                        self.labels[i].append(snapshot_of(chunk["model"]))
-                        async with self._more:
-                            self._more.notify_all()
+            rest = b""
+            async for data in answer.aiter_bytes():
+                *events, rest = (rest + data).split(b"\n\n")
+                for event in events:
+                    if event.startswith(b"data: {"):
+                        self._take(i, json.loads(event[6:]))
+                async with self._more:
+                    self._more.notify_all()
+
+    def _take(self, i: int, chunk: dict[str, Any]) -> None:
+        if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
+            self.times[i].append(time.perf_counter())
+            self.labels[i].append(snapshot_of(chunk["model"]))
 
     def gaps(self, first: float, last: float) -> list[list[float]]:
         """Per stream: times between two tokens that touch first..last."""
