@@ -1,0 +1,61 @@
+"""`--swap-order one-by-one` with sync transitions: real replicas switch in turn, and somebody always takes requests."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from serving import serve
+
+from midstream.client import SnapshotPublisher
+
+REPLICAS = 2
+
+
+def test_one_replica_at_a_time_is_closed_and_their_weights_agree(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    options = ("--replicas", str(REPLICAS), "--transition", "sync", "--swap-order", "one-by-one")
+    with serve(tmp_path / "state", *options) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        stop = threading.Event()
+        statuses: list[int] = []
+
+        def ask() -> None:
+            body = {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
+            with httpx.Client(base_url=server.url, timeout=60) as mine:
+                while not stop.is_set():
+                    for _ in range(20):  # a door may close while a request is on its way to it
+                        statuses.append(mine.post("/v1/completions", json=body).status_code)
+                        if statuses[-1] != 425:
+                            break
+                    else:
+                        statuses.append(-1)
+
+        asking = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        try:
+            with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
+                for step in range(1, 3):
+                    shutil.copytree(tiny_model(seed=step, dtype="bfloat16"), server.bucket / f"step-{step}")
+                    publisher.signal(f"step-{step}")
+                    publisher.wait_until_ready(f"step-{step}", timeout_s=90)
+        finally:
+            stop.set()
+            for thread in asking:
+                thread.join()
+        assert set(statuses) <= {200, 425}, "somebody always takes requests"
+        ledger = http.get(f"/v1/{server.deployment}/ledger").json()
+        assert ledger["disagreements"] == []
+        for snapshot in ledger["snapshots"]:
+            spans = sorted(_switch(snapshot["transitions"], f"replica-{i}") for i in range(REPLICAS))
+            assert spans[0][1] <= spans[1][0], f"both switched at once: {spans}"
+
+
+def _switch(transitions: list[dict[str, object]], replica: str) -> tuple[float, float]:
+    """From the commit to the end of the check."""
+    at = {t["stage"]: float(str(t["at"])) for t in transitions if str(t["replica"]).endswith(replica)}
+    return at["committing"], at["idle"]
