@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from pathlib import Path
 
 import msgspec
@@ -12,6 +12,7 @@ import pytest
 
 from midstream.gateway.roster import Wanted, WantedReplica
 from midstream.launch.crew import Crew
+from midstream.launch.local import remove_caches
 from midstream.launch.process import Child
 
 
@@ -29,10 +30,14 @@ class Scene:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.codes: dict[str, str] = {}
-        self.cleaned: list[str] = []
+        self.cleaned: list[tuple[str, Set[str]]] = []
         self._changed = asyncio.Event()
         self.crew = Crew(
-            self._make, lambda r: self.cleaned.append(r.name), self._changed.set, host="h", stop_s=10
+            self._make,
+            lambda r, others: self.cleaned.append((r.name, others)),
+            self._changed.set,
+            host="h",
+            stop_s=10,
         )
 
     async def _make(self, wanted: WantedReplica) -> Child:
@@ -107,9 +112,29 @@ def test_replicas_come_and_go_and_the_others_are_left_alone(scene) -> None:  # t
         assert here.pid("a-0") == kept
         assert here.pid("a-1") != gone, "the one before ended first: its mark was gone"
         await here.crew.close()
-        assert here.cleaned == ["b-0"], "what is left of a deployment goes with it, not with a replica"
+        assert here.cleaned == [("b-0", {"a-0", "a-1"})], (
+            "what is left of a deployment goes with it, not with a replica"
+        )
 
     scene(work)
+
+
+def test_caches_of_a_deployment_go_all_and_no_others(tmp_path: Path) -> None:
+    names = (
+        "b-replica-0",
+        "b-replica-1",
+        "b-replica-12",
+        "b-replica-2",
+        "bb-replica-0",
+        "replica-0",
+        "a-b-replica-0",
+        "b-replica",
+    )
+    for name in names:
+        (tmp_path / name / "step-1").mkdir(parents=True)
+    remove_caches(tmp_path / "b-replica-0", {"b-replica-2"})
+    left = {directory.name for directory in tmp_path.iterdir()}
+    assert left == set(names) - {"b-replica-0", "b-replica-1", "b-replica-12"}
 
 
 def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene) -> None:  # type: ignore[no-untyped-def]

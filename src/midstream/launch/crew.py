@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 
 from midstream.errors import ConfigError
@@ -39,13 +39,14 @@ class Crew:
     def __init__(
         self,
         make: Callable[[WantedReplica], Awaitable[Child]],
-        clean: Callable[[WantedReplica], None],
+        clean: Callable[[WantedReplica, Set[str]], None],
         on_change: Callable[[], None],
         *,
         host: str,
         stop_s: float,
     ) -> None:
-        """make: a replica's process, not started. Raises ConfigError. clean: removes what a replica left, in a thread.
+        """make: a replica's process, not started. Raises ConfigError. clean: removes what a replica of a deployment that is not
+        wanted any more left on disk, and what earlier ones did, but nothing of those named; in a thread.
 
         on_change: called when `running` is another. host: where replicas listen. stop_s: how long one may take to end.
         """
@@ -128,7 +129,8 @@ class Crew:
             if member.child is not None:
                 await member.child.stop(self._stop_s)
             if member.forget:
-                await asyncio.to_thread(self._clean, member.wanted)
+                others = {name for name, other in self._alive.items() if other is not member}
+                await asyncio.to_thread(self._clean, member.wanted, others)
             if self._alive.get(member.wanted.name) is member:
                 del self._alive[member.wanted.name]
                 self._on_change()

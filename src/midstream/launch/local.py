@@ -18,7 +18,7 @@ import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import IO
 
@@ -87,6 +87,15 @@ def bucket_url(settings: Settings) -> str:
     except OSError as error:
         raise ConfigError(f"--bucket {bucket}: {error.strerror or error}") from error
     return bucket
+
+
+def remove_caches(cache: Path, others: Set[str]) -> None:
+    """Remove a replica's cache directory and those of its deployment's other numbers, but of none of `others`."""
+    deployment = cache.name.rpartition("-")[0]
+    for directory in cache.parent.glob("*"):
+        prefix, _, number = directory.name.rpartition("-")
+        if prefix == deployment and number.isdecimal() and directory.name not in others:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def free_port(host: str) -> int:
@@ -172,8 +181,8 @@ class Supervisor:
     def _cache_dir(self, wanted: WantedReplica) -> Path:
         return self._state / "snapshots" / wanted.name
 
-    def _clean(self, wanted: WantedReplica) -> None:
-        shutil.rmtree(self._cache_dir(wanted), ignore_errors=True)
+    def _clean(self, wanted: WantedReplica, others: Set[str]) -> None:
+        remove_caches(self._cache_dir(wanted), others)
 
     def _gateway_spec(self) -> GatewaySpec:
         settings = self._settings
