@@ -81,15 +81,20 @@ class World:
         self.snapshot = snapshot
 
     # Publisher
-    def begin(self, identity, *, model, **_):
+    def begin(self, identity, *, model, on_status, **_):
         assert model is self.model
         self.events.append(f"begin {identity}")
 
         def wait():
             if identity == self.refused:
                 raise PublishError("no room")
+            on_status(Status((ReplicaStatus("base", True, "downloading", identity),)))
             with self.moved:  # it goes on until enough rollouts were in flight beside it
                 self.moved.wait_for(lambda: self.sampled_beside(identity) >= self.while_loading, 10)
+                self.events.append(f"near {identity}")
+            on_status(Status((ReplicaStatus("base", True, "staging", identity),)))
+            with self.moved:  # what is left starts before it serves
+                self.moved.wait_for(lambda: self.started.get(self.step_beside(identity), 6) == 6, 10)
             self.serving = identity
             self.events.append(f"ready {identity}")
             swap = {"snapshot": identity, "pause_ms": 2.5}
@@ -100,6 +105,10 @@ class World:
             )
 
         return SimpleNamespace(wait=wait)
+
+    def step_beside(self, identity):
+        step = int(identity.removeprefix("step-"))
+        return step if self.while_loading and step <= self.last_step else None
 
     def sampled_beside(self, identity):
         """Groups that ended of the step whose rollouts are sampled while `identity` is published; after the last, enough."""
@@ -137,19 +146,18 @@ def test_a_third_of_the_next_groups_start_with_training_and_the_rest_once_public
         assert max(starts[:2]) < trained < began < min(starts[2:])
 
 
-def test_while_a_snapshot_is_published_groups_follow_one_another_and_then_the_rest_starts_at_once():
+def test_groups_follow_one_another_until_a_replica_is_about_to_switch_and_then_the_rest_starts_at_once():
     world = World()
     world.while_loading = 4  # the two early ones and two of the others
     run(world)
     for step in (0, 1):
-        began, ready = (world.events.index(f"{what} step-{step + 1}") for what in ("begin", "ready"))
-        beside = world.events[began:ready]
+        began, near, ready = (world.events.index(f"{w} step-{step + 1}") for w in ("begin", "near", "ready"))
         running = [0]
-        for event in beside:
+        for event in world.events[began:near]:
             running.append(running[-1] + event.startswith("start") - event.startswith("end"))
-        late = [e for e in beside if e.startswith(f"start {step + 1}/")]
-        assert late[:2] == [f"start {step + 1}/{g}" for g in (2, 3)]
-        assert max(running) <= 2, beside
+        assert max(running) == 1
+        starts = [e for e in world.events[began:ready] if e.startswith("start")]
+        assert starts == [f"start {step + 1}/{g}" for g in (2, 3, 4, 5)], "all of them before it serves"
 
 
 def test_every_step_trains_on_its_own_rollouts_and_publishes_in_order():

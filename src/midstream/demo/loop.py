@@ -4,8 +4,8 @@ Owns: the order of things in one run.
 
 Always holds:
 - All rollouts of step 0 are sampled before anything is published.
-- A third of a step's groups start when training on the step before starts. The others follow while its snapshot is published,
-  a few at a time, and what is left of them when it serves all at once: so streams are running whenever the replicas
+- A third of a step's groups start when training on the step before starts. The others follow while its snapshot is published:
+  one at a time until a replica is about to switch, then all that are left at once. So streams are running when replicas
   switch, and no rollout starts more than one snapshot behind.
 - One snapshot is published at a time; a failed publication ends the run with its reason.
 """
@@ -19,14 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from midstream.client import Publication, SnapshotPublisher
+from midstream.client import Publication, SnapshotPublisher, Status
 from midstream.demo.records import Rollout, StepRow
 from midstream.demo.rollouts import Sampler
 from midstream.demo.task import problems
 from midstream.demo.trainer import Trainer
 
 PUBLISH_TIMEOUT_S = 60.0
-GROUPS_AT_ONCE = 2  # while a snapshot is published
+ABOUT_TO_SWITCH = frozenset(
+    {"verifying", "staging", "staged", "committing", "checking"}
+)  # stages of a replica
 
 
 class NoRollouts(Exception):
@@ -86,32 +88,28 @@ class Loop:
             row = await loop.run_in_executor(training, self._train, step, batch, failed)
             if published is not None:
                 await published
-            publication = await loop.run_in_executor(training, self._begin, row)
-            published = tasks.create_task(self._serve(row, publication))
+            near = asyncio.Event()
+            publication = await loop.run_in_executor(training, self._begin, row, loop, near)
+            published = tasks.create_task(self._serve(row, publication, near))
             now = self._clock()
             row.seconds, started = now - started, now
             self.rows.append(row)
             self._on_row(row)
-            late = await self._sample(step + 1, slice(third, None), published)
+            late = await self._sample(step + 1, slice(third, None), near)
             batch = await early + late
         if published is not None:
             await published
 
-    async def _sample(
-        self, step: int, which: slice, published: asyncio.Task[None] | None = None
-    ) -> list[Rollout]:
-        """The groups `which` of `step`, none beyond the last step: all at once, or a few at a time until `published`."""
+    async def _sample(self, step: int, which: slice, near: asyncio.Event | None = None) -> list[Rollout]:
+        """The groups `which` of `step`, none beyond the last step: all at once, or one at a time until `near`."""
         if step >= self._options.steps:
             return []
         chosen = list(enumerate(problems(self._options.seed, step, self._options.groups)))[which]
         groups: list[asyncio.Task[list[Rollout]]] = []
         async with asyncio.TaskGroup() as tasks:
             for group, problem in chosen:
-                while published is not None and not published.done():
-                    running = [task for task in groups if not task.done()]
-                    if len(running) < GROUPS_AT_ONCE:
-                        break
-                    await asyncio.wait([*running, published], return_when=asyncio.FIRST_COMPLETED)
+                if groups and near is not None:
+                    await _either(groups[-1], near)
                 groups.append(
                     tasks.create_task(self._sampler.group(step, group, problem, self._options.samples))
                 )
@@ -131,24 +129,40 @@ class Loop:
         row.route_layer_diff_share = mismatch.route_layer_diff_share
         return row
 
-    def _begin(self, row: StepRow) -> Publication:
-        """Copy the weights; the rest of the publication goes on by itself."""
+    def _begin(self, row: StepRow, loop: asyncio.AbstractEventLoop, near: asyncio.Event) -> Publication:
+        """Copy the weights; the rest of the publication goes on by itself. near: set when a replica is about to switch."""
+
+        def look(status: Status) -> None:
+            if any(replica.stage in ABOUT_TO_SWITCH for replica in status.replicas):
+                loop.call_soon_threadsafe(near.set)
+
         return self._publisher.begin(
             row.snapshot,
             model=self._trainer.model,
             config_dir=self._model_directory,
             dtype="bfloat16",
             timeout_s=PUBLISH_TIMEOUT_S,
+            on_status=look,
         )
 
-    async def _serve(self, row: StepRow, publication: Publication) -> None:
+    async def _serve(self, row: StepRow, publication: Publication, near: asyncio.Event) -> None:
         done = await asyncio.to_thread(publication.wait)
+        near.set()
         row.kind, row.bytes_sent, row.bytes_whole = done.kind, done.bytes_sent, done.bytes_whole
         row.publish_s = done.encode_s + done.upload_s + done.load_s
         swaps = [replica.last_swap or {} for replica in done.replicas]
         row.pause_ms = tuple(swap["pause_ms"] for swap in swaps if swap.get("snapshot") == row.snapshot)
         row.served = True
         self._on_row(row)
+
+
+async def _either(task: asyncio.Task[list[Rollout]], event: asyncio.Event) -> None:
+    """Until `task` has ended or `event` is set."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
 
 
 def batch_row(step: int, snapshot: str, held: str, batch: Sequence[Rollout]) -> StepRow:
