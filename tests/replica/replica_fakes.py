@@ -292,8 +292,8 @@ class FakeSource(SnapshotSource):
         self.fetching = asyncio.Event()
         self.released = asyncio.Event()
 
-    async def fetch(self, desired: Desired) -> Path | None:
-        self.calls.append(f"fetch {desired.snapshot}")
+    async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
+        self.calls.append(f"fetch {desired.snapshot}{' anew' if anew else ''}")
         self.fetching.set()
         if desired.snapshot in self.blocked:
             try:

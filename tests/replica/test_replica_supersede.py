@@ -171,6 +171,60 @@ def test_a_stage_that_ends_in_spite_of_its_cancellation_is_not_committed(tmp_pat
     play(tmp_path, engine, source, scenario)
 
 
+def test_an_attempt_is_cancelled_once_however_many_targets_follow(tmp_path: Path) -> None:
+    """A second cancellation would not wait for what the first one has to clean up."""
+
+    class Tidy(FakeSource):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tidied = asyncio.Event()
+
+        async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
+            try:
+                return await super().fetch(desired, anew=anew)
+            except asyncio.CancelledError:
+                await self.tidied.wait()
+                self.calls.append(f"tidied {desired.snapshot}")
+                raise
+
+    engine, source = FakeEngine(), Tidy()
+    source.blocked = {"v1"}
+
+    async def scenario(replica: Replica) -> None:
+        replica.desire(wanted("v1", 1))
+        await source.fetching.wait()
+        replica.desire(wanted("v2", 2))
+        await tick(3)
+        replica.desire(wanted("v3", 3))
+        await tick(3)
+        source.tidied.set()
+        await serves(replica, "v3")
+        assert source.calls[:3] == ["fetch v1", "cancelled v1", "tidied v1"]
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_what_served_in_the_last_boot_is_taken_from_the_cache_in_the_next(tmp_path: Path) -> None:
+    """Only a load of what serves already mistrusts the local files."""
+    engine, source = FakeEngine(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        boot = replica.boot
+        replica.desire(wanted("v1", 1))
+        await serves(replica, "v1")
+        replica.desire(wanted("v1", 2, reload=2))
+        await until(replica, lambda: engine.switches == ["v1", "v1"])
+        await serves(replica, "v1")
+        await engine.die()
+        await until(replica, lambda: replica.ready and replica.boot != boot)
+        replica.desire(wanted("v1", 2))
+        await serves(replica, "v1")
+        fetched = [call for call in source.calls if call.startswith("fetch")]
+        assert fetched == ["fetch v1", "fetch v1 anew", "fetch v1"]
+
+    play(tmp_path, engine, source, scenario)
+
+
 def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Path) -> None:
     class Confused(FakeEngine):
         async def commit(self, snapshot: str) -> SwapTiming:
@@ -196,11 +250,11 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
 
 def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
     class Interrupted(FakeSource):
-        async def fetch(self, desired: Desired) -> Path | None:
+        async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
             if not self.calls:
                 self.calls.append("interrupted")
                 raise asyncio.CancelledError
-            return await super().fetch(desired)
+            return await super().fetch(desired, anew=anew)
 
     engine = FakeEngine()
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from s3server import S3Server
 
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.snapshots import fetch
-from midstream.snapshots.fetch import fetch_listed, fetch_snapshot, partial_directory, prefetch_files
+from midstream.snapshots.fetch import (
+    fetch_listed,
+    fetch_snapshot,
+    finished,
+    partial_directory,
+    prefetch_files,
+)
 from midstream.snapshots.store import LISTING_FILE, Listing, list_snapshot
 
 PART = 1000
@@ -356,3 +363,28 @@ def test_a_read_that_breaks_off_is_tried_again(bucket: Bucket, tmp_path: Path) -
     assert broken == fetch.PART_ATTEMPTS - 1
     assert (tmp_path / "dest" / WEIGHTS).read_bytes() == blob(3 * PART)
     assert LISTING_FILE in listed(tmp_path / "dest")
+
+
+def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled() -> None:
+    """It uses files that are closed next: another file may have their numbers by then."""
+    go_on, ended = threading.Event(), threading.Event()
+
+    def call() -> None:
+        go_on.wait(10)
+        ended.set()
+
+    async def scenario() -> None:
+        task = asyncio.create_task(finished(call))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        done, _ = await asyncio.wait([task], timeout=0)
+        assert not done, "it was given up while the thread went on"
+        go_on.set()
+        await asyncio.wait([task])
+        assert (task.cancelled(), ended.is_set()) == (True, True)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        go_on.set()

@@ -93,7 +93,7 @@ def test_fields_the_trainer_lets_differ_are_not_compared(
 
 
 @pytest.mark.parametrize("links", [1, 2])
-def test_what_serves_is_fetched_anew_when_it_is_asked_for_again(tmp_path: Path, links: int) -> None:
+def test_what_is_fetched_anew_trusts_no_local_file(tmp_path: Path, links: int) -> None:
     """A reload after a failed check: the local files may be what is wrong, even if their sizes are right."""
     full, child = write_checkpoint(tmp_path / "s0", seed=0), write_checkpoint(tmp_path / "s1", seed=1)
     encode_delta(full, child, tmp_path / "d1", "arc_v2")
@@ -115,8 +115,8 @@ def test_what_serves_is_fetched_anew_when_it_is_asked_for_again(tmp_path: Path, 
     }[links]
     expected = weights(full if links == 1 else child)
 
-    async def load() -> Path:
-        path = await source.fetch(desired)
+    async def load(anew: bool = False) -> Path:
+        path = await source.fetch(desired, anew=anew)
         return path if path is not None else await source.rebuild(desired)
 
     async def scenario() -> None:
@@ -126,10 +126,10 @@ def test_what_serves_is_fetched_anew_when_it_is_asked_for_again(tmp_path: Path, 
         (path / "model.safetensors").write_bytes(damaged)
         assert weights(await load()) != expected  # only the sizes were looked at
         await source.release([desired])
-        assert weights(await load()) == expected
+        assert weights(await load(anew=True)) == expected
         full.rename(tmp_path / "away")
         with pytest.raises(SnapshotMissing):
-            await load()
+            await load(anew=True)
         assert weights(path) == expected  # nothing is lost for want of the bucket
 
     asyncio.run(scenario())

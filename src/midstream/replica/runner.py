@@ -40,9 +40,9 @@ class SnapshotSource(abc.ABC):
     """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await."""
 
     @abc.abstractmethod
-    async def fetch(self, desired: Desired) -> Path | None:
+    async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
         """A local directory with the snapshot's files, complete but not yet trusted. None: what has been fetched has to be
-        applied to a parent first (`rebuild`). Raises SnapshotError."""
+        applied to a parent first (`rebuild`). anew: from the bucket, whatever is here. Raises SnapshotError."""
 
     @abc.abstractmethod
     async def rebuild(self, desired: Desired) -> Path:
@@ -148,8 +148,11 @@ class SwapRunner:
         await self._to_its_end(asyncio.create_task(self._release(), name="release of old snapshots"))
 
     def _give_up(self) -> None:
-        """End the attempt in work unless it has reached COMMIT. No await may stand between looking and cancelling."""
-        if self._attempt is not None and self.machine.stage in BEFORE_COMMIT:
+        """End the attempt in work unless it has reached COMMIT. No await may stand between looking and cancelling.
+
+        Cancelled once: a second time would cut short what it cleans up.
+        """
+        if self._attempt is not None and not self._given_up and self.machine.stage in BEFORE_COMMIT:
             self._given_up = True
             self._attempt.cancel()
 
@@ -225,8 +228,11 @@ class SwapRunner:
         self._advance(Event.COMMITTED)
 
     async def _fetch(self, desired: Desired) -> Path | None:
+        """What this boot serves already is loaded again only when it was found wanting: its local files may be to blame."""
+        loaded = self.machine.loaded
+        anew = loaded is not None and desired.files == loaded.files
         async with self._hints.loading(desired.snapshot):
-            return await self._source.fetch(desired)
+            return await self._source.fetch(desired, anew=anew)
 
     async def _held(self) -> None:
         """Wait until the target is let go. Once there is a newer one nobody will: give up."""

@@ -10,7 +10,7 @@ from midstream.replica.runner import SnapshotSource
 from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.layout import CheckpointSpec, read_spec
 from midstream.snapshots.verify import check_compatible
-from midstream.types import Desired, Hint, SnapshotFiles
+from midstream.types import Desired, Hint
 
 
 class CachedSource(SnapshotSource):
@@ -19,11 +19,9 @@ class CachedSource(SnapshotSource):
     def __init__(self, chains: ChainFetcher, base: CheckpointSpec) -> None:
         self._chains = chains
         self._base = base
-        self._serving: tuple[SnapshotFiles, ...] = ()
 
-    async def fetch(self, desired: Desired) -> Path | None:
-        """What serves already is asked for again only when it was found wanting: then its local files may be to blame."""
-        return await self._chains.fetch(desired.files, anew=desired.files == self._serving)
+    async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
+        return await self._chains.fetch(desired.files, anew=anew)
 
     async def rebuild(self, desired: Desired) -> Path:
         return await self._chains.rebuild(desired.files)
@@ -33,7 +31,6 @@ class CachedSource(SnapshotSource):
         check_compatible(self._base, spec, frozenset(desired.ignore_config))
 
     async def release(self, keep: Sequence[Desired]) -> None:
-        self._serving = keep[0].files if keep else ()
         await self._chains.release([desired.files for desired in keep if desired.files])
 
     async def prefetch(self, hint: Hint) -> None:

@@ -356,7 +356,11 @@ async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[]
     except asyncio.CancelledError:
         if on_cancel is not None:
             on_cancel()
-        await asyncio.wait([task])
+        while not task.done():
+            with contextlib.suppress(
+                asyncio.CancelledError
+            ):  # once more: raised below, when the thread is done
+                await asyncio.wait([task])
         if not task.cancelled():
             task.exception()  # retrieved: the cancellation is what counts
         raise
