@@ -206,7 +206,7 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(seq)
         seq.epoch, seq.told_epoch = self.epoch, -1
-        seq.oldest = self.pool.born(shared[-1]) if shared else self.epoch
+        seq.oldest = min(map(self.pool.born, shared), default=self.epoch)
         seq.blocks = shared + [self._allocate() for _ in range(needed)]
         seq.indexed = len(shared)
         seq.computed = len(shared) * self.pool.block_size
