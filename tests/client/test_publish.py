@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import email.utils
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,26 @@ def test_snapshots_cannot_lie_inside_each_other_and_none_is_lost_in_trying(
                 publisher.write_full(identity, {"w": np.ones(2)}, config_dir=base, overwrite=overwrite)
     assert sorted(p.relative_to(bucket).as_posix() for p in bucket.rglob("*")) == before
     publisher.write_full("run/step-2", {"w": np.zeros(2)}, config_dir=base)
+
+
+def test_a_snapshot_that_cannot_be_replaced_stays(
+    tmp_path: Path, base: Path, publisher: SnapshotPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.write_full("a", {"w": np.zeros(2)}, config_dir=base)
+    place = tmp_path / "bucket" / "a"
+    before = (place / "model.safetensors").read_bytes()
+    rename = os.rename
+
+    def refusing(source: Path, target: Path, **more: object) -> None:
+        if Path(target) == place and not str(source).endswith("-old"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refusing)
+    with pytest.raises(PublishError, match="Disk quota exceeded"):
+        publisher.write_full("a", {"w": np.ones(2)}, config_dir=base, overwrite=True)
+    assert (place / "model.safetensors").read_bytes() == before
+    assert [path.name for path in place.parent.iterdir()] == ["a"]
 
 
 def test_what_a_dead_trainer_left_behind_is_in_nobodys_way(

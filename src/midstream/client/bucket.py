@@ -19,6 +19,7 @@ from pathlib import Path
 
 from midstream.client.errors import PublishError
 from midstream.errors import SnapshotError
+from midstream.snapshots.fetch import move_into_place
 from midstream.snapshots.identity import file_url_path, parse_bucket
 from midstream.snapshots.store import is_snapshot_file
 from midstream.snapshots.upload import list_directory, put_directory
@@ -87,7 +88,7 @@ class LocalBucket(Bucket):
         try:
             temporary.mkdir(parents=True)
             fill(temporary)
-            _move(temporary, place)
+            move_into_place(temporary, place)
             return place
         except OSError as error:
             raise PublishError(f"snapshot {identity!r} cannot be written to {self}: {error}") from error
@@ -164,13 +165,3 @@ def _taken(identity: str, bucket: Bucket) -> PublishError:
 
 def _names(directory: Path) -> list[str]:
     return sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []
-
-
-def _move(temporary: Path, place: Path) -> None:
-    if place.exists():
-        old = temporary.with_name(temporary.name + "-old")
-        place.rename(old)
-        temporary.rename(place)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(place)
