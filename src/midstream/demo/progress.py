@@ -14,7 +14,7 @@ from rich.table import Table
 from midstream.commands.table import size
 from midstream.demo.records import StepRow
 
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 150
 
 
 class Display:
