@@ -173,7 +173,7 @@ def test_base_weights_are_compared_too_before_anything_is_signalled() -> None:
     assert (found.replica, found.identity) == ("r1", "base")
     disputed = replace(state, disagreements=(disagreeing(identity="base", generation=0, retry_generation=1),))
     send = decide(disputed, base[1], True).send
-    assert send == Desired(snapshot="base", generation=1, reload=1, reset_prompt_cache="none")
+    assert send == Desired(snapshot="base", generation=1, reload=1, reset_prompt_cache="all")
 
 
 def test_a_boot_joins_when_its_check_is_done() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ from midstream.control.reconcile import (
     serves,
     serving_generation,
 )
-from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
+from midstream.ledger import BootHistory, Death, DeploymentState, Disagreement, TransitionRow
 from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
 
 A = Desired(snapshot="a", generation=3, url="file:///bucket/a", reset_prompt_cache="none")
@@ -201,6 +201,28 @@ def test_the_policy_is_the_strongest_since_what_the_replica_serves(
     sent = decide(state, seen, True).send
     assert sent is not None
     assert sent.reset_prompt_cache == policy
+
+
+def test_a_replica_that_is_let_go_has_the_strongest_policy_too() -> None:
+    """It switches as it was let go: the rules of a signal that it never loaded must not be lost then."""
+    state = DeploymentState(A, since=SINCE, reset_all=2)
+    staged = report("older", on=1, generation=3, target="a")
+    history = (*staged.transitions[:-1], msgspec.structs.replace(staged.transitions[-1], stage=Stage.STAGED))
+    staged = msgspec.structs.replace(staged, stage=Stage.STAGED, transitions=history)
+    sent = decide(state, staged, True, turn=True).send
+    assert sent is not None
+    assert (sent.hold, sent.reset_prompt_cache) == (False, "all")
+
+
+@pytest.mark.parametrize(("verdict", "policy"), [("reload", "all"), ("out", "all"), ("agreed", "none")])
+def test_kv_of_weights_that_were_not_the_others_is_used_by_no_later_snapshot(
+    verdict: Literal["reload", "out", "agreed"], policy: str
+) -> None:
+    wrong = Disagreement("replica-0", "b", "old", 2, 2, "differs", verdict)
+    state = DeploymentState(A, (OLD,), since=SINCE, disagreements=(wrong,))
+    sent = decide(state, report("old", on=2), True).send
+    assert sent is not None
+    assert (sent.snapshot, sent.reset_prompt_cache) == ("a", policy)
 
 
 def row(stage: Stage, identity: str = "a", generation: int = 3, seq: int = 4) -> TransitionRow:

@@ -59,16 +59,12 @@ def decide(
         bare = report.snapshot == BASE_SNAPSHOT or not report.ready
         hopeful = state.desired is not None and (state.ever_ready if bare else state.proven)
         return Action(None, admit, stuck=hopeful and not out)
+    send = replace(target, reset_prompt_cache=effective_reset(state, report))
     if has_taken_up(state, report, target):
         release = turn and report.stage is Stage.STAGED
-        return Action(replace(target, generation=report.generation) if release else None, admit)
-    send = replace(
-        target,
-        generation=max(target.generation, retry_generation),
-        reset_prompt_cache=effective_reset(state, report),
-        hold=turn is False,
-    )
-    return Action(send, admit)
+        return Action(replace(send, generation=report.generation) if release else None, admit)
+    generation = max(target.generation, retry_generation)
+    return Action(replace(send, generation=generation, hold=turn is False), admit)
 
 
 def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> Desired | None:
@@ -166,7 +162,12 @@ def serving_generation(report: ReplicaReport) -> int:
 
 
 def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromptCache:
-    """The strongest policy of all signals after the one this replica serves: it may never have loaded those between."""
+    """The strongest policy of all signals after the one this replica serves: it may never have loaded those between.
+
+    While its weights are not known to be those of the others, none of its KV is to be used again.
+    """
+    if standing_of(state, report) is not None:
+        return "all"
     served = serving_generation(report)
     if state.reset_all > served:
         return "all"
