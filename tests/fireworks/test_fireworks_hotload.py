@@ -202,7 +202,7 @@ def test_sync_rollouts_finish_on_the_old_weights_and_new_ones_are_retried_after_
     )
     with serve(tmp_path / "state", *arguments) as server:
         shutil.copytree(tiny_model(seed=8), server.bucket / "after")
-        got = Endpoint(server).run("transition", identity="after", prompt=PROMPT, early=4, early_tokens=3500)
+        got = Endpoint(server).run("transition", identity="after", prompt=PROMPT, early=2, early_tokens=3500)
     assert got["ok"] is True
     for rollout in got["early"]:
         assert len(rollout["full_tokens"]) == len(PROMPT) + 3500

@@ -62,7 +62,7 @@ result["reattached"] = asdict(
 )
 result["renamed"] = client.deployments.update(NEW, base_model=given.model, display_name="Second").to_dict()
 try:
-    deployments.update(NEW, {"noSuchField": 1}, "no_such_field")
+    deployments.update(NEW, {"displayName": "Third"}, "no_such_field")
 except httpx.HTTPStatusError as error:
     result["unknown_mask"] = {"status": error.response.status_code, **error.response.json()["error"]}
 deployments.scale_to_zero(NEW)
