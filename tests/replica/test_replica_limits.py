@@ -95,6 +95,15 @@ def test_a_closed_gate_refuses_without_waiting(door: Door, refusal: type[Excepti
     gate.check(1)
 
 
+def test_a_door_that_moves_is_told_at_once() -> None:
+    """The report says whether newcomers get in; a gateway that hears of it late sends them to be refused."""
+    told: list[Door] = []
+    gate = Gate(lambda: told.append(gate.door))
+    for door in (Door.OPEN, Door.CLOSED, Door.CLOSED, Door.OPEN):
+        gate.set(door)
+    assert told == [Door.OPEN, Door.CLOSED, Door.OPEN]
+
+
 def count_tokenizing(here: Running, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every text that is tokenized from now on: was it done on the event loop's thread?"""
     loop_thread, seen = threading.get_ident(), list[bool]()
@@ -173,6 +182,10 @@ def test_an_echo_without_logprobs_asks_the_engine_for_no_records(tmp_path: Path)
         assert [request.prompt_records for request in here.engine.requests] == [3, 0]
         for choice in (with_records, without):
             del choice["logprobs"], choice["raw_output"]["completion_logprobs"]
+        scored_by = with_records.pop(
+            "prompt_snapshots"
+        )  # without log-probabilities there is nothing to say it of
+        assert scored_by == [{"snapshot": "base", "start": 0, "end": 3}]
         assert without == with_records
         assert without["text"] == "ABChel"
         last = (await ask(here, prompt=[65, 66, 67], echo_last=1, max_tokens=0)).json()["choices"][0]

@@ -49,9 +49,12 @@ class Gate:
         return self._door
 
     def set(self, door: Door) -> None:
+        if door is self._door:
+            return
         self._door = door
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
+        self._on_change()
 
     def check(self, choices: int) -> None:
         """Raises what `enter` would raise at once, so that a request is refused before work is put into it."""
