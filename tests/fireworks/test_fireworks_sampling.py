@@ -73,6 +73,8 @@ def test_server_metrics_reach_the_client(got: dict[str, Any]) -> None:
         0,
     )
     assert 0 < metrics["server_ttft"] <= metrics["server_processing_time"] <= metrics["client_latency"]
+    assert 0 <= metrics["prefill_queue_duration"] <= metrics["server_ttft"]
+    assert metrics["num_concurrent_requests"] == 1
     assert metrics["response_request_id"] == "rollout-17"
     assert metrics["backend_host"] in ("replica-0", "replica-1")
     assert metrics["deployment"] == "accounts/acme/deployments/policy"
