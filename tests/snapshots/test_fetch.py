@@ -388,3 +388,21 @@ def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled(
         asyncio.run(scenario())
     finally:
         go_on.set()
+
+
+def test_copying_leaves_the_threads_that_requests_need_alone() -> None:
+    """Long prompts are tokenized in asyncio's own threads, of which a small machine has as many as a fetch copies with."""
+    go_on = threading.Event()
+
+    async def scenario() -> None:
+        copies = [asyncio.create_task(finished(go_on.wait, 10)) for _ in range(40)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(5):
+                await asyncio.to_thread(lambda: None)
+        finally:
+            go_on.set()
+            await asyncio.gather(*copies)
+
+    asyncio.run(scenario())

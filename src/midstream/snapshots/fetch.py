@@ -20,6 +20,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,8 @@ PART_ATTEMPTS = 3  # beside the store's own retries, which end where a response'
 _COPY_BYTES = 2**20
 _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SPARE_BYTES = 2**20  # for listings and journals
+#: Of its own: asyncio's threads are few on a small machine, and requests wait for them. More than copies and a rebuild take.
+_THREADS = ThreadPoolExecutor(PARTS_IN_FLIGHT + 6, "snapshots")
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
@@ -350,7 +353,7 @@ async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[]
 
     `on_cancel` may tell the call that nobody wants its result any more.
     """
-    task: asyncio.Future[T] = asyncio.ensure_future(asyncio.to_thread(call, *args))
+    task = asyncio.get_running_loop().run_in_executor(_THREADS, call, *args)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
