@@ -12,6 +12,7 @@ from engine_helpers import needs_compiler, request, run
 
 from midstream.config import EngineSettings
 from midstream.engine.base import EngineDied
+from midstream.engine.embedded import digest as digest_module
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.digest import CHUNK_BYTES, digest
 from midstream.engine.embedded.process import EmbeddedEngine
@@ -37,6 +38,25 @@ def test_a_snapshot_has_one_digest_however_it_came_to_serve(
     swapped.set_staged(swapped.stage(first))
     swapped.commit("first")
     assert digest(started.weights()) == digest(swapped.weights()) != other
+
+
+def test_weights_leave_a_device_in_few_copies_and_have_the_digest_of_their_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [("a", torch.arange(9 * CHUNK_BYTES // 4 + 1, dtype=torch.int32)), ("b", torch.ones(3))]
+    copies: list[int] = []
+    cpu = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(len(tensor))
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    monkeypatch.setattr(digest_module, "PIECE_BYTES", 4 * CHUNK_BYTES, raising=False)
+    whole = digest(weights)
+    assert copies == [4 * CHUNK_BYTES, 4 * CHUNK_BYTES, CHUNK_BYTES + 4, 12]
+    monkeypatch.setattr(digest_module, "PIECE_BYTES", CHUNK_BYTES)
+    assert digest(weights) == whole
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

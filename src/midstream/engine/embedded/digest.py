@@ -20,6 +20,8 @@ from midstream.engine.embedded import messages as m
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18  # summed at a time, without the interpreter's lock and within a core's cache
+#: Copied from a device at a time: a copy waits for the step in work, so small ones would take a step each.
+PIECE_BYTES = 64 * CHUNK_BYTES
 #: Odd, so that no change of a single word goes unseen; all different, so that words that change places are seen.
 FACTORS = np.arange(CHUNK_BYTES // 4, dtype=np.uint32) * np.uint32(2 * 2654435761 % 2**32) | np.uint32(1)
 
@@ -62,8 +64,10 @@ def digest(weights: Weights) -> str:
     for name, tensor in weights:
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         data = tensor.detach().reshape(-1).view(torch.uint8)
-        for first in range(0, len(data), CHUNK_BYTES):
-            whole.update(_checksum(data[first : first + CHUNK_BYTES].cpu().numpy()).to_bytes(4, "little"))
+        for first in range(0, len(data), PIECE_BYTES):
+            piece = data[first : first + PIECE_BYTES].cpu().numpy()
+            for at in range(0, len(piece), CHUNK_BYTES):
+                whole.update(_checksum(piece[at : at + CHUNK_BYTES]).to_bytes(4, "little"))
     return whole.hexdigest()
 
 
