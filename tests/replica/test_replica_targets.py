@@ -355,6 +355,68 @@ def test_an_interrupted_hint_of_another_snapshot_is_taken_up_again_after_the_loa
     asyncio.run(main())
 
 
+def test_hints_go_on_after_a_load_that_was_given_up_while_it_waited_for_one_to_stop() -> None:
+    async def main() -> None:
+        calls: list[str] = []
+        begun, stopped = asyncio.Event(), asyncio.Event()
+
+        async def prefetch(given: Hint) -> None:
+            calls.append(given.files[0])
+            if not begun.is_set():
+                begun.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await stopped.wait()  # for a thread
+
+        async def load() -> None:
+            async with hints.loading("v1"):
+                raise AssertionError("the prefetch still runs")
+
+        hints = Hints(prefetch)
+        hints.add(hint("v2", "a"))
+        hints.add(hint("v2", "b"))
+        await begun.wait()
+        given_up = asyncio.create_task(load())
+        await tick(3)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert calls == ["a"]
+        stopped.set()
+        await tick(8)
+        assert calls == ["a", "a", "b"]
+        await hints.close()
+
+    asyncio.run(main())
+
+
+def test_no_hint_is_begun_during_a_load_though_one_failed_as_it_was_cancelled() -> None:
+    async def main() -> None:
+        calls: list[str] = []
+        begun = asyncio.Event()
+
+        async def prefetch(given: Hint) -> None:
+            calls.append(given.files[0])
+            begun.set()
+            try:
+                await asyncio.sleep(0 if len(calls) > 1 else 3600)
+            except asyncio.CancelledError:
+                raise SnapshotCorrupt("changed while it was read") from None
+
+        hints = Hints(prefetch)
+        hints.add(hint("v2", "a"))
+        hints.add(hint("v2", "b"))
+        await begun.wait()
+        async with hints.loading("v1"):
+            await tick(8)
+            assert calls == ["a"]
+        await tick(8)
+        assert calls == ["a", "b"]
+        await hints.close()
+
+    asyncio.run(main())
+
+
 def test_hints_that_fail_or_are_too_many_are_logged_and_harm_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,9 +46,8 @@ class Hints:
         """While inside, the snapshot's own fetch has the bucket and the disk for itself."""
         self._loading = snapshot
         try:
-            interrupted = await self._stop()
-            again = {} if interrupted is None else {interrupted: None}
-            self._waiting = {hint: None for hint in again | self._waiting if hint.snapshot != snapshot}
+            await self._stop()
+            self._waiting = {hint: None for hint in self._waiting if hint.snapshot != snapshot}
             yield
         finally:
             self._loading = None
@@ -59,26 +58,27 @@ class Hints:
         self._waiting.clear()
         await self._stop()
 
-    async def _stop(self) -> Hint | None:
-        """Returns, once nothing runs any more, the hint that was at work."""
-        task, running = self._task, self._running
-        if task is None or task.done():
-            return None
-        task.cancel()
-        await asyncio.wait((task,))
-        return running
+    async def _stop(self) -> None:
+        """Returns once nothing runs any more."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,))
 
     def _go_on(self) -> None:
         at_work = self._task is not None and not self._task.done()
         if self._waiting and not at_work and self._loading is None and not self._closed:
             self._task = asyncio.create_task(self._work(), name="prefetch")
+            self._task.add_done_callback(lambda _: self._go_on())
 
     async def _work(self) -> None:
-        while self._waiting:
+        while self._waiting and self._loading is None:
             hint = self._running = next(iter(self._waiting))
             del self._waiting[hint]
             try:
                 await self._prefetch(hint)
+            except asyncio.CancelledError:
+                self._waiting = {hint: None} | self._waiting
+                raise
             except (SnapshotError, OSError) as error:
                 log.warning("files of %s could not be fetched early: %s", hint.snapshot, error)
             except Exception:  # a bug in what only saves time must not take anything down
