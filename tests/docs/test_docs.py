@@ -31,7 +31,9 @@ def test_every_module_is_named_in_the_architecture() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/publishing.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/publishing.md"]
+)
 def test_links_between_documents_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if not t.startswith("http")]
