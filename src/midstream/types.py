@@ -261,6 +261,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     target: str | None = None  # snapshot being loaded, or the one that failed
     error: str | None = None
     in_flight: int = 0  # requests being served
+    held: bool = False  # staged, and waiting to be let go
     admitting: bool = True  # False: new requests get 425 until a sync swap is done
     check: SnapshotCheck | None = None  # of what serves, once known
     last_swap: SwapTiming | None = None

@@ -98,6 +98,7 @@ class Replica:
             stage=machine.stage,
             target=machine.target.snapshot if machine.target and machine.stage is not Stage.IDLE else None,
             error=machine.error,
+            held=machine.stage is Stage.STAGED and machine.held,
             transitions=tuple(machine.transitions),
             started_at=1.0,
         )

@@ -208,10 +208,14 @@ def test_a_replica_that_is_let_go_has_the_strongest_policy_too() -> None:
     state = DeploymentState(A, since=SINCE, reset_all=2)
     staged = report("older", on=1, generation=3, target="a")
     history = (*staged.transitions[:-1], msgspec.structs.replace(staged.transitions[-1], stage=Stage.STAGED))
-    staged = msgspec.structs.replace(staged, stage=Stage.STAGED, transitions=history)
+    staged = msgspec.structs.replace(staged, stage=Stage.STAGED, transitions=history, held=True)
     sent = decide(state, staged, True, turn=True).send
     assert sent is not None
     assert (sent.hold, sent.reset_prompt_cache) == (False, "all")
+    # Also by a gateway that no longer lets them go one by one; nobody else is told again what it was told.
+    assert decide(state, staged, True, turn=None).send == sent
+    assert decide(state, staged, True, turn=False).send is None
+    assert decide(state, msgspec.structs.replace(staged, held=False), True, turn=None).send is None
 
 
 @pytest.mark.parametrize(("verdict", "policy"), [("reload", "all"), ("out", "all"), ("agreed", "none")])

@@ -122,6 +122,7 @@ class FakeReplica:
             target=None if idle or machine.target is None else machine.target.snapshot,
             error=machine.error,
             check=self.check,
+            held=machine.stage is Stage.STAGED and machine.held,
             transitions=tuple(machine.transitions),
             started_at=self.started_at,
         )

@@ -61,7 +61,7 @@ def decide(
         return Action(None, admit, stuck=hopeful and not out)
     send = replace(target, reset_prompt_cache=effective_reset(state, report))
     if has_taken_up(state, report, target):
-        release = turn and report.stage is Stage.STAGED
+        release = turn is not False and report.held
         return Action(replace(send, generation=report.generation) if release else None, admit)
     generation = max(target.generation, retry_generation)
     return Action(replace(send, generation=generation, hold=turn is False), admit)

@@ -140,6 +140,7 @@ class Replica:
             target=None if idle or machine.target is None else machine.target.snapshot,
             error=machine.error,
             in_flight=self.gate.inside,
+            held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,
             check=self.runner.check,
             last_swap=self.runner.last_swap,
