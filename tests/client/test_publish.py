@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from midstream.client import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, SnapshotPublisher
+from midstream.client.server import HotLoadServer
 from midstream.client.weights import to_bfloat16_bits, write_weights
 from midstream.errors import SnapshotRefused
 from midstream.models.tiny_moe import write_tiny_moe
@@ -454,3 +455,10 @@ def test_publish_writes_then_signals_then_waits(tmp_path: Path, base: Path) -> N
         assert publisher.publish("a", base).status.serves("a")
     assert order == ["POST True", "GET True"]
     assert http.is_closed
+
+
+def test_a_password_in_the_servers_url_is_refused_and_not_shown() -> None:
+    """It would be in every message and in the file that remembers the parent."""
+    with pytest.raises(ValueError, match="api_key") as caught:
+        HotLoadServer("http://trainer:hush@server:8080/v1")
+    assert "hush" not in str(caught.value)

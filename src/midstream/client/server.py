@@ -24,7 +24,7 @@ Compression = Literal["arc_v1", "arc_v2"]
 
 
 class HotLoadServer:
-    """`base_url`: with or without /v1. Safe to use from several threads."""
+    """`base_url`: with or without /v1, without credentials (ValueError). Safe to use from several threads."""
 
     def __init__(
         self,
@@ -38,6 +38,8 @@ class HotLoadServer:
         sleep: Callable[[float], None] = time.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        if httpx.URL(base_url).userinfo:  # it would be shown in messages, and kept on disk
+            raise ValueError("base_url must not hold a user or password; give a key as api_key")
         self.root = base_url.rstrip("/").removesuffix("/v1").removesuffix("/inference")
         self.url = self.root + HOT_LOAD_PATH
         self.deployment = deployment

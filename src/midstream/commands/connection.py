@@ -40,6 +40,8 @@ def address(options: argparse.Namespace) -> str:
         sound = False
     if not sound:
         raise ConfigError(f"--server {url!r}: write http://HOST:PORT")
+    if "@" in parts.netloc:
+        raise ConfigError("--server: must not hold a user or password; give a key as --api-key")
     return url
 
 
