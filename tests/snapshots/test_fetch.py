@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from midstream.snapshots import fetch
 from midstream.snapshots.fetch import (
     fetch_listed,
     fetch_snapshot,
-    finished,
     partial_directory,
     prefetch_files,
 )
@@ -170,6 +168,32 @@ def test_a_cancelled_fetch_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) 
     assert set(begun) | set(again) == parts(WEIGHTS, data) | {("config.json", 0)}
     assert files(tmp_path / "dest") == {WEIGHTS: data, "config.json": b"{}"}
     assert listed(tmp_path) == ["bucket", "dest"]
+
+
+def test_a_read_that_breaks_as_it_is_cancelled_leaves_a_cancelled_fetch(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put(WEIGHTS, blob(3 * PART))
+
+    async def scenario() -> None:
+        reached = asyncio.Event()
+
+        async def broken() -> None:
+            reached.set()
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                raise SnapshotError("the connection was closed") from None
+
+        task = asyncio.create_task(
+            fetch_watched(bucket.url, tmp_path / "dest", lambda name, number: broken())
+        )
+        await reached.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    asyncio.run(scenario())
 
 
 def journalled(partial: Path) -> int:
@@ -363,46 +387,3 @@ def test_a_read_that_breaks_off_is_tried_again(bucket: Bucket, tmp_path: Path) -
     assert broken == fetch.PART_ATTEMPTS - 1
     assert (tmp_path / "dest" / WEIGHTS).read_bytes() == blob(3 * PART)
     assert LISTING_FILE in listed(tmp_path / "dest")
-
-
-def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled() -> None:
-    """It uses files that are closed next: another file may have their numbers by then."""
-    go_on, ended = threading.Event(), threading.Event()
-
-    def call() -> None:
-        go_on.wait(10)
-        ended.set()
-
-    async def scenario() -> None:
-        task = asyncio.create_task(finished(call))
-        for _ in range(3):
-            await asyncio.sleep(0)
-            task.cancel()
-        done, _ = await asyncio.wait([task], timeout=0)
-        assert not done, "it was given up while the thread went on"
-        go_on.set()
-        await asyncio.wait([task])
-        assert (task.cancelled(), ended.is_set()) == (True, True)
-
-    try:
-        asyncio.run(scenario())
-    finally:
-        go_on.set()
-
-
-def test_copying_leaves_the_threads_that_requests_need_alone() -> None:
-    """Long prompts are tokenized in asyncio's own threads, of which a small machine has as many as a fetch copies with."""
-    go_on = threading.Event()
-
-    async def scenario() -> None:
-        copies = [asyncio.create_task(finished(go_on.wait, 10)) for _ in range(40)]
-        for _ in range(3):
-            await asyncio.sleep(0)
-        try:
-            async with asyncio.timeout(5):
-                await asyncio.to_thread(lambda: None)
-        finally:
-            go_on.set()
-            await asyncio.gather(*copies)
-
-    asyncio.run(scenario())

@@ -28,7 +28,6 @@ from midstream.snapshots.fetch import (
     TEMPORARY_PREFIX,
     Progress,
     fetch_listed,
-    finished,
     move_into_place,
     partial_directory,
     prefetch_files,
@@ -40,6 +39,7 @@ from midstream.snapshots.store import (
     list_snapshot,
     write_own_listing,
 )
+from midstream.snapshots.tasks import all_of, finished
 from midstream.types import SnapshotFiles
 
 log = logging.getLogger(__name__)
@@ -282,14 +282,10 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             return await step
 
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(step)) for step in steps]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        return await all_of(one(step) for step in steps)
     finally:
         for step in steps:
             step.close()
-    return [task.result() for task in tasks]
 
 
 def _known(chain: Chain) -> bool:

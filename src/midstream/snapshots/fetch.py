@@ -20,9 +20,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from obstore.exceptions import BaseError, GenericError, PreconditionError
 from obstore.store import LocalStore
@@ -39,6 +38,7 @@ from midstream.snapshots.store import (
     list_snapshot,
     write_listing,
 )
+from midstream.snapshots.tasks import all_of, finished
 
 PARTIAL_PREFIX = ".part-"  # files on their way; outlives a process
 TEMPORARY_PREFIX = ".moving-"  # no use to anybody once its process has gone
@@ -48,11 +48,8 @@ PART_ATTEMPTS = 3  # beside the store's own retries, which end where a response'
 _COPY_BYTES = 2**20
 _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SPARE_BYTES = 2**20  # for listings and journals
-#: Of its own: asyncio's threads are few on a small machine, and requests wait for them. More than copies and a rebuild take.
-_THREADS = ThreadPoolExecutor(PARTS_IN_FLIGHT + 6, "snapshots")
 
 Progress = Callable[[int, int], None]
-T = TypeVar("T")
 
 
 def partial_directory(parent: Path, url: str) -> Path:
@@ -296,12 +293,7 @@ async def _in_parallel(
             finally:
                 step.close()
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(PARTS_IN_FLIGHT):
-                group.create_task(worker())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    await all_of(worker() for _ in range(PARTS_IN_FLIGHT))
 
 
 def _keep_only(partial: Path, parts: list[_PartialFile]) -> None:
@@ -346,24 +338,3 @@ def move_into_place(temporary: Path, dest: Path) -> None:
             os.rename(old, dest)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
-    """`call` in a thread, awaited to its end even when cancelled: it uses files that the caller closes or moves next.
-
-    `on_cancel` may tell the call that nobody wants its result any more.
-    """
-    task = asyncio.get_running_loop().run_in_executor(_THREADS, call, *args)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        if on_cancel is not None:
-            on_cancel()
-        while not task.done():
-            with contextlib.suppress(
-                asyncio.CancelledError
-            ):  # once more: raised below, when the thread is done
-                await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # retrieved: the cancellation is what counts
-        raise
