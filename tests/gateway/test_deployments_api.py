@@ -201,6 +201,12 @@ def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
         assert (await server.create("default")).status_code == 409
         other = await server.http.post("/v1/accounts/other/deployments", json={"baseModel": "other"})
         assert other.status_code == 404
+        for body in (b'{"displayName":' + b"[" * 200_000, b'{"displayName":"\xff"}', b"[]"):
+            said = await server.http.post(COLLECTION, params={"deploymentId": "b"}, content=body)
+            assert (said.status_code, said.json()["error"]["message"][:8]) == (400, "the body")
+            said = await server.http.post(f"{COLLECTION}/default:scale", content=body)
+            assert (said.status_code, said.json()["error"]["message"][:8]) == (400, "the body")
+        assert (await server.http.get(f"{COLLECTION}/a%00b")).status_code == 404
         assert [d.name for d in server.deployments] == [DEFAULT]
 
     serve(tmp_path, work)

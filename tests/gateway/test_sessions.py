@@ -5,7 +5,7 @@ import pytest
 from midstream.errors import InvalidRequest
 from midstream.gateway import sessions
 from midstream.gateway.auth import tenant_of
-from midstream.gateway.sessions import SessionTable, session_key
+from midstream.gateway.sessions import SessionTable, body_model, session_key
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,16 @@ def test_a_body_without_a_session_field_is_not_parsed(monkeypatch: pytest.Monkey
     assert session_key({}, b'{"messages":[{"role":"user","content":"a \\"user\\": b"}]}') is None
     with pytest.raises(AssertionError, match="parsed"):
         session_key({}, b'{"metadata":{"user":"u"}}')
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b"[" * 200_000, b"3", b'"\\ud800"'])
+@pytest.mark.parametrize("field", [b"user", b"model", b"x"])
+def test_a_body_that_cannot_be_read_names_nothing_and_is_the_replicas_to_refuse(
+    field: bytes, value: bytes
+) -> None:
+    body = b'{"' + field + b'":' + value + b',"prompt_cache_key":3}'
+    assert session_key({}, body) is None
+    assert body_model(body) is None
 
 
 def test_the_table_forgets_the_least_recently_used_session() -> None:

@@ -345,7 +345,7 @@ def test_the_ledger_shows_the_newest_stage_changes_and_says_when_there_are_older
         assert await shown("") == (list(range(1, 1001)), True)
         assert await shown("?limit=2") == ([999, 1000], True)
         assert await shown("?limit=1001") == (list(range(1001)), False)
-        for bad in ("0", "-1", "x", "", "1e3", "9" * 5000, "\u0663"):
+        for bad in ("0", "-1", "x", "", "1e3", "9" * 5000, "0000000001" + "9" * 40, "\u0663"):
             response = await server.http.get(f"/v1/{DEPLOYMENT}/ledger", params={"limit": bad})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -103,8 +104,19 @@ def test_an_unknown_field_is_refused_by_its_path(field: str) -> None:
 
 
 def test_arc_v3_is_refused_by_name_and_says_why() -> None:
-    with pytest.raises(InvalidRequest, match=r"arc_v3 is refused: its blobs hold pickles, .*use arc_v2"):
+    with pytest.raises(
+        InvalidRequest, match=r"'arc_v3' is not supported: its blobs hold pickles, .*use arc_v2"
+    ):
         parse_signal(signal(incremental_snapshot_metadata=DELTA | {"compression_format": "arc_v3"}))
+
+
+@pytest.mark.parametrize("read", [parse_signal, parse_hint])
+@pytest.mark.parametrize("body", [b'{"identity":' + b"[" * 200_000, b'{"identity":"\xff"}', b"[]", b""])
+def test_what_is_no_json_object_is_refused_whatever_is_wrong_with_it(
+    read: Callable[[bytes], object], body: bytes
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"the body (is not valid JSON|must be a JSON object)"):
+        read(body)
 
 
 def test_a_hint_names_one_file_or_several_once_each() -> None:

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from midstream.errors import ConfigError, SnapshotError
-from midstream.snapshots.arc2 import compression_format
 from midstream.snapshots.delta import encode_delta, rebuild, verify
+from midstream.snapshots.formats import compression_format
 from midstream.snapshots.layout import read_spec
 
 REPORT_EVERY_S = 5.0  # where standard error is no terminal
@@ -46,7 +46,7 @@ def _guarded(options: argparse.Namespace) -> int:
     try:
         options.format = compression_format(options.format)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"--format: {error}") from error
     for name in ("parent", "child", "delta"):
         path = getattr(options, name, None)
         if path is not None and not path.is_dir():

@@ -16,15 +16,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from midstream.errors import ConfigError, InvalidRequest, NotFound, PayloadTooLarge
+from midstream.errors import ConfigError, InvalidRequest, NotFound
 from midstream.gateway import resource
+from midstream.gateway.bodies import read_body, whole_number
 from midstream.gateway.registry import Deployments
 from midstream.gateway.status import loading_state
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 from midstream.ledger.records import DeploymentChange
 from midstream.snapshots.identity import file_url_path, parse_bucket
 
-MAX_BODY_BYTES = 2**20
 PAGE_SIZE = 50
 PAGE_SIZE_MAX = 200
 _COLLECTION = "/v1/accounts/{account}/deployments"
@@ -76,7 +76,7 @@ class _Api:
         self._check_account(request)
         deployment_id = request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}"
         resource.check_id(deployment_id)
-        given = resource.parse_body(await _body(request))
+        given = resource.parse_body(await read_body(request))
         model = self._base_model(given.get("baseModel"))
         least, most = resource.counts(given, given, None)
         row = DeploymentRow(
@@ -118,22 +118,23 @@ class _Api:
             (row for row in found if row.name.startswith(f"{self._account}/")), key=lambda row: row.name
         )
         after = request.query_params.get("pageToken", "")
+        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE_MAX)
         rest = [row for row in rows if row.name > after]
-        page = rest[: _page_size(request)]
+        page = rest[:size]
         token = page[-1].name if len(page) < len(rest) else ""
         body = [await self._shown(row) for row in page]
         return JSONResponse({"deployments": body, "nextPageToken": token, "totalSize": len(rows)})
 
     async def patch(self, request: Request) -> Response:
         row = await self._row(request)
-        given = resource.parse_body(await _body(request))
+        given = resource.parse_body(await read_body(request))
         masks = request.query_params.getlist("updateMask") or request.query_params.getlist("update_mask")
         fields = resource.mask_of(",".join(masks) or None, given)
         return JSONResponse(await self._shown(await self._change(row, given, fields)))
 
     async def scale(self, request: Request) -> Response:
         row = await self._row(request)
-        count = resource.parse_scale(await _body(request))
+        count = resource.parse_scale(await read_body(request))
         given = {"minReplicaCount": count, "maxReplicaCount": max(count, row.replicas_max) if count else 0}
         await self._change(row, given, given)
         return JSONResponse({})
@@ -199,6 +200,10 @@ class _Api:
 
     async def _row(self, request: Request) -> DeploymentRow:
         account, name = request.path_params["account"], request.path_params["name"]
+        if (
+            not f"{account}{name}".isprintable()
+        ):  # no name has such characters, and not every database takes them
+            raise NotFound("there is no such deployment")
         return await self._ledger.deployment(f"accounts/{account}/deployments/{name}")
 
     def _check_account(self, request: Request) -> None:
@@ -259,19 +264,3 @@ async def _make_bucket(url: str) -> None:
         raise InvalidRequest(
             f"hotLoadBucketUrl: cannot be made: {error.strerror or error}", param="hotLoadBucketUrl"
         ) from error
-
-
-def _page_size(request: Request) -> int:
-    asked = request.query_params.get("pageSize") or "0"
-    if not asked.isascii() or not asked.isdecimal():
-        raise InvalidRequest("pageSize: must be a whole number", param="pageSize")
-    return min(int(asked[:9]) or PAGE_SIZE, PAGE_SIZE_MAX)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"the body must be at most {MAX_BODY_BYTES} bytes")
-    return bytes(body)

@@ -17,14 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.control.reconcile import failure, serving_generation
-from midstream.errors import (
-    InvalidRequest,
-    PayloadTooLarge,
-    ReplicaUnavailable,
-    SnapshotError,
-    SnapshotMissing,
-    SnapshotRefused,
-)
+from midstream.errors import ReplicaUnavailable, SnapshotError, SnapshotMissing, SnapshotRefused
+from midstream.gateway.bodies import read_body, whole_number
 from midstream.gateway.ledgerview import ledger_body
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.signals import (
@@ -42,7 +36,6 @@ from midstream.snapshots.store import find_file, snapshot_fingerprint
 from midstream.types import Hint, ReplicaReport
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
-MAX_BODY_BYTES = 2**20
 TRANSITIONS_SHOWN = 1000  # of the ledger, unless asked for more or fewer
 TRANSITIONS_SHOWN_MAX = 100_000
 LOOKED_FOR_AT_ONCE = 16  # files of a hint, in the bucket
@@ -84,7 +77,7 @@ class _Api:
 
     async def signal(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
-        body = parse_signal(await _body(request))
+        body = parse_signal(await read_body(request))
         url = await self._url(request, deployment, body)
         signal = Signal(
             identity=body.identity,
@@ -115,7 +108,7 @@ class _Api:
 
     async def hint(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
-        body = parse_hint(await _body(request))
+        body = parse_hint(await read_body(request))
         url = await self._url(request, deployment, body)
         await _look_for(url, body.names)
         hint = Hint(snapshot=body.identity, url=url, files=body.names)
@@ -132,7 +125,7 @@ class _Api:
 
     async def get_ledger(self, request: Request) -> Response:
         name = self._named(request)
-        limit = _limit(request)
+        limit = whole_number(request, "limit", TRANSITIONS_SHOWN, 1, TRANSITIONS_SHOWN_MAX)
         newest = await self._ledger.transitions(name, newest=limit + 1)
         snapshots = await self._ledger.snapshots(name)
         state = await self._ledger.state(name)
@@ -174,17 +167,6 @@ async def _fingerprint(url: str) -> str:
         raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
 
 
-def _limit(request: Request) -> int:
-    asked = request.query_params.get("limit")
-    if asked is None:
-        return TRANSITIONS_SHOWN
-    if not asked.isascii() or not asked.isdecimal() or not 1 <= int(asked[:10]) <= TRANSITIONS_SHOWN_MAX:
-        raise InvalidRequest(
-            f"limit: must be a whole number from 1 to {TRANSITIONS_SHOWN_MAX}", param="limit"
-        )
-    return int(asked)
-
-
 def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> Fleet:
     """What the ledger has to know of the replicas to take a signal."""
     desired = state.desired
@@ -217,12 +199,3 @@ async def _look_for(url: str, names: Sequence[str]) -> None:
             ) from error
     if errors:
         raise ReplicaUnavailable(f"the bucket cannot be read now: {errors[0][1]}") from errors[0][1]
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"the body must be at most {MAX_BODY_BYTES} bytes")
-    return bytes(body)

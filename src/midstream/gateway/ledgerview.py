@@ -66,24 +66,18 @@ def _replicas(moves: Iterable[TransitionRow]) -> list[dict[str, Any]]:
     return [found[name] for name in sorted(found)]
 
 
-def _transition(row: TransitionRow) -> dict[str, Any]:
+def _of_a_boot(row: TransitionRow | Disagreement) -> dict[str, Any]:
     return {
         "replica": row.replica,
         "boot": row.boot,
-        "seq": row.seq,
         "generation": row.generation,
-        "stage": row.stage.value,
-        "at": row.at,
         "error": row.detail or None,
     }
 
 
+def _transition(row: TransitionRow) -> dict[str, Any]:
+    return {**_of_a_boot(row), "seq": row.seq, "stage": row.stage.value, "at": row.at}
+
+
 def _disagreement(row: Disagreement) -> dict[str, Any]:
-    return {
-        "replica": row.replica,
-        "boot": row.boot,
-        "identity": row.identity,
-        "generation": row.generation,
-        "verdict": row.verdict,
-        "error": row.detail,
-    }
+    return {**_of_a_boot(row), "identity": row.identity, "verdict": row.verdict}

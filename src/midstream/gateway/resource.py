@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from midstream.errors import InvalidRequest, UnknownField
+from midstream.gateway.bodies import json_object
 from midstream.gateway.registry import Deployment
 from midstream.gateway.roster import replica_count
 from midstream.ledger import DeploymentRow
@@ -62,12 +63,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 def parse_body(body: bytes) -> dict[str, Any]:
     """What a request says of a deployment, by the API's names; null and X_UNSPECIFIED say nothing. Raises InvalidRequest."""
-    try:
-        raw = msgspec.json.decode(body or b"{}")
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InvalidRequest("the body must be a JSON object")
+    raw = json_object(body or b"{}")
     if _UNNAMEABLE in raw:
         raise InvalidRequest(f"{_UNNAMEABLE}: keys are set in the server's settings", param=_UNNAMEABLE)
     given: dict[str, Any] = {}
@@ -146,8 +142,8 @@ class _Scale(msgspec.Struct, forbid_unknown_fields=True):
 def parse_scale(body: bytes) -> int:
     """The number of replicas that a `:scale` asks for. Raises InvalidRequest."""
     try:
-        return msgspec.json.decode(body, type=_Scale).replica_count
-    except msgspec.DecodeError as error:
+        return msgspec.convert(json_object(body), _Scale).replica_count
+    except msgspec.ValidationError as error:
         raise InvalidRequest(f"replicaCount: {error}", param="replicaCount") from error
 
 

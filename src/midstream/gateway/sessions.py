@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from midstream.gateway.bodies import NOT_JSON
 from midstream.gateway.placement import Session
 from midstream.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, session_from_body, session_from_headers
 
@@ -50,7 +51,7 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
         return None
     try:
         fields = _decoder.decode(body)
-    except msgspec.MsgspecError:  # also not JSON at all
+    except NOT_JSON:
         return None
     return session_from_body(fields.prompt_cache_key, fields.user)
 
@@ -59,7 +60,7 @@ def body_model(body: bytes) -> str | None:
     """The top-level `model` of a body, as JSON says it; None when there is none, or no text, or no JSON object."""
     try:
         return _model_decoder.decode(body).model
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return None
 
 

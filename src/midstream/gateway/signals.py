@@ -13,6 +13,8 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 
 from midstream.errors import InvalidRequest, SnapshotRefused, UnknownField
+from midstream.gateway.bodies import json_object
+from midstream.snapshots.formats import check_checksum_format, compression_format
 from midstream.snapshots.identity import check_identity
 from midstream.snapshots.store import is_snapshot_file
 from midstream.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
@@ -21,15 +23,6 @@ SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"
 HINT_FILES_MAX = 10_000
 MAX_AGE_MAX = 2**31 - 1
 URL_CHARS_MAX = 4096
-
-#: Spellings of the formats, in lower case.
-_COMPRESSION: dict[str, CompressionFormat] = {
-    "arc_v1": "arc_v1",
-    "xor_one_to_one_zlib": "arc_v1",
-    "arc_v2": "arc_v2",
-    "xor_one_to_one_zstd": "arc_v2",
-}
-_CHECKSUMS = {"alder32": "adler32", "adler32": "adler32"}  # the first is how the real clients spell it
 
 
 class MaxAge(msgspec.Struct, frozen=True):
@@ -80,7 +73,7 @@ class SignalBody(msgspec.Struct, frozen=True):
     @property
     def compression(self) -> CompressionFormat | None:
         metadata = self.incremental_snapshot_metadata
-        return _COMPRESSION[metadata.compression_format.lower()] if metadata else None
+        return compression_format(metadata.compression_format) if metadata else None
 
     @property
     def checksum_format(self) -> str | None:
@@ -152,12 +145,7 @@ def parse_hint(body: bytes) -> HintBody:
 
 def _decoded(body: bytes, kind: type[Body]) -> Body:
     """A body with no unknown field at any level. Raises InvalidRequest and UnknownField."""
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InvalidRequest("the body must be a JSON object")
+    raw = json_object(body)
     _refuse_unknown(raw, kind, "")
     for name, inner in _INNER.items():
         if isinstance(raw.get(name), dict):
@@ -228,15 +216,14 @@ def _check_metadata(metadata: Metadata | None) -> None:
             check_identity(metadata.previous_snapshot_identity)
         except SnapshotRefused as error:
             raise _invalid(f"{at}previous_snapshot_identity", error.message) from error
-    given = metadata.compression_format.lower()
-    if given not in _COMPRESSION:
-        why = f"{metadata.compression_format[:80]!r} is not known; use arc_v2 or arc_v1"
-        if given == "arc_v3":
-            why = "arc_v3 is refused: its blobs hold pickles, which are never loaded; use arc_v2"
-        raise _invalid(f"{at}compression_format", why)
-    checksum = metadata.checksum_format
-    if checksum is not None and checksum.lower() not in _CHECKSUMS:
-        raise _invalid(f"{at}checksum_format", f"{checksum[:80]!r} is not known; use alder32")
+    try:
+        compression_format(metadata.compression_format)
+    except ValueError as error:
+        raise _invalid(f"{at}compression_format", str(error)) from error
+    try:
+        check_checksum_format(metadata.checksum_format)
+    except ValueError as error:
+        raise _invalid(f"{at}checksum_format", str(error)) from error
 
 
 def _invalid(param: str, why: str) -> SnapshotRefused:

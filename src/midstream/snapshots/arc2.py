@@ -9,8 +9,7 @@ them than a piece; a blob that is cut short, followed by anything, or not what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,15 +18,6 @@ from zlib_ng import zlib_ng as zlib
 
 from midstream.types import CompressionFormat
 
-FORMATS: Mapping[str, CompressionFormat] = MappingProxyType(
-    {
-        "arc_v1": "arc_v1",
-        "arc_v2": "arc_v2",
-        "xor_one_to_one_zlib": "arc_v1",
-        "xor_one_to_one_zstd": "arc_v2",
-    }
-)
-CHECKSUM_FORMATS = ("alder32", "adler32")  # the first is how the public clients spell it
 PIECE_BYTES = 128 * 2**10  # stays in a core's cache from decoding to checksum
 ZLIB_INPUT_BYTES = 64 * 2**10
 MAX_WINDOW_BYTES = 2**31
@@ -50,21 +40,6 @@ adler32: Callable[[memoryview, int], int] = (
 
 class BlobError(Exception):
     """A blob that is not the difference it should be. The message completes "its blob ..."."""
-
-
-def compression_format(name: str) -> CompressionFormat:
-    """The format `name` stands for, in any case. Raises ValueError, which says what there is."""
-    found = FORMATS.get(name.lower())
-    if found is not None:
-        return found
-    why = " it nests pickles, which are never loaded from an upload;" if name.lower() == "arc_v3" else ""
-    raise ValueError(f"compression format {name[:80]!r} is not supported:{why} use arc_v2 or arc_v1")
-
-
-def check_checksum_format(name: str | None) -> None:
-    """Raise ValueError unless `name` is Adler-32 in either spelling and any case, or None (then it is Adler-32)."""
-    if name is not None and name.lower() not in CHECKSUM_FORMATS:
-        raise ValueError(f"checksum format {name[:80]!r} is not supported: use {CHECKSUM_FORMATS[0]}")
 
 
 def decoded(compression: CompressionFormat, blob: memoryview, size: int) -> Iterator[memoryview]:
