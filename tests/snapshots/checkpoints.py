@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,16 @@ def weights(directory: Path) -> dict[str, bytes]:
 def files(directory: Path) -> dict[str, bytes]:
     """All files that are not hidden, by name."""
     return {p.name: p.read_bytes() for p in directory.iterdir() if not p.name.startswith(".")}
+
+
+def rot(file: Path, change: Callable[[bytearray], None]) -> None:
+    """Change the bytes of `file` as a failing disk does: nothing else shows it."""
+    stat = file.stat()
+    data = bytearray(file.read_bytes())
+    change(data)
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def flip_last(data: bytearray) -> None:
+    data[-1] ^= 0xFF

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.errors import SnapshotError
-from midstream.snapshots import cache as cache_module
+from midstream.snapshots import durable
 from midstream.snapshots.cache import SnapshotCache, entry_name
 from midstream.snapshots.fetch import partial_directory
 from midstream.types import SnapshotFiles
@@ -107,11 +109,66 @@ def test_without_a_bound_one_more_than_what_is_kept_stays(tmp_path: Path) -> Non
     assert repr(cache).endswith("entries=2 bytes=20 of unbounded>")
 
 
+def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot_id: str) -> None:
+    """The machine was started as `boot_id`."""
+    (tmp_path / "boot").write_text(boot_id)
+    monkeypatch.setattr(durable, "_KERNEL_BOOT_ID", tmp_path / "boot")
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None) -> None:
+    """The next removal ends before it removes anything."""
+    real = shutil.rmtree
+
+    def rmtree(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(shutil, "rmtree", real)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+
+
+def test_an_opening_that_dies_while_it_removes_what_a_power_cut_may_have_spoilt_trusts_none_of_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "cache"
+    boot(tmp_path, monkeypatch, "boot-1")
+    cache = SnapshotCache(root)
+    spoilt = [fill(cache.whole([link(name)]), 10, 1) for name in "ab"]
+    boot(tmp_path, monkeypatch, "boot-2")
+    cut_short(monkeypatch, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        SnapshotCache(root)
+    assert any(path.exists() for path in spoilt)
+    SnapshotCache(root)
+    assert [p.name for p in root.iterdir()] == [".boot"]
+
+
+def test_a_machine_that_does_not_say_when_it_was_started_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "_KERNEL_BOOT_ID", tmp_path / "no-linux")
+    root = tmp_path / "cache"
+    fill(SnapshotCache(root).whole([link("a")]), 10, 1)
+    SnapshotCache(root)
+    assert [p.name for p in root.iterdir()] == [".boot"]
+
+
+def test_a_removal_that_was_cut_short_is_not_in_the_way_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = SnapshotCache(tmp_path)
+    path = fill(cache.whole([link("a")]), 10, 1)
+    cut_short(monkeypatch, None)
+    cache.drop(path)
+    fill(path, 10, 1)
+    cache.drop(path)
+    assert not path.exists()
+
+
 def test_opening_again_keeps_snapshots_and_unfinished_ones_and_removes_scraps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "boot").write_text("boot-1")
-    monkeypatch.setattr(cache_module, "_KERNEL_BOOT_ID", tmp_path / "boot")
+    boot(tmp_path, monkeypatch, "boot-1")
     root = tmp_path / "cache"
     cache = SnapshotCache(root)
     whole, partial = cache.whole([link("a")]), partial_directory(root, "file:///b/c")
@@ -119,7 +176,7 @@ def test_opening_again_keeps_snapshots_and_unfinished_ones_and_removes_scraps(
         fill(directory, 10, 1)
     SnapshotCache(root)
     assert {p for p in root.iterdir() if p.is_dir()} == {whole, partial}
-    (tmp_path / "boot").write_text("boot-2")  # the disk may not have got all that was written
+    boot(tmp_path, monkeypatch, "boot-2")  # the disk may not have got all that was written
     SnapshotCache(root)
     assert [p.name for p in root.iterdir()] == [".boot"]
 

@@ -342,6 +342,27 @@ def test_a_disk_that_is_full_half_way_is_an_error_and_gets_its_room_back(
     assert listed(tmp_path) == ["bucket"]
 
 
+def test_files_fetched_early_do_not_fill_the_disk(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put(WEIGHTS, blob(4 * PART))
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch.shutil, "disk_usage", lambda path: usage._replace(free=3 * PART))
+        with pytest.raises(SnapshotError, match="4000 bytes are to be fetched"):
+            asyncio.run(prefetch_files(bucket.url, tmp_path, [WEIGHTS]))
+    assert journalled(partial_directory(tmp_path, bucket.url)) == 0
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fetch.os, "pwrite", full)
+    monkeypatch.setattr(fetch.os, "copy_file_range", no_kernel_copy)
+    with pytest.raises(SnapshotError, match="No space left on device"):
+        asyncio.run(prefetch_files(bucket.url, tmp_path, [WEIGHTS]))
+    assert listed(tmp_path) == ["bucket"]
+
+
 def no_kernel_copy(*_: Any) -> int:
     raise OSError(errno.EXDEV, "Invalid cross-device link")
 

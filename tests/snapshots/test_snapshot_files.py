@@ -126,7 +126,7 @@ def test_a_fetched_snapshot_has_the_same_bytes_and_only_the_files_of_a_snapshot(
 
     fetch_from(source, tmp_path / "dest", progress=lambda done, total: seen.append((done, total)))
 
-    fetched = {p.name: p.read_bytes() for p in (tmp_path / "dest").iterdir() if p.name != store.LISTING_FILE}
+    fetched = {p.name: p.read_bytes() for p in (tmp_path / "dest").iterdir() if not p.name.startswith(".")}
     assert fetched == {name: (source / name).read_bytes() for name in fetched}
     assert sorted(fetched) == [
         "chat_template.jinja",
@@ -151,7 +151,7 @@ def test_fetching_again_replaces_what_was_there(tmp_path: Path) -> None:
     (source / "config.json").write_text("{}")
     fetch_from(source, tmp_path / "dest")
     names = sorted(p.name for p in (tmp_path / "dest").iterdir())
-    assert names == [store.LISTING_FILE, "config.json", "model.safetensors"]
+    assert names == [store.LISTING_FILE, store.STAMPS_FILE, "config.json", "model.safetensors"]
     assert (tmp_path / "dest" / "config.json").read_text() == "{}"
     assert temporaries(tmp_path) == []
 

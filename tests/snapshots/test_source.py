@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from checkpoints import CONFIG, weights, write_checkpoint
+from checkpoints import CONFIG, flip_last, rot, weights, write_checkpoint
 
-from midstream.errors import SnapshotIncompatible, SnapshotMissing
+from midstream.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
 from midstream.replica.source import CachedSource
 from midstream.snapshots.cache import SnapshotCache
 from midstream.snapshots.chain import ChainFetcher
@@ -121,10 +121,8 @@ def test_what_is_fetched_anew_trusts_no_local_file(tmp_path: Path, links: int) -
 
     async def scenario() -> None:
         path = await load()
-        damaged = bytearray((path / "model.safetensors").read_bytes())
-        damaged[-1] ^= 1
-        (path / "model.safetensors").write_bytes(damaged)
-        assert weights(await load()) != expected  # only the sizes were looked at
+        rot(path / "model.safetensors", flip_last)
+        assert weights(await load()) != expected  # bytes are not read
         await source.release([desired])
         assert weights(await load(anew=True)) == expected
         full.rename(tmp_path / "away")
@@ -133,3 +131,26 @@ def test_what_is_fetched_anew_trusts_no_local_file(tmp_path: Path, links: int) -
         assert weights(path) == expected  # nothing is lost for want of the bucket
 
     asyncio.run(scenario())
+
+
+def test_a_local_file_whose_header_went_bad_costs_one_attempt(tmp_path: Path) -> None:
+    full = write_checkpoint(tmp_path / "s0")
+    url = full.as_uri()
+    desired = Desired(
+        snapshot="s0", generation=1, url=url, fingerprint=asyncio.run(snapshot_fingerprint(url))
+    )
+
+    def zero(data: bytearray) -> None:
+        data[:] = bytes(len(data))
+
+    async def load(source: CachedSource) -> Path:
+        path = await source.fetch(desired)
+        assert path is not None
+        await source.verify(path, desired)
+        return path
+
+    rot(asyncio.run(load(make_source(tmp_path))) / "model.safetensors", zero)
+    source = CachedSource(ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1), read_spec(full))
+    with pytest.raises(SnapshotCorrupt, match=r"^model\.safetensors: "):
+        asyncio.run(load(source))
+    assert weights(asyncio.run(load(source))) == weights(full)

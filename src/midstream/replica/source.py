@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from midstream.errors import SnapshotError
 from midstream.replica.runner import SnapshotSource
 from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.layout import CheckpointSpec, read_spec
@@ -27,7 +28,11 @@ class CachedSource(SnapshotSource):
         return await self._chains.rebuild(desired.files)
 
     async def verify(self, path: Path, desired: Desired) -> None:
-        spec = await asyncio.to_thread(read_spec, path)
+        try:
+            spec = await asyncio.to_thread(read_spec, path)
+        except SnapshotError:  # perhaps it went bad here: the next attempt takes it from the bucket
+            await self._chains.distrust(path)
+            raise
         check_compatible(self._base, spec, frozenset(desired.ignore_config))
 
     async def release(self, keep: Sequence[Desired]) -> None:

@@ -3,7 +3,8 @@
 Always holds: directories appear whole (by a rename), so whatever `whole` or `delta` finds has been complete once; two contents
 have two directories, whatever they are called; what the caller keeps is never removed; what was used least recently
 goes first. The root belongs to one replica process: opening a cache removes what is no use after an interruption, and
-everything when the machine was started anew meanwhile, for then the disk may lack what was written last.
+everything when the machine was started anew meanwhile, for then the disk may lack what was written last: files are not
+synced, since what a power cut takes is in the bucket.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,13 +22,13 @@ from pathlib import Path
 import msgspec
 
 from midstream.errors import SnapshotError
+from midstream.snapshots.durable import boot_id
 from midstream.snapshots.fetch import PARTIAL_PREFIX, TEMPORARY_PREFIX
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store import directory_bytes
 from midstream.types import SnapshotFiles
 
 BOOT_FILE = ".boot"
-_KERNEL_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 OTHERS_KEPT = 1  # without a bound in bytes: snapshots that stay besides those in use
 
 
@@ -44,10 +46,12 @@ class SnapshotCache:
         self.root = root
         self.bytes_max = bytes_max
         root.mkdir(parents=True, exist_ok=True)
-        same_boot = _note_boot(root)
+        now = boot_id()
+        same_boot = now is not None and _noted_boot(root) == now
         for path in root.iterdir():
             if path.is_dir() and not (same_boot and _lasting(path)):
-                shutil.rmtree(path, ignore_errors=True)
+                self.drop(path)
+        (root / BOOT_FILE).write_text(now or "")  # last: what was not removed is not trusted next time either
 
     def __repr__(self) -> str:
         entries = self._entries()
@@ -70,11 +74,11 @@ class SnapshotCache:
 
     def drop(self, path: Path) -> None:
         """Remove one directory, if it is there."""
-        # Renamed first: a removal cut short must not leave half a snapshot under its name.
-        doomed = path.with_name(TEMPORARY_PREFIX + path.name)
+        # Renamed first: a removal cut short must not leave half a snapshot under its name, nor be in the way of the next.
+        doomed = self.root / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         with contextlib.suppress(FileNotFoundError):
             path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def make_room(self, needed: int, keep: Collection[Path], what: str) -> None:
         """Make room for `needed` bytes more, without removing any of `keep`. Raises SnapshotError that names `what`."""
@@ -130,12 +134,8 @@ def _lasting(path: Path) -> bool:
     return path.name.startswith(PARTIAL_PREFIX) or not path.name.startswith(".")
 
 
-def _note_boot(root: Path) -> bool:
-    """Whether the machine still runs as it did when the cache was last opened."""
+def _noted_boot(root: Path) -> str | None:
     try:
-        now = _KERNEL_BOOT_ID.read_text()
-    except OSError:  # no Linux: nothing is known, so what was written is not relied on
-        return False
-    before = (root / BOOT_FILE).read_text() if (root / BOOT_FILE).exists() else None
-    (root / BOOT_FILE).write_text(now)
-    return before == now
+        return (root / BOOT_FILE).read_text().strip()
+    except (OSError, ValueError):  # never noted, or a power cut took it
+        return None

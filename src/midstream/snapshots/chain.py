@@ -35,6 +35,7 @@ from midstream.snapshots.fetch import (
 from midstream.snapshots.store import (
     Listing,
     directory_bytes,
+    forget_listing,
     is_whole,
     list_snapshot,
     write_own_listing,
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 LINKS_TOGETHER = 4  # of a chain, listed or fetched side by side
 HINTS_KEPT = 4  # snapshots whose early files outlive a release
+REFUTED_KEPT = 16  # bad deltas that are remembered, so that they cost no second replay
 
 Chain = Sequence[SnapshotFiles]
 T = TypeVar("T")
@@ -64,7 +66,7 @@ class ChainFetcher:
         self._hinted: list[Path] = []  # partial directories, the latest last
         self._hinting = asyncio.Lock()
         self._fresh: Path | None = None  # fetched by the last `fetch`: a delta that fails on it is bad itself
-        self._proved: set[Path] = set()  # made anew after a delta failed on them: the same
+        self._refuted: list[Path] = []  # what could not be made of files made anew either, the latest last
 
     async def fetch(
         self, chain: Chain, progress: Progress | None = None, *, anew: bool = False
@@ -101,10 +103,10 @@ class ChainFetcher:
         try:
             await self._rebuild_from(chain, start)
         except SnapshotCorrupt as error:
-            if start < 0 or found == self._fresh or found in self._proved:
+            if start < 0 or found == self._fresh or self._cache.whole(chain) in self._refuted:
                 raise
             log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
-            await self._replay(chain, found, error)
+            await self._replay(chain, error)
         return self._cache.whole(chain)
 
     async def prefetch(self, url: str, names: Iterable[str]) -> None:
@@ -119,6 +121,10 @@ class ChainFetcher:
     def _make_room_for_hint(self, needed: int) -> None:
         kept = self._in_use | self._attempting | set(self._hinted)
         self._cache.make_room(needed, kept, "files fetched early")
+
+    async def distrust(self, path: Path) -> None:
+        """What is in the directory at `path` is not what was fetched or made: it is no longer found, but stays."""
+        await asyncio.to_thread(forget_listing, path)
 
     async def release(self, keep: Sequence[Chain]) -> None:
         """Only what `keep` needs is in use from now on: the whole files, or what they will be made of."""
@@ -177,14 +183,15 @@ class ChainFetcher:
     def _kept(self, chain: Chain, start: int) -> frozenset[Path]:
         return self._in_use | self._attempt(chain, start)
 
-    async def _replay(self, chain: Chain, found: Path, cause: SnapshotError) -> None:
+    async def _replay(self, chain: Chain, cause: SnapshotError) -> None:
         """Everything from the bucket again; what is in the cache is replaced as its successor is ready."""
         try:
             await self._fetch_full_anew(chain)
             await self._rebuild_from(chain, 0)
         except SnapshotError as error:
             if str(error) == str(cause):
-                self._proved.add(found)
+                if _known(chain):
+                    self._refuted = [*self._refuted, self._cache.whole(chain)][-REFUTED_KEPT:]
                 raise
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
 
@@ -218,6 +225,10 @@ class ChainFetcher:
     async def _apply(self, chain: Chain, i: int) -> None:
         """The whole files of link `i` from those of the link before."""
         parent, link = self._cache.whole(chain[:i]), chain[i]
+        self._attempting |= {
+            parent,
+            self._cache.whole(chain[: i + 1]),
+        }  # inner links too, from files fetched early
         if link.compression is None:
             raise SnapshotIncompatible(f"{link.snapshot}: is a full snapshot and stands on nothing")
         size = await asyncio.to_thread(directory_bytes, parent)

@@ -90,7 +90,7 @@ async def fetch_listed(
             sources = [(listing.store, file) for file in listing.files]
             parts = await finished(_open_all, stack, partial, listing.url, sources)
             await finished(_keep_only, partial, parts)
-            await finished(_check_space, dest.parent, listing, sum(p.missing_bytes for p in parts))
+            await finished(_check_space, dest.parent, listing.url, sum(p.missing_bytes for p in parts))
             await _fetch_parts(parts, progress, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
         await finished(_finish, partial, parts, listing, dest)
     except OSError as error:
@@ -119,9 +119,12 @@ async def prefetch_files(
     try:
         with contextlib.ExitStack() as stack:
             parts = await finished(_open_all, stack, partial, url, found)
-            await finished(make_room, sum(p.missing_bytes for p in parts))
+            missing = sum(p.missing_bytes for p in parts)
+            await finished(make_room, missing)
+            await finished(_check_space, parent, url, missing)
             await _fetch_parts(parts, None, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
     except OSError as error:
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # a full disk needs the room
         raise SnapshotError(f"{public_url(url)}: cannot write: {error.strerror or error}") from error
 
 
@@ -304,12 +307,12 @@ def _keep_only(partial: Path, parts: list[_PartialFile]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _check_space(parent: Path, listing: Listing, missing: int) -> None:
+def _check_space(parent: Path, url: str, missing: int) -> None:
     free = shutil.disk_usage(parent).free
     if missing + _SPARE_BYTES > free:
         where = shown(str(parent), 200)
         raise SnapshotError(
-            f"{public_url(listing.url)}: {missing} bytes are to be fetched, but {where} has only {free} bytes free"
+            f"{public_url(url)}: {missing} bytes are to be fetched, but {where} has only {free} bytes free"
         )
 
 

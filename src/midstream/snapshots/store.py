@@ -44,6 +44,7 @@ SNAPSHOT_FILES = (
     "model.safetensors.index.json",
 )
 LISTING_FILE = ".listing.json"  # in a local directory: what it is a copy of
+STAMPS_FILE = ".stamps.json"  # and when each file was last written
 FINGERPRINT_S_MAX = 1.5 * RETRY_S  # a trainer's signal waits for it
 
 
@@ -144,25 +145,44 @@ async def snapshot_fingerprint(url: str) -> str:
 
 def write_listing(directory: Path, listing: Listing) -> None:
     """Note in `directory` what it is a copy of."""
-    (directory / LISTING_FILE).write_bytes(listing.encoded())
+    _note(directory, listing.encoded())
 
 
 def write_own_listing(directory: Path) -> None:
     """Note in `directory` what is in it, made here and in no bucket."""
     files = sorted((f.name, f.stat().st_size, "") for f in directory.iterdir() if f.is_file())
-    (directory / LISTING_FILE).write_bytes(msgspec.json.encode(files))
+    _note(directory, msgspec.json.encode(files))
+
+
+def _note(directory: Path, encoded: bytes) -> None:
+    names = (name for name, _, _ in _entries(encoded))
+    stamps = {name: (directory / name).stat().st_mtime_ns for name in names}
+    (directory / STAMPS_FILE).write_bytes(msgspec.json.encode(stamps))
+    (directory / LISTING_FILE).write_bytes(encoded)
+
+
+def _entries(encoded: bytes) -> list[tuple[str, int, str]]:
+    """(name, bytes, version) of each file of a listing."""
+    return msgspec.json.decode(encoded, type=list[tuple[str, int, str]])
 
 
 def is_whole(directory: Path, fingerprint: str | None = None) -> bool:
-    """Whether `directory` still has every file, with its size, that was noted; with a fingerprint, of that snapshot."""
+    """Whether `directory` has every file that was noted, with its size, not written to since; with a fingerprint, of that
+    snapshot. Bytes are not read: what a disk itself changes is not seen here."""
     try:
         encoded = (directory / LISTING_FILE).read_bytes()
         if fingerprint is not None and fingerprint_of(encoded) != fingerprint:
             return False
-        entries = msgspec.json.decode(encoded, type=list[tuple[str, int, str]])
-        return all((directory / name).stat().st_size == size for name, size, _ in entries)
-    except (OSError, msgspec.DecodeError):
+        stamps = msgspec.json.decode((directory / STAMPS_FILE).read_bytes(), type=dict[str, int])
+        found = [(name, size, (directory / name).stat()) for name, size, _ in _entries(encoded)]
+        return all(stat.st_size == size and stat.st_mtime_ns == stamps[name] for name, size, stat in found)
+    except (OSError, KeyError, msgspec.DecodeError):
         return False
+
+
+def forget_listing(directory: Path) -> None:
+    """`directory` is not whole from now on, whatever is in it."""
+    (directory / LISTING_FILE).unlink(missing_ok=True)
 
 
 def directory_bytes(directory: Path) -> int:
