@@ -10,7 +10,7 @@ import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, opened, signal
 
 from midstream.errors import ConfigError, NotFound
-from midstream.ledger import Death, Ledger, Signal, stronger_reset
+from midstream.ledger import Death, Disagreement, Ledger, Signal, stronger_reset
 from midstream.types import Desired, Stage
 
 
@@ -256,6 +256,25 @@ def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(url:
         ]
         last = (await ledger.boot_transitions(DEPLOYMENT, "replica-0", "b1"))[-1]
         assert (last.stage, last.at, last.detail) == (Stage.IDLE, 7.0, "")
+
+    on_ledger(url, work)
+
+
+def test_an_error_message_may_hold_any_character(url: str) -> None:
+    """It may quote a file somebody uploaded; PostgreSQL takes no NUL, and no encoding takes half a pair."""
+
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        odd = "tensor a\x00b\ud800 \U0001f642 is not in the base model"
+        plain = "tensor a\\x00b\\ud800 \U0001f642 is not in the base model"
+        assert await ledger.record(DEPLOYMENT, "r", "b1", [moved(0, "a", 1, Stage.ERROR, odd)]) == 1
+        assert await ledger.record_death(DEPLOYMENT, "b2", Death("r", "a", 1, odd), 0)
+        found = await ledger.disagree(DEPLOYMENT, Disagreement("r", "b2", "a", 1, 0, odd))
+        await ledger.settle_disagreement(DEPLOYMENT, "r", "b2", found.retry_generation, "out", odd)
+        state = await ledger.state(DEPLOYMENT)
+        details = [row.detail for row in await ledger.transitions(DEPLOYMENT)]
+        details += [row.detail for row in (found, *state.deaths, *state.disagreements)]
+        assert details == [plain] * 5
 
     on_ledger(url, work)
 

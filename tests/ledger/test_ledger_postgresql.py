@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -104,6 +109,97 @@ def test_a_ledger_of_another_schema_version_is_refused(postgres_url: str) -> Non
     with pytest.raises(ConfigError, match=r"@127\.0\.0\.1.*has schema version 99") as refused:
         Ledger(postgres_url)
     assert PASSWORD not in str(refused.value)
+
+
+def test_what_a_url_asks_for_holds_and_its_secrets_are_shown_nowhere(
+    postgres_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    user, _, rest = postgres_url.partition(f":{PASSWORD}")
+    with psycopg.connect(postgres_url, autocommit=True) as db:
+        db.execute("CREATE SCHEMA apart")
+    url = f"{user}{rest}?password={PASSWORD}&options=-csearch_path%3Dapart%20-cstatement_timeout%3D4321"
+    with opened(url) as ledger:
+        assert PASSWORD not in repr(ledger)
+        with ledger._core.database.read() as db:
+            assert db.exec_driver_sql("SHOW statement_timeout").scalar() == "4321ms"
+            assert db.exec_driver_sql("SHOW lock_timeout").scalar() == "10s"
+    with psycopg.connect(postgres_url) as db:
+        tables = "SELECT schemaname FROM pg_tables WHERE tablename = 'snapshots'"
+        assert db.execute(tables).fetchall() == [("apart",)]
+    with pytest.raises(ConfigError) as refused:
+        Ledger(url.replace("ledger-", "absent-"))
+    assert PASSWORD not in str(refused.value) + caplog.text
+
+
+class Wire:
+    """A connection to the database that can go silent without breaking, as one through a firewall does."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._flows = threading.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def silent(self) -> None:
+        self._flows.clear()
+
+    def heard_again(self) -> None:
+        self._flows.set()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError), one, other:
+            while data := one.recv(65536):
+                self._flows.wait()
+                other.sendall(data)
+
+
+@pytest.fixture
+def wire(postgres_process: Postgres) -> Iterator[Wire]:
+    made = Wire(postgres_process.port)
+    yield made
+    made.heard_again()
+    made.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_database_that_says_nothing_any_more_holds_up_nobody(
+    postgres_process: Postgres, postgres_url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.ledger.ANSWER_S", 1.0)
+    url = postgres_url.replace(f":{postgres_process.port}/", f":{wire.port}/")
+
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        wire.silent()
+        asked = [asyncio.create_task(ledger.state(DEPLOYMENT)) for _ in range(3)]
+        await asyncio.wait(asked)
+        for task in asked:
+            assert isinstance(task.exception(), LedgerUnavailable), "a 503, and the next look tries again"
+        wire.heard_again()
+        while True:
+            with contextlib.suppress(LedgerUnavailable):
+                assert (await ledger.state(DEPLOYMENT)).snapshot == "a"
+                break
+        assert (await signal(ledger, "b")).changed
+        wire.silent()
+        with pytest.raises(LedgerUnavailable):
+            await ledger.state(DEPLOYMENT)
+
+    on_ledger(url, work)  # and closes it while the database is silent
 
 
 def test_one_reading_sees_one_moment(postgres_url: str) -> None:

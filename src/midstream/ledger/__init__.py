@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -60,6 +60,11 @@ __all__ = [
     "stronger_reset",
 ]
 
+ANSWER_S = (
+    20.0  # how long a call may take, waiting for its turn included; above what database.py bounds waits with
+)
+CLOSE_S = 2.0  # how long closing waits for a call under way
+
 T = TypeVar("T")
 
 
@@ -72,7 +77,7 @@ class Ledger:
     """One database, used through one worker thread so that the event loop never waits for a disk.
 
     All methods raise LedgerUnavailable (503, retryable) when the database does not answer; the transaction was then
-    rolled back. A method that is cancelled may still commit: its thread finishes.
+    rolled back, or the answer to its commit was lost. A method that is cancelled may still commit: its thread finishes.
     """
 
     def __init__(self, url: str, *, now: Callable[[], float] = time.time) -> None:
@@ -80,17 +85,36 @@ class Ledger:
         self._core = LedgerCore(url)
         self._now = now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._at_work: Callable[[], object] | None = None  # what the thread does, or did last
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Ledger {self._core.database.shown}>"
 
     def close(self) -> None:
-        """Finish what is running and close the database. Idempotent."""
-        self._thread.shutdown(wait=True)
+        """Finish what is running, unless the database is silent, and close it. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            last = self._thread.submit(lambda: None)
+            self._thread.shutdown(wait=False)
+            if last not in wait((last,), CLOSE_S).done:
+                self._core.database.interrupt()
+                self._thread.shutdown(wait=True, cancel_futures=True)
         self._core.close()
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        running = asyncio.get_running_loop().run_in_executor(self._thread, self._worked, work)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await running
+        except TimeoutError as error:
+            if self._at_work is work:  # else it waits for its turn behind others
+                self._core.database.interrupt()
+            raise LedgerUnavailable(f"the ledger did not answer within {ANSWER_S:g} s") from error
+
+    def _worked(self, work: Callable[[], T]) -> T:
+        self._at_work = work
+        return work()
 
     async def ensure_deployment(
         self,

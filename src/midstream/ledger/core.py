@@ -42,7 +42,15 @@ from midstream.ledger.rows import (
     as_transition,
     base_desired,
 )
-from midstream.ledger.schema import deaths, deployments, disagreements, insert_new, snapshots, transitions
+from midstream.ledger.schema import (
+    deaths,
+    deployments,
+    disagreements,
+    insert_new,
+    snapshots,
+    storable,
+    transitions,
+)
 from midstream.types import BASE_SNAPSHOT, ResetPromptCache, SnapshotFiles, Stage, Transition, TransitionType
 
 MAX_FALLBACKS = 8
@@ -206,7 +214,8 @@ class LedgerCore:
         with self._write() as db:
             row = resources.lock(db, name)
             values = {"replica": death.replica, "identity": death.identity, "generation": death.generation}
-            values |= {"deployment_id": row.id, "boot": boot, "detail": death.detail, "forgiven": False}
+            values |= {"deployment_id": row.id, "boot": boot, "forgiven": False}
+            values["detail"] = storable(death.detail)
             if death.generation < row.reset_ledger_generation:
                 return False
             if not insert_new(db, deaths, values):
@@ -234,7 +243,10 @@ class LedgerCore:
             if known is None:
                 values = {"deployment_id": row.id, "replica": found.replica, "boot": found.boot, "at": now}
                 values |= {"identity": found.identity, "generation": found.generation, "verdict": "reload"}
-                values |= {"detail": found.detail, "retry_generation": _next_generation(db, row, floor)}
+                values |= {
+                    "detail": storable(found.detail),
+                    "retry_generation": _next_generation(db, row, floor),
+                }
                 db.execute(disagreements.insert().values(values))
             return as_disagreement(db.execute(sa.select(disagreements).where(this)).one())
 
@@ -255,7 +267,7 @@ class LedgerCore:
             )
             values: dict[str, Any] = {"verdict": verdict, "at": now}
             if detail:
-                values["detail"] = detail
+                values["detail"] = storable(detail)
             return bool(db.execute(disagreements.update().where(this).values(values)).rowcount)
 
     def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
@@ -387,7 +399,8 @@ def _failed_somewhere(db: sa.Connection, row: Any) -> bool:
 
 def _insert_transition(db: sa.Connection, key: int, replica: str, boot: str, t: Transition) -> bool:
     values = {"deployment_id": key, "replica": replica, "boot": boot, "seq": t.seq, "identity": t.snapshot}
-    values |= {"generation": t.generation, "at": t.at, "stage": t.stage.value, "detail": t.detail}
+    values |= {"generation": t.generation, "at": t.at, "stage": t.stage.value}
+    values["detail"] = storable(t.detail)
     return insert_new(db, transitions, values)
 
 

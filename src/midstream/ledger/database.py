@@ -6,8 +6,10 @@ database URL holds in secrets is in no message.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import sqlalchemy as sa
@@ -34,7 +36,8 @@ class Database:
     def __init__(self, url: str) -> None:
         """Open, or create the tables. Raises ConfigError when it cannot be used."""
         self.engine = _engine(url)
-        self.shown = self.engine.url.render_as_string(hide_password=True)
+        self.shown = _shown(self.engine.url)
+        self._open: set[Any] = set()  # connections of the driver's
         if self.engine.dialect.name == "sqlite":
             sa.event.listen(self.engine, "connect", _configure_sqlite)
             sa.event.listen(self.engine, "begin", _begin_sqlite)
@@ -42,6 +45,8 @@ class Database:
         else:
             options: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
             self._reader = self.engine.execution_options(**options)
+            sa.event.listen(self.engine, "connect", lambda connection, _: self._open.add(connection))
+            sa.event.listen(self.engine, "close", lambda connection, _: self._open.discard(connection))
         try:
             with self.engine.begin() as db:
                 version = _prepare_schema(db)
@@ -57,6 +62,15 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+    def interrupt(self) -> None:
+        """Break the connections to a server, so that whoever waits for it fails now. From any thread; the next use connects."""
+        for connection in list(self._open):
+            with (
+                suppress(self.engine.dialect.loaded_dbapi.Error, OSError),
+                socket.socket(fileno=os.dup(connection.fileno())) as line,
+            ):
+                line.shutdown(socket.SHUT_RDWR)
 
     def write(self) -> AbstractContextManager[sa.Connection]:
         """A transaction that may change the ledger. Raises LedgerUnavailable; it was then rolled back."""
@@ -85,25 +99,38 @@ def _engine(url: str) -> sa.Engine:
         raise ConfigError(
             "the ledger's database URL is not one: expected postgresql://user:password@host/name"
         ) from error
-    shown = parsed.render_as_string(hide_password=True)
+    shown = _shown(parsed)
     if parsed.drivername not in _DRIVERS:
         raise ConfigError(f"ledger {shown}: expected a URL that begins with postgresql:// or sqlite:///")
     if parsed.drivername == "sqlite":
         return sa.create_engine(parsed)
-    milliseconds = int(BUSY_TIMEOUT_S * 1000)
     try:
-        return sa.create_engine(
-            parsed,
-            pool_pre_ping=True,
-            connect_args={
-                "connect_timeout": CONNECT_TIMEOUT_S,
-                "options": f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}",
-            },
-        )
+        return sa.create_engine(parsed, pool_pre_ping=True, connect_args=_connect_arguments(parsed))
     except ImportError as error:
         raise ConfigError(
             f"ledger {shown}: PostgreSQL needs the package psycopg: pip install 'midstream[postgres]'"
         ) from error
+
+
+def _connect_arguments(url: sa.URL) -> dict[str, Any]:
+    """Of libpq: what bounds every wait. What the URL says of these wins."""
+    milliseconds = int(BUSY_TIMEOUT_S * 1000)
+    options = f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}"
+    asked = url.query.get("options", ())
+    bounds: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "keepalives_idle": CONNECT_TIMEOUT_S,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": milliseconds,
+    }
+    bounds = {name: value for name, value in bounds.items() if name not in url.query}
+    return bounds | {"options": " ".join((options, *((asked,) if isinstance(asked, str) else asked)))}
+
+
+def _shown(url: sa.URL) -> str:
+    """Without its password, and without its query, which may hold one too."""
+    return url.set(query={}).render_as_string(hide_password=True)
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:

@@ -153,6 +153,11 @@ disagreements = Table(
 )
 
 
+def storable(text: str) -> str:
+    """A message as every database takes it: it may quote names of a file that somebody uploaded."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
+
+
 def insert_new(db: Connection, table: Table, values: Mapping[str, Any]) -> bool:
     """Insert a row unless a unique constraint says it is there; whether it is new."""
     dialect = postgresql if db.dialect.name == "postgresql" else sqlite
