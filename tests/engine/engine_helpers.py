@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from midstream.compiled import NoCompiler
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.native.library import NoCompiler
 from midstream.engine.embedded.native.library import kernels as native_kernels
 from midstream.types import GenerateRequest, SamplingParams, TokenRecord
 

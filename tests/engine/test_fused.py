@@ -18,7 +18,6 @@ from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import StepBatch
 from midstream.engine.embedded.fused import FusedDecoder, NotFused, PackedCache
 from midstream.engine.embedded.loading import checked_decoder
-from midstream.engine.embedded.native import library
 
 VOCAB, POSITIONS, BLOCKS = 267, 512, 64
 
@@ -203,20 +202,3 @@ def test_a_kernel_without_huge_pages_is_no_hindrance(monkeypatch: pytest.MonkeyP
     decoder = FusedDecoder(model("odd-sizes", torch.float32), POSITIONS, threads=1)
     logits, _ = in_chunks(decoder, np.arange(3), [3], np.arange(1))
     assert torch.isfinite(logits).all()
-
-
-def test_no_compiler_is_told_apart_from_kernels_that_do_not_compile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.load_library.cache_clear()
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
-    with pytest.raises(library.NoCompiler, match="no C\\+\\+ compiler was found"):
-        library.load_library()
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "FLAGS", ("-DVOID", "-no-such-flag"))
-    with pytest.raises(library.NoCompiler, match="no-such-flag"):
-        library.load_library()
-    assert not list(tmp_path.rglob("*.so"))
-    library.load_library.cache_clear()

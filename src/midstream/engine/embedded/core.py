@@ -22,11 +22,11 @@ import msgspec
 import numpy as np
 import torch
 
+from midstream.compiled import NoCompiler
 from midstream.config import EngineSettings, parse_size
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
-from midstream.engine.embedded.native.library import NoCompiler
 from midstream.engine.embedded.native.sampling import NativeSampler
 from midstream.engine.embedded.runner import Runner
 from midstream.engine.embedded.sampler import Sampled, SampleRow, TorchSampler

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream.compiled import NoCompiler
 from midstream.engine.embedded.batch import StepBatch
-from midstream.engine.embedded.native.library import Kernels, NoCompiler, kernels
+from midstream.engine.embedded.native.library import Kernels, kernels
 
 GROUP = 16  # tokens that share a group of the cache; blocks are made of whole groups
 PANEL = 32  # outputs packed side by side
