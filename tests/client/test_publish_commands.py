@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import safetensors.numpy
 from publish_world import World, listening, weights
@@ -240,6 +241,27 @@ def test_watching_on_a_terminal_draws_over_itself(
     monkeypatch.setattr("sys.stdout", terminal)
     assert cli.main(["status", "--watch"]) == 130
     assert terminal.getvalue().count("\x1b[H\x1b[Jreplica") == 2
+
+
+def test_a_deployment_without_replicas_says_why(
+    world: World, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = world.read
+
+    def failing(path: str) -> httpx.Response:
+        if not path.endswith("/deployments"):
+            return read(path)
+        row = {
+            "name": "accounts/a/deployments/d",
+            "state": "FAILED",
+            "status": {"message": "replica-0: no memory"},
+        }
+        return httpx.Response(200, json={"deployments": [row]})
+
+    monkeypatch.setattr(world, "read", failing)
+    monkeypatch.setattr(world, "status", lambda: {"replicas": []})
+    assert run(capsys, "status") == (0, "there are no replicas: FAILED, replica-0: no memory\n", "")
+    assert run(capsys, "status", "--json")[1] == '{"replicas": []}\n'
 
 
 def test_the_ledger_is_a_table_of_snapshots_and_of_how_each_replica_fared(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from gateway_harness import reconciler
 
@@ -338,6 +339,42 @@ def test_a_replica_that_cannot_be_started_fails_its_own_deployment_alone(tmp_pat
         ]
         server.failing.clear()
         await server.supervise()
+        assert (await server.got("b"))["state"] == "READY"
+
+    serve(tmp_path, work)
+
+
+def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywhere(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.create("b")
+        await server.supervise()
+        (view,) = next(d for d in server.deployments if d.name.endswith("/b")).replicas.views
+        view.report, view.admitted = None, False
+        lost = RunningReplica(
+            name=view.name, deployment=f"{A}/deployments/b", url=view.url, error="no memory"
+        )
+        server.roster.running(Running((lost,)))
+        await server.roster.look_once()
+        got = await server.got("b")
+        assert (got["state"], got["status"]["message"]) == ("FAILED", "b-replica-0: no memory")
+        (row,) = (await server.http.get(HOT_LOAD_PATH, headers={"fireworks-deployment": "b"})).json()[
+            "replicas"
+        ]
+        assert row["midstream"]["error"] == "the replica cannot be reached: no memory"
+        server.roster.running(Running((msgspec.structs.replace(lost, error=None),)))
+        await server.roster.look_once()
+        down = "the engine cannot be started again: no device"
+        view.report = ReplicaReport(replica=view.name, boot="c", ready=False, error=down)
+        got = await server.got("b")
+        assert (got["state"], got["status"]["message"]) == ("FAILED", f"b-replica-0: {down}")
+        (row,) = (await server.http.get(HOT_LOAD_PATH, headers={"fireworks-deployment": "b"})).json()[
+            "replicas"
+        ]
+        assert (row["readiness"], row["midstream"]["error"]) == (False, down)
+        health = (await server.http.get("/health")).json()
+        assert health["deployments"][1]["failed"] == ["b-replica-0"]
+        view.report = ReplicaReport(replica=view.name, boot="c", ready=True)
+        view.admitted = True
         assert (await server.got("b"))["state"] == "READY"
 
     serve(tmp_path, work)

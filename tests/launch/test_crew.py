@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Awaitable, Callable, Set
 from pathlib import Path
 
@@ -161,6 +162,30 @@ def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene
         here.codes["a-0"] = LISTEN
         await here.until(a_0=URL, b_0=URL)
         assert here.crew.running().replicas[0].error is None
+
+    scene(work)
+
+
+def test_one_that_died_and_cannot_be_started_again_says_why_until_it_can(scene) -> None:  # type: ignore[no-untyped-def]
+    async def work(here: Scene) -> None:
+        here.codes["a-0"] = f"broken = pathlib.Path({str(here.path / 'broken')!r})\n" + (
+            "if broken.exists(): say(Listening(error='no memory')); sys.exit(1)\n" + LISTEN
+        )
+        here.want("a-0")
+        await here.until(a_0=URL)
+
+        async def until_error_is(error: str | None) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while here.crew.running().replicas[0].error != error:
+                    here._changed.clear()
+                    await here._changed.wait()
+
+        (here.path / "broken").touch()
+        os.kill(here.pid("a-0"), signal.SIGKILL)
+        await until_error_is("a-0: no memory")
+        assert here.crew.running().replicas[0].url == URL, "it is a member of its deployment still"
+        (here.path / "broken").unlink()
+        await until_error_is(None)
 
     scene(work)
 

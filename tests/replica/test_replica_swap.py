@@ -370,12 +370,14 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Pa
 
         async def sleep(seconds: float) -> None:
             delays.append(seconds)
+            assert replica.report().error == "the engine cannot be started again: no memory"
 
         engine = Stubborn()
         replica = make_replica(tmp_path, engine, FakeSource(), sleep=sleep)
         await replica.start()
         await engine.die()
         await until(replica, lambda: replica.ready)
+        assert replica.report().error is None
         await replica.close()
         assert (engine.starts, delays) == (4, [0.5, 1.0])
 

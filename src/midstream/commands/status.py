@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, PublishError, ReplicaStatus, Status
-from midstream.commands.connection import add_server_arguments, connect, guarded
+from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
 from midstream.commands.table import table
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
@@ -45,20 +45,20 @@ def _status(options: argparse.Namespace) -> int:
     server = connect(options)
     try:
         if not options.watch:
-            print(_look(server, draw))
+            print(_look(server, draw, options.deployment))
             return 0
-        _watch(server, draw, options.interval)
+        _watch(lambda: _look(server, draw, options.deployment), options.interval)
     finally:
         server.close()
     return 0
 
 
-def _watch(server: HotLoadServer, draw: Callable[[Status, Load], str], interval_s: float) -> None:
+def _watch(look: Callable[[], str], interval_s: float) -> None:
     """Until interrupted. A server that is away for a while is only said to be."""
     shown = ""
     while True:
         try:
-            picture = _look(server, draw)
+            picture = look()
         except PublishError as error:
             picture = str(error)
         if sys.stdout.isatty():
@@ -69,8 +69,15 @@ def _watch(server: HotLoadServer, draw: Callable[[Status, Load], str], interval_
         time.sleep(interval_s)
 
 
-def _look(server: HotLoadServer, draw: Callable[[Status, Load], str]) -> str:
-    return draw(server.status(retry_s=0), read_load(server.metrics(retry_s=0)))
+def _look(server: HotLoadServer, draw: Callable[[Status, Load], str], deployment: str | None) -> str:
+    status = server.status(retry_s=0)
+    picture = draw(status, read_load(server.metrics(retry_s=0)))
+    if status.replicas or draw is as_json:
+        return picture
+    name = full_deployment_name(server, deployment)
+    row = next((row for row in server.deployments(retry_s=0) if row["name"] == name), {})
+    why = (row.get("status") or {}).get("message")
+    return f"{picture}: {row.get('state')}, {why}" if why else picture
 
 
 def read_load(exposition: str) -> Load:

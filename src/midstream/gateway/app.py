@@ -112,7 +112,7 @@ def _deployment_summary(deployment: Deployment) -> dict[str, Any]:
         "model": deployment.model,
         "wanted": deployment.wanted,
         "usable": sum(view.usable for view in deployment.replicas.views),
-        "failed": sorted(deployment.problems),
+        "failed": sorted(deployment.troubles),
     }
 
 

@@ -121,7 +121,8 @@ class _Api:
     async def status(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         state = await self._ledger.state(deployment.name)
-        return JSONResponse({"replicas": replica_rows(state, deployment.replicas.views)})
+        rows = replica_rows(state, deployment.replicas.views, deployment.troubles)
+        return JSONResponse({"replicas": rows})
 
     async def get_ledger(self, request: Request) -> Response:
         name = self._named(request)

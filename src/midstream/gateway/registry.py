@@ -47,6 +47,13 @@ class Deployment:
         """accounts/A/models/M"""
         return self.names.model
 
+    @property
+    def troubles(self) -> dict[str, str]:
+        """Replica -> why it cannot be started, or its engine not."""
+        views = ((view.name, view.report) for view in self.replicas.views)
+        down = {name: report.error for name, report in views if report and not report.ready and report.error}
+        return down | self.problems
+
     async def run(self) -> None:
         """Hear the replicas and keep them at what is desired, until cancelled."""
         async with asyncio.TaskGroup() as tasks:

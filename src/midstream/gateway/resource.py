@@ -215,7 +215,7 @@ def _condition(
         return "CREATING", "UNAVAILABLE", "no replica is ready"
     replicas = deployment.replicas
     ready = sum(view.usable for view in replicas.views)
-    problem = "; ".join(f"{name}: {why}" for name, why in sorted(deployment.problems.items()))
+    problem = "; ".join(f"{name}: {why}" for name, why in sorted(deployment.troubles.items()))
     if ready == 0 and wanted:
         return (
             ("FAILED", "INTERNAL", problem) if problem else ("CREATING", "UNAVAILABLE", "no replica is ready")

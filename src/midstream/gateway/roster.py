@@ -36,9 +36,9 @@ class WantedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica as the supervisor has it: at `url` while it listens, `error` while it cannot be started.
+    """A replica as the supervisor has it: at `url` from when it listened first, `error` while it cannot be started.
 
-    Neither while it starts or ends: it is listed until its process is gone.
+    Both when it ended and cannot be started again; neither while it starts or ends: it is listed until its process is gone.
     """
 
     name: str

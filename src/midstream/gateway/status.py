@@ -7,7 +7,7 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,16 +31,20 @@ READY_ORDER = ("error", "pending", *WIRE_STAGE.values(), "idle", "done")
 _AT_REST = ("idle", "done")
 
 
-def replica_rows(state: DeploymentState, views: Sequence[ReplicaView]) -> list[dict[str, Any]]:
-    """One row per replica, the least ready first."""
-    rows = [(view.index, _replica_row(state, view)) for view in views]
+def replica_rows(
+    state: DeploymentState, views: Sequence[ReplicaView], troubles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """One row per replica, the least ready first. troubles: by replica, why it cannot be started."""
+    rows = [(view.index, _replica_row(state, view, troubles.get(view.name))) for view in views]
     rows.sort(key=lambda at: (READY_ORDER.index(at[1]["loading_state"]["stage"]), at[1]["readiness"], at[0]))
     return [row for _, row in rows]
 
 
-def _replica_row(state: DeploymentState, view: ReplicaView) -> dict[str, Any]:
+def _replica_row(state: DeploymentState, view: ReplicaView, trouble: str | None) -> dict[str, Any]:
     report = view.report
     stage, target, error = loading_state(state, report)
+    if trouble is not None:
+        error = trouble if error is None else f"{error}: {trouble}"
     timing = report.last_swap if report else None
     on_the_way = report is not None and report.snapshot == state.snapshot and stage not in _AT_REST
     return {

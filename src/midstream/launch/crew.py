@@ -88,7 +88,7 @@ class Crew:
             self._on_change()
 
     def running(self) -> Running:
-        """Every replica: where it listens, or why it cannot be started; neither while it starts or ends."""
+        """Every replica: where it listens, and why it cannot be started; neither while it starts or ends."""
         replicas = []
         for name, member in self._alive.items():
             wanted = self._members.get(name) is member
@@ -124,7 +124,7 @@ class Crew:
                 await asyncio.wait((before.task,))
             await self._start(member)
             assert member.child is not None
-            await member.child.supervise()
+            await member.child.supervise(lambda why: self._restarted(member, why))
         finally:
             if member.child is not None:
                 await member.child.stop(self._stop_s)
@@ -134,6 +134,11 @@ class Crew:
             if self._alive.get(member.wanted.name) is member:
                 del self._alive[member.wanted.name]
                 self._on_change()
+
+    def _restarted(self, member: _Member, why: str | None) -> None:
+        if why != member.error:
+            member.error = why
+            self._on_change()
 
     async def _start(self, member: _Member) -> None:
         """Until it listens."""

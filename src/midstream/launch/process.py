@@ -104,8 +104,11 @@ class Child:
         while line := await stdout.readline():
             on_line(line)
 
-    async def supervise(self) -> None:
-        """Start it again whenever it ends; runs until cancelled."""
+    async def supervise(self, on_restart: Callable[[str | None], None] = lambda why: None) -> None:
+        """Start it again whenever it ends; runs until cancelled.
+
+        on_restart: called after each attempt, with why it failed, None when it did not.
+        """
         loop = asyncio.get_running_loop()
         pause_s = RESTART_PAUSE_S_MIN
         while True:
@@ -122,9 +125,12 @@ class Child:
                 pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
                 try:
                     await self.start()
-                    break
                 except StartFailed as error:
                     logger.error("%s; trying again in %.1f s", error, pause_s)
+                    on_restart(str(error))
+                else:
+                    on_restart(None)
+                    break
 
     async def stop(self, grace_s: float) -> None:
         """Ask it to end, kill it when it does not."""

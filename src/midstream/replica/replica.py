@@ -75,6 +75,7 @@ class Replica:
         self._watch = asyncio.Event()  # replaced at every change
         self._runner_task: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
+        self._down: str | None = None  # why the engine cannot be started again
         self.closed = False
         self.boot = new_boot()
         self._started_at = clock()
@@ -105,6 +106,7 @@ class Replica:
         self.runner.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
         self._runner_task = asyncio.create_task(self.runner.run(), name="swap runner")
         self._runner_task.add_done_callback(lambda task: self._runner_ended(boot, task))
+        self._down = None
         self.ready = True
         self.gate.set(Door.OPEN)
         self._changed()
@@ -138,7 +140,7 @@ class Replica:
             generation=machine.accepted.generation if machine.accepted else 0,
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
-            error=machine.error,
+            error=self._down if machine.error is None else machine.error,
             in_flight=self.gate.inside,
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,
@@ -204,8 +206,10 @@ class Replica:
         while True:
             try:
                 await self.start()
-            except Exception:  # whatever stops it from starting now may have passed at the next try
+            except Exception as error:  # whatever stops it from starting now may have passed at the next try
                 log.exception("%s: the engine does not start; trying again in %.1f s", self.name, delay)
+                self._down = f"the engine cannot be started again: {error or repr(error)}"[:1000]
+                self._changed()
                 await self._sleep(delay)
                 delay = min(delay * 2, RESTART_DELAY_MAX_S)
             else:
