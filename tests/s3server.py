@@ -60,12 +60,12 @@ class S3Server:
 
 
 @contextmanager
-def s3_server() -> Iterator[S3Server]:
+def s3_server(keys_per_page: int = KEYS_PER_PAGE) -> Iterator[S3Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
         [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)],
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "MOTO_S3_DEFAULT_MAX_KEYS": str(KEYS_PER_PAGE)},
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "MOTO_S3_DEFAULT_MAX_KEYS": str(keys_per_page)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

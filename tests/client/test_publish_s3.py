@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import urllib.error
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from publish_world import World, weights
 from s3server import SECRET_KEY, S3Server, s3_server
 
-from midstream.client import PublishError, SnapshotPublisher
+from midstream.client import PublishError, SnapshotPublisher, checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +118,17 @@ def test_a_bucket_that_refuses_is_an_error_without_secrets(world: RemoteWorld) -
         publisher.publish("a", weights(0), config_dir=world.config)
     assert SECRET_KEY not in str(caught.value)
     assert world.signals == []
+
+
+def test_a_local_disk_that_is_full_is_an_error_like_others(
+    world: RemoteWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_weights", full)
+    with (
+        world.publisher() as publisher,
+        pytest.raises(PublishError, match=r"'a' cannot be written: .*No space left on device"),
+    ):
+        publisher.write_full("a", weights(0), config_dir=world.config)

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from midstream.client.bucket import open_bucket
+from midstream.snapshots.identity import snapshot_url
+
 CONFIG = {"model_type": "tiny", "hidden_size": 8}
 
 
@@ -60,3 +63,9 @@ def rot(file: Path, change: Callable[[bytearray], None]) -> None:
 
 def flip_last(data: bytearray) -> None:
     data[-1] ^= 0xFF
+
+
+def put_directory(bucket: str, identity: str, directory: Path, *, overwrite: bool = False) -> str:
+    """As the publisher puts a snapshot into its bucket; the snapshot's URL."""
+    open_bucket(bucket).put(identity, directory, overwrite=overwrite)
+    return snapshot_url(bucket, identity)

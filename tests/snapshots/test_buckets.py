@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import files, write_checkpoint
+from checkpoints import files, put_directory, write_checkpoint
 from clouds import Cloud, cloud_server
 from hypothesis import given
 from hypothesis import strategies as st
-from s3server import KEYS_PER_PAGE, S3Server
+from obstore.exceptions import GenericError
+from s3server import KEYS_PER_PAGE, S3Server, s3_server
 
+from midstream.client.bucket import open_bucket as open_for_publishing
+from midstream.client.errors import PublishError
 from midstream.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotRefused
 from midstream.snapshots import upload
-from midstream.snapshots.bucket import check_settings, open_bucket
+from midstream.snapshots.bucket import check_settings, describe, open_bucket
 from midstream.snapshots.fetch import fetch_snapshot
 from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store import list_snapshot, snapshot_fingerprint
-from midstream.snapshots.upload import exists, list_directory, put_directory, put_file, upload_order
+from midstream.snapshots.upload import list_directory, upload_order
 
 ODD = "run 7/100%/ünïcode#?&+~"  # an identity whose characters all mean something to somebody
 
@@ -170,6 +173,27 @@ def test_a_listing_of_several_pages_is_complete(s3: S3Server) -> None:
     assert list_directory("s3://rollouts", "many") == (names, [])
 
 
+def test_a_listing_longer_than_a_page_of_s3_itself_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model-{i:05d}.safetensors" for i in range(1003)]
+
+    async def put_all() -> None:
+        store, slots = open_bucket("s3://rollouts/large"), asyncio.Semaphore(16)
+
+        async def put(name: str) -> None:
+            async with slots:
+                await store.put_async(name, b"x")
+
+        await asyncio.gather(*map(put, names))
+
+    with s3_server(keys_per_page=1000) as s3:
+        for name, value in s3.environment().items():
+            monkeypatch.setenv(name, value)
+        s3.make_bucket("rollouts")
+        asyncio.run(put_all())
+        listing = asyncio.run(list_snapshot("s3://rollouts/large"))
+    assert sorted(f.name for f in listing.files) == names
+
+
 def test_a_fingerprint_follows_the_files_in_s3(s3: S3Server, tmp_path: Path) -> None:
     s3.put_directory("rollouts", "fp", write_checkpoint(tmp_path / "source"))
     first = asyncio.run(snapshot_fingerprint("s3://rollouts/fp"))
@@ -191,16 +215,18 @@ def test_a_directory_put_into_a_bucket_is_fetched_as_it_was(
     source = write_checkpoint(tmp_path / "source", shards=2, size=100_000)  # several parts of an upload
     (source / "optimizer.pt").write_bytes(b"pickled")
     told: list[str] = []
-    assert not exists(bucket, ODD)
-    url = put_directory(bucket, ODD, source, on_file=told.append)
-    assert url == snapshot_url(bucket, ODD)
-    assert exists(bucket, ODD)
-    asyncio.run(fetch_snapshot(url, tmp_path / "back"))
+    publishing = open_for_publishing(bucket)
+    assert not publishing.exists(ODD)
+    publishing.put(ODD, source, overwrite=False, on_file=told.append)
+    assert publishing.exists(ODD)
+    asyncio.run(fetch_snapshot(snapshot_url(bucket, ODD), tmp_path / "back"))
     expected = {name: data for name, data in files(source).items() if name != "optimizer.pt"}
     assert files(tmp_path / "back") == expected
     assert told == (upload_order(expected) if kind == "s3" else [])
-    names, inside = list_directory(bucket, "run 7/100%")
-    assert (names, inside) == ([], ["ünïcode#?&+~"])
+    if kind == "s3":
+        assert list_directory(bucket, "run 7/100%") == ([], ["ünïcode#?&+~"])
+    else:
+        assert files(tmp_path / "bucket dir" / ODD) == expected
 
 
 def test_weights_are_put_first_and_the_index_last() -> None:
@@ -228,27 +254,19 @@ def test_a_taken_place_is_replaced_only_when_asked_and_then_wholly(
     three = write_checkpoint(tmp_path / "three", shards=3)
     two = write_checkpoint(tmp_path / "two", shards=2, seed=1)
     put_directory(bucket, "step", three)
-    with pytest.raises(SnapshotError, match="step: is already in the bucket"):
+    with pytest.raises(PublishError, match="'step' is already in the bucket"):
         put_directory(bucket, "step", two)
     put_directory(bucket, "step", two, overwrite=True)
     asyncio.run(fetch_snapshot(f"{bucket}/step", tmp_path / "back"))
     assert files(tmp_path / "back") == files(two)
 
 
-def test_files_can_be_put_one_by_one(s3: S3Server, tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source")
-    for bucket in ("s3://rollouts/single", (tmp_path / "bucket").as_uri()):
-        put_file(bucket, "step", source / "config.json")
-        assert list_directory(bucket, "step")[0] == ["config.json"]
-        assert list_directory(bucket, "nowhere") == ([], [])
-
-
 def test_nothing_is_put_from_a_directory_without_a_snapshot(s3: S3Server, tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(SnapshotMissing, match="holds no snapshot files"):
-        put_directory("s3://rollouts", "none", tmp_path)
+        upload.put_directory("s3://rollouts", "none", tmp_path)
     with pytest.raises(SnapshotRefused):
-        put_directory("s3://rollouts", "../none", write_checkpoint(tmp_path / "c"))
+        upload.put_directory("s3://rollouts", "../none", write_checkpoint(tmp_path / "c"))
 
 
 # --- Google and Azure, on stand-ins ---
@@ -337,8 +355,7 @@ def test_no_credential_is_in_a_message_a_log_or_a_traceback(
     attempts: list[Any] = [
         lambda: asyncio.run(fetch_snapshot("s3://rollouts/x", tmp_path / "d")),
         lambda: asyncio.run(snapshot_fingerprint("s3://rollouts/x")),
-        lambda: put_directory("s3://rollouts", "x", source),
-        lambda: put_file("s3://rollouts", "x", source / "config.json"),
+        lambda: upload.put_directory("s3://rollouts", "x", source),
     ]
     said = ""
     with caplog.at_level(logging.DEBUG):
@@ -355,6 +372,19 @@ def test_no_credential_is_in_a_message_a_log_or_a_traceback(
         assert value not in said
     assert "hunter2" not in said.lower()
     assert "Signature=" not in said
+
+
+def test_without_credentials_the_error_says_what_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message of a store that found none, with a profile in place that other tools would use."""
+    said = describe(
+        GenericError(
+            "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1.2s - 403"
+        ),
+        {"AWS_PROFILE": "team"},
+    )
+    assert said.startswith(
+        "no credentials in the environment (profiles in ~/.aws are not read), and none from"
+    )
 
 
 def test_a_server_that_is_not_there_is_an_error_that_names_it(

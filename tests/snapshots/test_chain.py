@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import files, flip_last, rot, weights, write_checkpoint
+from checkpoints import files, flip_last, put_directory, rot, weights, write_checkpoint
 from s3server import S3Server
 
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
@@ -19,7 +19,6 @@ from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.delta import encode_delta
 from midstream.snapshots.fetch import partial_directory
 from midstream.snapshots.store import snapshot_fingerprint
-from midstream.snapshots.upload import put_directory
 from midstream.types import SnapshotFiles
 
 

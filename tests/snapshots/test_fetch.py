@@ -392,6 +392,28 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: 
         asyncio.run(fetch_snapshot(source.as_uri(), tmp_path / "file" / "dest"))
 
 
+def test_a_pipe_in_a_local_bucket_is_an_error_and_no_wait(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    os.mkfifo(tmp_path / "source" / WEIGHTS)
+    url = (tmp_path / "source").as_uri()
+    for attempt in (
+        lambda: fetch_snapshot(url, tmp_path / "dest"),
+        lambda: prefetch_files(url, tmp_path, [WEIGHTS]),
+    ):
+        with pytest.raises(SnapshotCorrupt, match=r"source: model\.safetensors is not a regular file"):
+            asyncio.run(asyncio.wait_for(attempt(), timeout=60))
+
+
+def test_a_link_to_a_file_is_fetched_as_the_file(tmp_path: Path) -> None:
+    """As in the directories that Hugging Face's own cache is made of."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "blob").write_bytes(blob(3 * PART))
+    (tmp_path / "source" / WEIGHTS).symlink_to(tmp_path / "blob")
+    asyncio.run(fetch_snapshot((tmp_path / "source").as_uri(), tmp_path / "dest"))
+    assert files(tmp_path / "dest") == {WEIGHTS: blob(3 * PART)}
+    assert not (tmp_path / "dest" / WEIGHTS).is_symlink()
+
+
 def test_a_read_that_breaks_off_is_tried_again(bucket: Bucket, tmp_path: Path) -> None:
     from obstore.exceptions import GenericError
 

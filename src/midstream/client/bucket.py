@@ -3,6 +3,7 @@
 Always holds:
 - In a local directory a snapshot appears whole or not at all: it is copied beside its place and renamed, so a trainer that
   dies leaves at most a hidden directory behind. Elsewhere files appear one by one, what makes them a snapshot last.
+- What `put` and `write` return after survives a power cut, as far as the file system keeps what is synced.
 - An existing snapshot is not replaced unless the caller says so, and no other one is touched in doing so.
 - What a bucket refuses is a PublishError, without credentials in it.
 """
@@ -11,6 +12,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
+import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -19,12 +23,13 @@ from pathlib import Path
 
 from midstream.client.errors import PublishError
 from midstream.errors import SnapshotError
+from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.fetch import move_into_place
 from midstream.snapshots.identity import file_url_path, parse_bucket
 from midstream.snapshots.store import is_snapshot_file
-from midstream.snapshots.upload import list_directory, put_directory
+from midstream.snapshots.upload import OnFile, list_directory, put_directory, upload_order
 
-OnFile = Callable[[str], None]
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # with one slash forgotten too
 
 
 class Bucket(abc.ABC):
@@ -57,13 +62,21 @@ class LocalBucket(Bucket):
     """`root` is made when the first snapshot is put."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root.absolute().as_uri())
-        self.root = root
+        self.root = root.absolute()
+        super().__init__(self.root.as_uri())
 
     def exists(self, identity: str) -> bool:
-        return (self.root / identity).exists()
+        return os.path.exists(
+            self.root / identity
+        )  # unlike Path.exists, False for a name no file system takes
 
     def check(self, identity: str, overwrite: bool) -> None:
+        try:
+            self._check(identity, overwrite)
+        except OSError as error:
+            raise PublishError(f"snapshot {identity!r} cannot be written to {self}: {error}") from error
+
+    def _check(self, identity: str, overwrite: bool) -> None:
         place = self.root / identity
         for around in _around(identity):
             if any(is_snapshot_file(name) for name in _names(self.root / around)):
@@ -77,7 +90,8 @@ class LocalBucket(Bucket):
 
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
         def copy(temporary: Path) -> None:
-            shutil.copytree(directory, temporary, copy_function=shutil.copyfile, dirs_exist_ok=True)
+            for name in upload_order(file.name for file in directory.iterdir()):
+                shutil.copyfile(directory / name, temporary / name)
 
         self.write(identity, copy, overwrite=overwrite)
 
@@ -86,9 +100,13 @@ class LocalBucket(Bucket):
         place = self.root / identity
         temporary = place.parent / f".publish-{secrets.token_hex(8)}"
         try:
+            above = _not_there_yet(place.parent)
             temporary.mkdir(parents=True)
             fill(temporary)
+            sync_tree(temporary)
             move_into_place(temporary, place)
+            for name in (place, *above):
+                sync_directory(name.parent)
             return place
         except OSError as error:
             raise PublishError(f"snapshot {identity!r} cannot be written to {self}: {error}") from error
@@ -117,18 +135,21 @@ class RemoteBucket(Bucket):
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
         self.check(identity, overwrite)
         with _refusals(identity):
-            put_directory(self.url, identity, directory, overwrite=overwrite, on_file=on_file)
+            put_directory(self.url, identity, directory, on_file)
 
     def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> None:
         self.check(identity, overwrite)
         with tempfile.TemporaryDirectory(prefix="midstream-publish-") as temporary:
-            fill(Path(temporary))
+            try:
+                fill(Path(temporary))
+            except OSError as error:
+                raise PublishError(f"snapshot {identity!r} cannot be written: {error}") from error
             self.put(identity, Path(temporary), overwrite=overwrite)
 
 
 def open_bucket(bucket: str) -> Bucket:
     """`bucket`: a URL, or the path of a local directory. Raises ConfigError."""
-    if "://" not in bucket:
+    if not _SCHEME.match(bucket):
         return LocalBucket(Path(bucket))
     if parse_bucket(bucket).kind == "file":
         return LocalBucket(file_url_path(bucket))
@@ -161,6 +182,11 @@ def _around_another(identity: str, inside: str) -> PublishError:
 
 def _taken(identity: str, bucket: Bucket) -> PublishError:
     return PublishError(f"snapshot {identity!r} is already in the bucket {bucket}")
+
+
+def _not_there_yet(directory: Path) -> list[Path]:
+    """`directory` and what is above it, as far as it has to be made, the innermost first."""
+    return list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
 
 
 def _names(directory: Path) -> list[str]:

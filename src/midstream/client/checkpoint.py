@@ -13,17 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.client.weights import Cast, save_hugging_face_model, write_weights
-
-CONFIG_FILES = (
-    "tokenizer*.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "config.json",
-)
+from midstream.snapshots.store import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
 
 Weights = Mapping[str, Any] | str | PathLike[str]
 
@@ -62,14 +52,14 @@ class Source:
             write_weights(directory, self.weights, self.dtype)
         else:
             assert self.weights is not None
-            copy_matching(Path(self.weights), directory, ("*.safetensors", "model.safetensors.index.json"))
+            copy_matching(Path(self.weights), directory, WEIGHT_FILES)
             config_dir = config_dir or self.weights
         if config_dir is not None:
-            copy_matching(Path(config_dir), directory, CONFIG_FILES)
+            copy_matching(Path(config_dir), directory, COMPANION_FILES)
 
 
 def copy_matching(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for file in sorted(source.glob(pattern)):
-            if file.is_file():
+            if is_snapshot_file(file.name) and file.is_file():
                 shutil.copyfile(file, directory / file.name)

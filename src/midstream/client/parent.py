@@ -3,6 +3,7 @@
 Always holds:
 - What `parent` names was accepted by the server under that identity and generation. It is written down only after the
   server took the signal; a publisher that dies in between remembers an older one, which the server no longer stands on.
+- A parent that a power cut may have spoilt, since the machine was started anew, is none: nothing here is synced to disk.
 - One publisher uses a work directory at a time; leftovers of one that died are removed by the next.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from midstream.client.errors import PublishError
+from midstream.snapshots.durable import boot_id
 
 STATE_FILE = "parent.json"
 LOCK_FILE = "lock"
@@ -66,6 +68,7 @@ class WorkDirectory:
         before = self._parent
         state = {
             "target": self._target,
+            "boot": boot_id(),
             "identity": identity,
             "generation": generation,
             "deltas": deltas,
@@ -134,4 +137,6 @@ class WorkDirectory:
         ):  # none was kept, or it cannot be read: a full one is next
             return None
         known = name.startswith(CHECKPOINT_PREFIX) and "/" not in name and parent.directory.is_dir()
-        return parent if known and state.get("target") == self._target else None
+        boot = boot_id()
+        sound = boot is not None and state.get("boot") == boot
+        return parent if known and sound and state.get("target") == self._target else None

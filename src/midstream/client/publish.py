@@ -33,7 +33,13 @@ from midstream.client.publication import (
     Publishing,
     check_whole,
 )
-from midstream.client.server import SIGNAL_RETRY_S, Compression, HotLoadServer, ResetPromptCache
+from midstream.client.server import (
+    SIGNAL_RETRY_S,
+    Compression,
+    HotLoadServer,
+    ResetPromptCache,
+    SignalOptions,
+)
 from midstream.client.status import Status
 from midstream.client.weights import Cast
 from midstream.snapshots.identity import check_identity
@@ -183,27 +189,10 @@ class SnapshotPublisher:
         return self._bucket.write(identity, fill, overwrite=overwrite)
 
     def signal(
-        self,
-        identity: str,
-        reset_prompt_cache: ResetPromptCache = "all",
-        *,
-        previous: str | None = None,
-        compression: Compression = "arc_v2",
-        extra_fields_ignore: Sequence[str] = (),
-        retry_s: float = SIGNAL_RETRY_S,
+        self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
     ) -> dict[str, Any]:
-        """Ask for `identity`, which is in the bucket, to be served; safe to repeat. The server's answer.
-
-        previous: of a delta, the snapshot it stands on. Raises SignalRefused.
-        """
-        body: dict[str, Any] = self.server.signal(
-            identity,
-            reset_prompt_cache,
-            previous=previous,
-            compression=compression,
-            extra_fields_ignore=extra_fields_ignore,
-            retry_s=retry_s,
-        ).body
+        """As HotLoadServer.signal; the server's answer."""
+        body: dict[str, Any] = self.server.signal(identity, reset_prompt_cache, **options).body
         return body
 
     def status(self, *, retry_s: float = SIGNAL_RETRY_S) -> Status:

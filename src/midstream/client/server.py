@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import httpx
 
@@ -21,6 +21,20 @@ HINT_TIMEOUT_S = 5.0
 
 ResetPromptCache = Literal["all", "new_session", "none"] | bool | Mapping[str, int]
 Compression = Literal["arc_v1", "arc_v2"]
+
+
+class SignalOptions(TypedDict, total=False):
+    """Of a signal.
+
+    previous: of a delta, the snapshot it stands on. compression: of a delta ("arc_v2").
+    extra_fields_ignore: top-level fields of config.json that may differ from the served model's.
+    retry_s: how long what a retry may cure is retried (300).
+    """
+
+    previous: str | None
+    compression: Compression
+    extra_fields_ignore: Sequence[str]
+    retry_s: float
 
 
 class HotLoadServer:
@@ -58,22 +72,19 @@ class HotLoadServer:
         self._http.close()
 
     def signal(
-        self,
-        identity: str,
-        reset_prompt_cache: ResetPromptCache = "all",
-        *,
-        previous: str | None = None,
-        compression: Compression = "arc_v2",
-        extra_fields_ignore: Sequence[str] = (),
-        retry_s: float = SIGNAL_RETRY_S,
+        self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
     ) -> Answer:
-        """Ask for `identity` to be served. previous: of a delta, the snapshot it stands on. Raises SignalRefused."""
+        """Ask for `identity`, which is in the bucket, to be served; safe to repeat. Raises SignalRefused."""
+        previous, fields = options.get("previous"), options.get("extra_fields_ignore")
         policy = dict(reset_prompt_cache) if isinstance(reset_prompt_cache, Mapping) else reset_prompt_cache
         body: dict[str, Any] = {"identity": identity, "reset_prompt_cache": policy}
         if previous is not None:
-            body["incremental_snapshot_metadata"] = delta_metadata(previous, compression)
-        if extra_fields_ignore:
-            body["validation"] = {"extra_fields_ignore": list(extra_fields_ignore)}
+            body["incremental_snapshot_metadata"] = delta_metadata(
+                previous, options.get("compression", "arc_v2")
+            )
+        if fields:
+            body["validation"] = {"extra_fields_ignore": list(fields)}
+        retry_s = options.get("retry_s", SIGNAL_RETRY_S)
         return self._caller.call("POST", self.url, deadline_s=retry_s, json=body)
 
     def hint(

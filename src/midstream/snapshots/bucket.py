@@ -1,7 +1,7 @@
 """Opens a bucket by its URL: a local directory, S3, Google Cloud Storage or Azure. The only place that knows obstore's stores.
 
-Always holds: credentials come from the usual environment variables (AWS_*, GOOGLE_*, AZURE_*) and from nowhere else; no
-message made here shows one, whatever a store or its server answered.
+Always holds: credentials come from the usual environment variables (AWS_*, GOOGLE_*, AZURE_*) and from nowhere else (not from
+profiles in ~/.aws); no message made here shows one, whatever a store or its server answered.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def describe(error: Exception, environment: Mapping[str, str] = os.environ) -> s
     if (
         "//169.254.169.254" in head
     ):  # where a cloud's machines ask for credentials when the environment has none
-        head = f"no credentials in the environment, and none from the machine's cloud: {head}"
+        unread = " (profiles in ~/.aws are not read)" if "S3" in head else ""
+        head = f"no credentials in the environment{unread}, and none from the machine's cloud: {head}"
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         head = f"the credentials are not accepted: {head}"
     return shown(_without_secrets(head, environment), TEXT_CHARS)

@@ -7,21 +7,28 @@ with one fingerprint describe the same files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
 import hashlib
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from obstore.exceptions import BaseError
+from obstore.store import LocalStore
 
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.snapshots.bucket import RETRY_S, Store, describe, open_bucket
 from midstream.snapshots.identity import check_identity, public_url, snapshot_url
+from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE
 from midstream.snapshots.messages import shown
 
 __all__ = [
+    "COMPANION_FILES",
     "SNAPSHOT_FILES",
+    "WEIGHT_FILES",
     "BucketFile",
     "Listing",
     "check_identity",
@@ -31,18 +38,18 @@ __all__ = [
     "snapshot_url",
 ]
 
-SNAPSHOT_FILES = (
-    "config.json",
-    "generation_config.json",
+WEIGHT_FILES = ("*.safetensors", INDEX_FILE)
+COMPANION_FILES = (
     "tokenizer*.json",
     "vocab.json",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
-    "*.safetensors",
-    "model.safetensors.index.json",
-)
+    "generation_config.json",
+    CONFIG_FILE,
+)  # what makes weights a checkpoint
+SNAPSHOT_FILES = (*WEIGHT_FILES, *COMPANION_FILES)
 LISTING_FILE = ".listing.json"  # in a local directory: what it is a copy of
 STAMPS_FILE = ".stamps.json"  # and when each file was last written
 FINGERPRINT_S_MAX = 1.5 * RETRY_S  # a trainer's signal waits for it
@@ -109,6 +116,8 @@ async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
     wanted = sorted((f for f in found if is_snapshot_file(f.name)), key=lambda f: f.size, reverse=True)
     if not wanted:
         raise SnapshotMissing(f"{public_url(url)}: holds no snapshot files (config.json, *.safetensors)")
+    for file in wanted:
+        await asyncio.to_thread(_check_regular, store, url, file.name)
     listing = Listing(url, store, tuple(wanted))
     if fingerprint is not None and listing.fingerprint != fingerprint:
         raise SnapshotCorrupt(
@@ -117,11 +126,20 @@ async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
     return listing
 
 
+def _check_regular(store: Store, url: str, name: str) -> None:
+    """In a local bucket. Opening anything else could wait for ever. A link to a file is one."""
+    if isinstance(store, LocalStore):
+        with contextlib.suppress(OSError):  # not there: what opens it says so
+            if not stat.S_ISREG(os.stat(os.path.join(str(store.prefix), name)).st_mode):
+                raise SnapshotCorrupt(f"{public_url(url)}: {shown(name)} is not a regular file")
+
+
 async def find_file(url: str, name: str) -> tuple[Store, BucketFile]:
     """One file of the snapshot at `url`. Raises SnapshotMissing when it is not there or is not a snapshot's."""
     if not is_snapshot_file(name):
         raise SnapshotMissing(f"{public_url(url)}: {shown(name)} is not a file of a snapshot")
     store = await asyncio.to_thread(open_bucket, url)
+    await asyncio.to_thread(_check_regular, store, url, name)
     try:
         o = await store.head_async(name)
     except FileNotFoundError as error:
@@ -175,7 +193,7 @@ def is_whole(directory: Path, fingerprint: str | None = None) -> bool:
             return False
         stamps = msgspec.json.decode((directory / STAMPS_FILE).read_bytes(), type=dict[str, int])
         found = [(name, size, (directory / name).stat()) for name, size, _ in _entries(encoded)]
-        return all(stat.st_size == size and stat.st_mtime_ns == stamps[name] for name, size, stat in found)
+        return all((now.st_size, now.st_mtime_ns) == (size, stamps[name]) for name, size, now in found)
     except (OSError, KeyError, msgspec.DecodeError):
         return False
 
@@ -190,8 +208,8 @@ def directory_bytes(directory: Path) -> int:
     total = 0
     try:
         for file in directory.iterdir():
-            stat = file.stat()
-            total += min(stat.st_size, stat.st_blocks * 512) if file.suffix == ".part" else stat.st_size
+            found = file.stat()
+            total += min(found.st_size, found.st_blocks * 512) if file.suffix == ".part" else found.st_size
     except OSError:  # it goes away while it is looked at
         return total
     return total
