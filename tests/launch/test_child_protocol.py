@@ -92,6 +92,42 @@ def test_a_child_that_dies_is_started_again_and_one_that_ignores_a_stop_is_kille
     asyncio.run(main())
 
 
+LEAVES_ONE_BEHIND = (
+    "import pathlib, signal, subprocess; signal.signal(signal.SIGTERM, {on_stop})\n"
+    "left = subprocess.Popen(['sleep', '1000'], stdin=subprocess.DEVNULL)\n"
+    "with open({note!r}, 'a') as note: note.write(str(left.pid) + ' ')\n"
+) + READY
+
+
+@pytest.mark.parametrize("on_stop", ["signal.SIG_IGN", "lambda *_: os._exit(0)"])
+def test_what_a_child_started_ends_with_it_however_it_ends(module: str, tmp_path: Path, on_stop: str) -> None:
+    """An engine that hangs would keep its memory, and the next one would find none."""
+    note = tmp_path / "left"
+
+    def runs(pid: str) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    async def main() -> None:
+        again = asyncio.Event()
+        child = Child("parent", module, Script(LEAVES_ONE_BEHIND.format(note=str(note), on_stop=on_stop)))
+        await child.start()
+        supervised = asyncio.create_task(child.supervise(lambda why: again.set()))
+        assert child._process is not None
+        os.kill(child._process.pid, signal.SIGKILL)
+        await again.wait()
+        first, second = note.read_text().split()
+        supervised.cancel()
+        await asyncio.wait((supervised,))
+        await child.stop(grace_s=0.2 if "IGN" in on_stop else 10)
+        while runs(first) or runs(second):  # noqa: ASYNC110 - init reaps them
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def published(pid: int, name: str) -> bytes:
     return Path(f"/proc/{pid}/{name}").read_bytes()
 

@@ -1,7 +1,7 @@
 """One supervised child process: its start, its restarts, its end, and what is said between it and the supervisor.
 
-Always holds: a child that dies after it was ready is started again on the same port, with a growing pause; no child outlives
-stop().
+Always holds: a child that dies after it was ready is started again on the same port, with a growing pause; neither a child nor
+what it started outlives stop(), nor does what one that died had started.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class Child:
         try:
             self.port = _port(self.name, line)
         except StartFailed:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            await self._end(self._process)
             raise
         self._answered = True
         if self._on_line is not None:
@@ -97,8 +95,7 @@ class Child:
     def kill(self) -> None:
         """End it, and whatever it started, at once."""
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _kill_all_of(self._process)
 
     async def _listen(self, stdout: asyncio.StreamReader, on_line: Callable[[bytes], None]) -> None:
         while line := await stdout.readline():
@@ -115,6 +112,7 @@ class Child:
             assert self._process is not None
             started_at = loop.time()
             code = await self._process.wait()
+            _kill_all_of(self._process)
             if loop.time() - started_at > RESTART_PAUSE_S_MAX:
                 pause_s = RESTART_PAUSE_S_MIN  # it was well for a while
             logger.error(
@@ -144,9 +142,17 @@ class Child:
                 await process.wait()
         except TimeoutError:
             logger.warning("%s did not end within %.0f s; killing it", self.name, grace_s)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await self._end(process)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        _kill_all_of(process)
+        await process.wait()
+
+
+def _kill_all_of(process: asyncio.subprocess.Process) -> None:
+    """It and whatever it started: a child is the leader of a process group of its own, which outlives it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _port(name: str, line: bytes) -> int:
