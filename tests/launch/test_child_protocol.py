@@ -94,7 +94,7 @@ def test_a_child_that_dies_is_started_again_and_one_that_ignores_a_stop_is_kille
 
 LEAVES_ONE_BEHIND = (
     "import pathlib, signal, subprocess; signal.signal(signal.SIGTERM, {on_stop})\n"
-    "left = subprocess.Popen(['sleep', '1000'], stdin=subprocess.DEVNULL)\n"
+    "left = subprocess.Popen(['sleep', '1000'], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)\n"
     "with open({note!r}, 'a') as note: note.write(str(left.pid) + ' ')\n"
 ) + READY
 
