@@ -218,11 +218,13 @@ def test_snapshots_cannot_lie_inside_each_other_and_none_is_lost_in_trying(
     for identity in ("a", "run/step-1", "deep/er/step"):
         publisher.write_full(identity, {"w": np.zeros(2)}, config_dir=base)
     (bucket / "a" / "b").mkdir()
+    publisher.write_full("hidden/.step", {"w": np.zeros(2)}, config_dir=base)
     before = sorted(p.relative_to(bucket).as_posix() for p in bucket.rglob("*"))
     for overwrite in (False, True):
         for identity, says in (
             ("run", r"'run' cannot be written: 'run/step-1' lies inside it"),
             ("deep", r"'deep' cannot be written: 'deep/er' lies inside it"),
+            ("hidden", r"'hidden' cannot be written: 'hidden/\.step' lies inside it"),
             ("a", r"'a' cannot be written: 'a/b' lies inside it"),
             ("run/step-1/x", r"'run/step-1/x' cannot be written: it lies inside the snapshot 'run/step-1'"),
             ("a/b/c/d", r"'a/b/c/d' cannot be written: it lies inside the snapshot 'a'"),
@@ -432,8 +434,10 @@ def test_overwritten_files_that_the_server_did_not_take_are_an_error(tmp_path: P
 
 
 def test_an_answer_that_is_no_status_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PublishError, match="something else than replicas"):
-        Script((200, {"hello": 1}, {})).publisher(tmp_path).status()
+    odd_row = {**row("r0", "a", True, "done", "a"), "midstream": "odd"}
+    for answer in ({"hello": 1}, {"replicas": [odd_row]}, {"replicas": [1]}):
+        with pytest.raises(PublishError, match="something else than replicas"):
+            Script((200, answer, {})).publisher(tmp_path).status()
     text = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text="<html>")))
     with pytest.raises(SignalRefused, match="without JSON"):
         SnapshotPublisher("http://server", str(tmp_path), http=text).status()
@@ -459,6 +463,11 @@ def test_publish_writes_then_signals_then_waits(tmp_path: Path, base: Path) -> N
 
 def test_a_password_in_the_servers_url_is_refused_and_not_shown() -> None:
     """It would be in every message and in the file that remembers the parent."""
-    with pytest.raises(ValueError, match="api_key") as caught:
-        HotLoadServer("http://trainer:hush@server:8080/v1")
-    assert "hush" not in str(caught.value)
+    for url in (
+        "http://trainer:hush@server:8080/v1",
+        "http://server:8080/v1?key=hush",
+        "http://server/#hush",
+    ):
+        with pytest.raises(ValueError, match="api_key") as caught:
+            HotLoadServer(url)
+        assert "hush" not in str(caught.value)

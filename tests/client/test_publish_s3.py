@@ -96,9 +96,11 @@ def test_a_server_without_hints_is_asked_once_per_snapshot_and_off_means_never(w
 def test_what_is_there_is_not_replaced_unasked(world: RemoteWorld) -> None:
     with world.publisher() as publisher:
         assert publisher.write_full("a/b", weights(0), config_dir=world.config) is None
+        publisher.write_full("hidden/.step", weights(0), config_dir=world.config)
         for identity, says in (
             ("a/b", "'a/b' is already in the bucket s3://rollouts/"),
             ("a", "'a/b' lies inside it"),
+            ("hidden", "'hidden/.step' lies inside it"),
             ("a/b/c", "it lies inside the snapshot 'a/b'"),
         ):
             with pytest.raises(PublishError, match=says):

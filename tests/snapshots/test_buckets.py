@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -314,10 +315,19 @@ SECRETS = {
     "AWS_SESSION_TOKEN": "hunter2-session-token",
 }
 
+ROLE_TOKEN = "token-of-a-role-in-no-environment"
+
 
 @pytest.fixture
 def echoing_server() -> Iterator[str]:
-    """A server that refuses everything and repeats all it was sent, and the secrets besides."""
+    """A server that refuses everything and repeats all it was sent, and the secrets besides: as S3, as a proxy, as text."""
+    formats = itertools.cycle(
+        [
+            "<Error><Code>SignatureDoesNotMatch</Code><Message>{}</Message></Error>",
+            "<!doctype html><p>{}",
+            "{}",
+        ]
+    )
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -326,9 +336,7 @@ def echoing_server() -> Iterator[str]:
         def do_GET(self) -> None:
             sent = "".join(f"{name}: {value}\n" for name, value in self.headers.items())
             known = " ".join(SECRETS.values())
-            body = (
-                f"<Error><Code>SignatureDoesNotMatch</Code><Message>{known}</Message>{sent}</Error>".encode()
-            )
+            body = next(formats).format(f"{known} {ROLE_TOKEN} {sent}").encode()
             self.send_response(403, f"Forbidden {SECRETS['AWS_SECRET_ACCESS_KEY']}")
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -356,7 +364,7 @@ def test_no_credential_is_in_a_message_a_log_or_a_traceback(
         lambda: asyncio.run(fetch_snapshot("s3://rollouts/x", tmp_path / "d")),
         lambda: asyncio.run(snapshot_fingerprint("s3://rollouts/x")),
         lambda: upload.put_directory("s3://rollouts", "x", source),
-    ]
+    ] * 3
     said = ""
     with caplog.at_level(logging.DEBUG):
         for attempt in attempts:
@@ -371,6 +379,7 @@ def test_no_credential_is_in_a_message_a_log_or_a_traceback(
     for value in SECRETS.values():
         assert value not in said
     assert "hunter2" not in said.lower()
+    assert ROLE_TOKEN not in said
     assert "Signature=" not in said
 
 

@@ -18,7 +18,7 @@ from midstream.snapshots.cache import SnapshotCache
 from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.delta import encode_delta
 from midstream.snapshots.fetch import partial_directory
-from midstream.snapshots.store import snapshot_fingerprint
+from midstream.snapshots.store import directory_bytes, snapshot_fingerprint
 from midstream.types import SnapshotFiles
 
 
@@ -308,6 +308,60 @@ def test_files_fetched_early_during_a_rebuild_take_no_room_from_it(
     assert weights(local.run(scenario())) == weights(local.sources / "s3")
     assert len(refused) == 3
     assert all("do not fit into the snapshot cache" in message for message in refused)
+
+
+def test_files_fetched_early_leave_room_for_what_a_rebuild_is_writing(
+    local: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = local.fetcher(bytes_max=100_000)
+    local.load(fetcher, local.publish(1))
+    chain = local.publish(1)
+    put_directory(local.bucket, "next", write_checkpoint(local.sources / "next", seed=5))
+    early = (local.sources / "next" / "model.safetensors").stat().st_size
+    real = chain_module.rebuild
+    refused: list[str] = []
+
+    async def scenario() -> Path:
+        loop = asyncio.get_running_loop()
+
+        def hinted_meanwhile(*args: Any, **kwargs: Any) -> None:
+            held = sum(directory_bytes(p) for p in local.cache_root.iterdir() if p.name[0] != ".")
+            local.cache.bytes_max = held + early + 100  # room for either
+            hint = fetcher.prefetch(f"{local.bucket}/next", ["model.safetensors"])
+            refused.append(str(asyncio.run_coroutine_threadsafe(hint, loop).exception(60)))
+            real(*args, **kwargs)
+
+        monkeypatch.setattr(chain_module, "rebuild", hinted_meanwhile)
+        assert await fetcher.fetch(chain) is None
+        return await fetcher.rebuild(chain)
+
+    assert weights(local.run(scenario())) == weights(local.sources / "s1")
+    assert "do not fit into the snapshot cache" in refused[0]
+    local.run(fetcher.release([chain]))
+    local.run(fetcher.prefetch(f"{local.bucket}/next", ["model.safetensors"]))
+
+
+def test_files_fetched_early_during_a_replay_take_no_room_from_it(
+    local: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = local.fetcher(bytes_max=14_000)
+    corrupt(local.load(fetcher, local.publish(3)))
+    chain = local.publish(1)
+    put_directory(local.bucket, "big", write_checkpoint(local.sources / "big", size=380))
+    real = chain_module.list_snapshot
+    refused: list[str] = []
+
+    async def hinted_meanwhile(url: str, fingerprint: str | None = None) -> Any:
+        if url == chain[1].url:
+            with pytest.raises(SnapshotError) as caught:
+                await fetcher.prefetch(f"{local.bucket}/big", ["model.safetensors"])
+            refused.append(str(caught.value))
+        return await real(url, fingerprint)
+
+    monkeypatch.setattr(chain_module, "list_snapshot", hinted_meanwhile)
+    local.load(fetcher, chain)
+    assert len(refused) == 1
+    assert "do not fit into the snapshot cache" in refused[0]
 
 
 def test_a_bad_delta_whose_full_snapshot_has_left_the_bucket_says_what_was_wrong_first(local: World) -> None:

@@ -24,11 +24,13 @@ from pathlib import Path
 from midstream.client.errors import PublishError
 from midstream.errors import SnapshotError
 from midstream.snapshots.durable import sync_directory, sync_tree
-from midstream.snapshots.fetch import move_into_place
+from midstream.snapshots.fetch import TEMPORARY_PREFIX, move_into_place
 from midstream.snapshots.identity import file_url_path, parse_bucket
 from midstream.snapshots.store import is_snapshot_file
 from midstream.snapshots.upload import OnFile, list_directory, put_directory, upload_order
 
+_PREFIX = ".publish-"  # of what is not in its place yet
+_LEFTOVERS = (_PREFIX, TEMPORARY_PREFIX)  # of a trainer that died
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # with one slash forgotten too
 
 
@@ -81,7 +83,7 @@ class LocalBucket(Bucket):
         for around in _around(identity):
             if any(is_snapshot_file(name) for name in _names(self.root / around)):
                 raise _inside_another(identity, around)
-        names = [name for name in _names(place) if not name.startswith(".")]
+        names = [name for name in _names(place) if not name.startswith(_LEFTOVERS)]
         inside = [name for name in names if (place / name).is_dir()]
         if inside:
             raise _around_another(identity, inside[0])
@@ -90,7 +92,7 @@ class LocalBucket(Bucket):
 
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
         def copy(temporary: Path) -> None:
-            for name in upload_order(file.name for file in directory.iterdir()):
+            for name in upload_order(file.name for file in directory.iterdir() if file.is_file()):
                 shutil.copyfile(directory / name, temporary / name)
 
         self.write(identity, copy, overwrite=overwrite)
@@ -98,7 +100,7 @@ class LocalBucket(Bucket):
     def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> Path:
         self.check(identity, overwrite)
         place = self.root / identity
-        temporary = place.parent / f".publish-{secrets.token_hex(8)}"
+        temporary = place.parent / f"{_PREFIX}{secrets.token_hex(8)}"
         try:
             above = _not_there_yet(place.parent)
             temporary.mkdir(parents=True)

@@ -58,9 +58,12 @@ class WorkDirectory:
         return self._parent
 
     def new_directory(self) -> Path:
-        """An empty directory, for a checkpoint or a delta."""
+        """An empty directory, for a checkpoint or a delta. Raises PublishError."""
         directory = self._open() / f"{CHECKPOINT_PREFIX}{secrets.token_hex(8)}"
-        directory.mkdir()
+        try:
+            directory.mkdir()
+        except OSError as error:
+            raise PublishError(f"the work directory {directory.parent} cannot be used: {error}") from error
         return directory
 
     def keep(self, directory: Path, identity: str, generation: int | None, deltas: int) -> None:

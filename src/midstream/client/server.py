@@ -52,8 +52,9 @@ class HotLoadServer:
         sleep: Callable[[float], None] = time.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        if httpx.URL(base_url).userinfo:  # it would be shown in messages, and kept on disk
-            raise ValueError("base_url must not hold a user or password; give a key as api_key")
+        url = httpx.URL(base_url)
+        if url.userinfo or url.query or url.fragment:  # they would be shown in messages, and kept on disk
+            raise ValueError("base_url must not hold a user, password or query; give a key as api_key")
         self.root = base_url.rstrip("/").removesuffix("/v1").removesuffix("/inference")
         self.url = self.root + HOT_LOAD_PATH
         self.deployment = deployment
@@ -105,7 +106,7 @@ class HotLoadServer:
         answer = self._caller.call("GET", self.url, deadline_s=retry_s).body
         try:
             return read_status(answer)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise PublishError(f"{self.url}: answered something else than replicas: {answer!r}") from error
 
     def wait_until_ready(

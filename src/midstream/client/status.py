@@ -63,7 +63,7 @@ class Status:
 
 
 def read_status(answer: Any) -> Status:
-    """Raises KeyError or TypeError when `answer` is something else."""
+    """Raises KeyError, TypeError or AttributeError when `answer` is something else."""
     return Status(tuple(_replica(row) for row in answer["replicas"]))
 
 

@@ -103,9 +103,9 @@ def describe(error: Exception, environment: Mapping[str, str] = os.environ) -> s
     text = str(error).strip()
     head = text.split("\n\n", 1)[0].replace("\n", " ")
     code = re.search(r"<Code>([A-Za-z0-9_.-]{1,60})</Code>", head)
-    head = re.sub(
-        r"\s*(<\?xml|<Error|<html|\{).*$", "", head
-    )  # the server's own words: they can quote the request
+    # The server's own words can quote the request, with a token that is in no environment.
+    head = re.sub(r"(status code: \d{3}[^:]*):.*$", r"\1", head)
+    head = re.sub(r"\s*(<\?xml|<Error|<!DOCTYPE|<html|\{).*$", "", head, flags=re.IGNORECASE)
     head = re.sub(r"\?[^\s\"')]*", "", head)  # queries can be signed
     head = re.sub(r"//[^/@\s]*@", "//", head)
     head = re.sub(

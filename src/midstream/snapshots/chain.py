@@ -63,6 +63,7 @@ class ChainFetcher:
         self._in_use: frozenset[Path] = frozenset()  # as of the last release
         self._attempting: frozenset[Path] = frozenset()  # since then
         self._anew: Chain = ()  # fetched anew: its rebuild takes nothing from the cache either
+        self._growing = 0  # bytes that a rebuild will write, beside the entries of the cache
         self._hinted: list[Path] = []  # partial directories, the latest last
         self._hinting = asyncio.Lock()
         self._fresh: Path | None = None  # fetched by the last `fetch`: a delta that fails on it is bad itself
@@ -120,7 +121,7 @@ class ChainFetcher:
 
     def _make_room_for_hint(self, needed: int) -> None:
         kept = self._in_use | self._attempting | set(self._hinted)
-        self._cache.make_room(needed, kept, "files fetched early")
+        self._cache.make_room(needed + self._growing, kept, "files fetched early")
 
     async def distrust(self, path: Path) -> None:
         """What is in the directory at `path` is not what was fetched or made: it is no longer found, but stays."""
@@ -185,6 +186,7 @@ class ChainFetcher:
 
     async def _replay(self, chain: Chain, cause: SnapshotError) -> None:
         """Everything from the bucket again; what is in the cache is replaced as its successor is ready."""
+        self._attempting |= self._attempt(chain, 0)
         try:
             await self._fetch_full_anew(chain)
             await self._rebuild_from(chain, 0)
@@ -252,6 +254,7 @@ class ChainFetcher:
             write_own_listing(out)
             move_into_place(out, self._cache.whole(chain[: i + 1]))
 
+        self._growing = size
         try:
             await finished(apply, on_cancel=stop.set)
         except SnapshotError as error:
@@ -259,6 +262,7 @@ class ChainFetcher:
         except OSError as error:
             raise SnapshotError(f"{link.snapshot}: cannot be rebuilt: {error.strerror or error}") from error
         finally:
+            self._growing = 0
             await finished(_remove, out)
 
 

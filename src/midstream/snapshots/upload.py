@@ -66,7 +66,7 @@ def list_directory(bucket: str, path: str) -> tuple[list[str], list[str]]:
         raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
     names = sorted(o["path"] for o in result["objects"] if is_snapshot_file(o["path"]))
     inside = sorted(p.rstrip("/").rpartition("/")[2] for p in result["common_prefixes"])
-    return names, [name for name in inside if not name.startswith(".")]
+    return names, inside
 
 
 def upload_order(names: Iterable[str]) -> list[str]:
