@@ -118,6 +118,19 @@ def test_a_checkpoint_that_a_power_cut_may_have_spoilt_is_nobodys_parent(
     assert len(list(world.work.glob("checkpoint-*"))) == 1
 
 
+def test_a_work_directory_that_is_full_does_not_make_a_failure_of_what_is_served(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    (world.work / "parent.new").mkdir(parents=True)  # in the way of what is to be written
+    with world.publisher() as publisher:
+        kinds = [publisher.publish(f"{i}", weights(i), config_dir=world.config).kind for i in range(2)]
+    assert "will begin with a full snapshot" in caplog.text
+    with world.publisher() as publisher:
+        kinds.append(publisher.publish("2", weights(2), config_dir=world.config).kind)
+    assert kinds == ["full", "delta", "full"]
+    assert np.array_equal(world.served()["b"], weights(2)["b"])
+
+
 # --- names and places ---
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -23,6 +24,8 @@ from typing import IO
 
 from midstream.client.errors import PublishError
 from midstream.snapshots.durable import boot_id
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "parent.json"
 LOCK_FILE = "lock"
@@ -67,7 +70,10 @@ class WorkDirectory:
         return directory
 
     def keep(self, directory: Path, identity: str, generation: int | None, deltas: int) -> None:
-        """`directory` of new_directory is the parent from now on; the one before is removed."""
+        """`directory` of new_directory is the parent from now on; the one before is removed.
+
+        What was published is served whether or not it can be written down here, so a disk that refuses is only a warning.
+        """
         before = self._parent
         state = {
             "target": self._target,
@@ -79,8 +85,11 @@ class WorkDirectory:
         }
         path = self._open() / STATE_FILE
         temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps(state, indent=2))
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(state, indent=2))
+            os.replace(temporary, path)
+        except OSError as error:
+            log.warning("a trainer started next will begin with a full snapshot: %s", error)
         self._parent = Parent(identity, generation, deltas, directory)
         if before is not None:
             shutil.rmtree(before.directory, ignore_errors=True)
