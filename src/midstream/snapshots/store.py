@@ -116,8 +116,7 @@ async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
     wanted = sorted((f for f in found if is_snapshot_file(f.name)), key=lambda f: f.size, reverse=True)
     if not wanted:
         raise SnapshotMissing(f"{public_url(url)}: holds no snapshot files (config.json, *.safetensors)")
-    for file in wanted:
-        await asyncio.to_thread(_check_regular, store, url, file.name)
+    await asyncio.to_thread(_check_regular, store, url, [file.name for file in wanted])
     listing = Listing(url, store, tuple(wanted))
     if fingerprint is not None and listing.fingerprint != fingerprint:
         raise SnapshotCorrupt(
@@ -126,9 +125,9 @@ async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
     return listing
 
 
-def _check_regular(store: Store, url: str, name: str) -> None:
+def _check_regular(store: Store, url: str, names: list[str]) -> None:
     """In a local bucket. Opening anything else could wait for ever. A link to a file is one."""
-    if isinstance(store, LocalStore):
+    for name in names if isinstance(store, LocalStore) else ():
         with contextlib.suppress(OSError):  # not there: what opens it says so
             if not stat.S_ISREG(os.stat(os.path.join(str(store.prefix), name)).st_mode):
                 raise SnapshotCorrupt(f"{public_url(url)}: {shown(name)} is not a regular file")
@@ -139,7 +138,7 @@ async def find_file(url: str, name: str) -> tuple[Store, BucketFile]:
     if not is_snapshot_file(name):
         raise SnapshotMissing(f"{public_url(url)}: {shown(name)} is not a file of a snapshot")
     store = await asyncio.to_thread(open_bucket, url)
-    await asyncio.to_thread(_check_regular, store, url, name)
+    await asyncio.to_thread(_check_regular, store, url, [name])
     try:
         o = await store.head_async(name)
     except FileNotFoundError as error:
