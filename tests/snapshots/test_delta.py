@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
+from midstream.snapshots import delta, delta_encode
 from midstream.snapshots.delta import (
     RebuildCancelled,
     encode_delta,
@@ -30,6 +31,7 @@ from midstream.snapshots.delta import (
     verify,
 )
 from midstream.snapshots.layout import read_file_layout, read_spec
+from midstream.snapshots.native.library import library
 from midstream.types import CompressionFormat
 
 VECTORS = Path(__file__).parent / "vectors" / "arc2"
@@ -44,6 +46,16 @@ CHECKSUMS = {
 }
 BOTH: tuple[CompressionFormat, ...] = ("arc_v1", "arc_v2")
 Arrays = Mapping[str, NDArray[Any]]
+
+
+@pytest.fixture(autouse=True, params=["compiled", "libzstd"])
+def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with the compiled code, and without."""
+    if request.param == "libzstd":
+        for module in (delta, delta_encode):
+            monkeypatch.setattr(module, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("no C++ compiler")
 
 
 def vector(directory: Path, name: str) -> Path:

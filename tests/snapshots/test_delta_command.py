@@ -71,7 +71,7 @@ def test_what_a_snapshot_does_wrong_is_one_line_and_1(capsys: pytest.CaptureFixt
     [
         (
             "encode --parent parent --child child --out d --format arc_v3",
-            "'arc_v3' is not supported: it nests pickles",
+            "'arc_v3' is not supported: its blobs hold pickles",
         ),
         ("encode --parent nowhere --child child --out d", "--parent nowhere: is not a directory"),
         ("encode --parent parent --child parent/config.json --out d", "--child parent/config.json: is not a"),

@@ -6,18 +6,20 @@ A delta directory has one safetensors file per shard of its parent, of the same 
 Always holds:
 - `out` appears whole, by a rename, after every checksum was compared, or not at all; parent and delta are only read.
 - A rebuilt shard has the parent's own header: its names, dtypes, shapes and metadata are the parent's.
+- What the compiled code rebuilds counts only if its checksum is right; else libzstd has the word.
 - Beside buffers of a piece per thread, memory holds the blobs being worked on, never the tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,6 +44,7 @@ from midstream.snapshots.delta_files import (
 )
 from midstream.snapshots.layout import INDEX_FILE, FileLayout, read_file_layout
 from midstream.snapshots.messages import listed, shown, shown_value
+from midstream.snapshots.native.library import Rebuild, Refused, library
 from midstream.types import CompressionFormat
 
 __all__ = [
@@ -74,12 +77,8 @@ def rebuild(
     shards = _matched(parent, delta)
     with directory(out) as work:
         with contextlib.ExitStack() as stack:
-            targets = {shard.name: _new_file(shard, work / shard.name, stack) for shard in shards}
-
-            def store(shard: _Shard, name: str, offset: int, piece: memoryview) -> None:
-                write(targets[shard.name], piece, shard.old.ranges[name][0] + offset)
-
-            _apply_all(shards, store, compression, threads, cancelled, progress)
+            files = _Files({shard.name: _new_file(shard, work / shard.name, stack) for shard in shards})
+            _apply_all(shards, files, compression, threads, cancelled, progress)
         copy_index(parent, work)
         copy_others(parent, work)
         copy_others(delta, work)
@@ -139,6 +138,16 @@ class _Shard:
 
 
 _Sink = Callable[[_Shard, str, int, memoryview], None]  # a piece of a rebuilt tensor, and its offset there
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Writes pieces where they belong in the open files of the new shards."""
+
+    targets: dict[str, int]
+
+    def __call__(self, shard: _Shard, name: str, offset: int, piece: memoryview) -> None:
+        write(self.targets[shard.name], piece, shard.old.ranges[name][0] + offset)
 
 
 def _matched(parent: Path, delta: Path) -> list[_Shard]:
@@ -226,29 +235,63 @@ def _apply(
     shard: _Shard, name: str, sink: _Sink | None, compression: CompressionFormat, meter: Meter
 ) -> None:
     begin, end = shard.old.ranges[name]
-    at = f"{shown(shard.name)}: {shown(name)}"
+    at, expected = f"{shown(shard.name)}: {shown(name)}", shard.new.metadata[name]
     blob = _blob(shard, name)
-    old = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
-    checksum, offset = 1, 0
-    try:
-        with shard.parent.open("rb") as parent:
-            for piece in decoded(compression, blob, end - begin):
-                part = old[: len(piece)]
-                read(parent.fileno(), part, begin + offset)
-                array = np.frombuffer(part, np.uint8)
-                np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
+    with shard.parent.open("rb") as parent:
+        native = library() if compression == "arc_v2" and (sink is None or isinstance(sink, _Files)) else None
+        if native is not None:
+            target = None if sink is None else cast(_Files, sink).targets[shard.name]
+            if _apply_native(native, blob, parent.fileno(), target, (begin, end), meter) == expected:
+                return
+        pieces = decoded(compression, blob, end - begin)
+        checksum, offset = 1, 0
+        try:
+            for part in _rebuilt(pieces, parent.fileno(), begin, end):
                 checksum = adler32(part, checksum)
                 if sink is not None:
                     sink(shard, name, offset, part)
-                offset += len(piece)
-                meter.advance(len(piece))
-    except BlobError as error:
-        raise SnapshotCorrupt(f"{at}: its blob {error}") from error
-    expected = shard.new.metadata[name]
+                offset += len(part)
+                meter.advance(len(part))
+        except BlobError as error:
+            raise SnapshotCorrupt(f"{at}: its blob {error}") from error
     if str(checksum) != expected:
         raise SnapshotCorrupt(
             f"{at}: checksum {checksum} of the rebuilt tensor, {shown_value(expected)} expected"
         )
+
+
+def _apply_native(
+    native: ctypes.CDLL,
+    blob: memoryview,
+    old: int,
+    new: int | None,
+    where: tuple[int, int],
+    meter: Meter,
+) -> str | None:
+    """The rebuilt tensor's checksum; None when only libzstd can tell what is wrong with the blob, if anything."""
+    begin, end = where
+    position = begin
+    try:
+        with Rebuild(native, blob, end - begin) as work:
+            while count := work.step(old, position, new, position):
+                position += count
+                meter.advance(count)
+            return str(work.checksum())
+    except Refused:
+        meter.advance(begin - position)  # all of it again
+        return None
+
+
+def _rebuilt(pieces: Iterator[memoryview], parent: int, begin: int, end: int) -> Iterator[memoryview]:
+    """The new bytes of the tensor from `begin` to `end`, each piece valid until the next is asked for."""
+    old = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
+    for piece in pieces:
+        part = old[: len(piece)]
+        read(parent, part, begin)
+        array = np.frombuffer(part, np.uint8)
+        np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
+        yield part
+        begin += len(piece)
 
 
 def _blob(shard: _Shard, name: str) -> memoryview:

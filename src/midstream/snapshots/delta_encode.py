@@ -6,6 +6,7 @@ is refused before anything is computed; blobs of one shard at most are in memory
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from midstream.snapshots.delta_files import (
 )
 from midstream.snapshots.layout import FileLayout, read_file_layout
 from midstream.snapshots.messages import listed, shown, shown_value
+from midstream.snapshots.native.library import STEP_BYTES, Encode, library
 from midstream.types import CompressionFormat
 
 
@@ -185,6 +187,9 @@ def _encode_tensor(
     new = memoryview(source.data()).cast("B") if size else memoryview(b"")
     if len(new) != size:
         raise SnapshotIncompatible(f"{at}: has {len(new)} bytes in the child, {size} in the parent")
+    native = library() if compression == "arc_v2" and level is None and size else None
+    if native is not None:
+        return _encode_native(native, parent, begin, new, meter)
     encoder = Encoder(compression, size, level)
     old = memoryview(bytearray(min(PIECE_BYTES, size)))
     for position in range(0, size, PIECE_BYTES):
@@ -194,6 +199,16 @@ def _encode_tensor(
         meter.advance(len(piece))
     parts, checksum = encoder.finish()
     return _Blob(parts, checksum, encoder.changed)
+
+
+def _encode_native(native: ctypes.CDLL, parent: int, begin: int, new: memoryview, meter: Meter) -> _Blob:
+    with Encode(native, len(new)) as work:
+        for position in range(0, len(new), STEP_BYTES):
+            piece = new[position : position + STEP_BYTES]
+            work.step(parent, begin + position, piece, position + len(piece) == len(new))
+            meter.advance(len(piece))
+        blob, checksum, changed = work.finish()
+    return _Blob([blob], str(checksum), changed)
 
 
 def _write_delta_file(path: Path, blobs: Mapping[str, _Blob]) -> None:
