@@ -59,7 +59,7 @@ class Scene:
             lambda r, others: self.cleaned.append((r.name, others)),
             self._changed.set,
             host="h",
-            stop_s=10,
+            stop_s=1000,
         )
 
     async def _make(self, wanted: WantedReplica) -> Child:
@@ -200,6 +200,20 @@ def test_one_that_is_not_wanted_any_more_while_it_starts_is_ended(scene) -> None
         pid = here.pid("a-0")
         here.want()
         await here.crew.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    scene(work)
+
+
+@pytest.mark.timeout(60)
+def test_at_the_end_the_stubborn_are_killed_sooner_than_one_that_leaves_alone(scene) -> None:  # type: ignore[no-untyped-def]
+    async def work(here: Scene) -> None:
+        here.codes["a-0"] = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + LISTEN + "; time.sleep(1000)"
+        here.want("a-0")
+        await here.until(a_0=URL)
+        pid = here.pid("a-0")
+        await here.crew.close(0.1)
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 

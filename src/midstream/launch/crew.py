@@ -98,12 +98,15 @@ class Crew:
             )
         return Running(tuple(replicas))
 
-    async def close(self) -> None:
-        """End all of them. Idempotent."""
+    async def close(self, stop_s: float | None = None) -> None:
+        """End all of them; those that are there after `stop_s`, also on their way out since before, are killed. Idempotent."""
         self._closed = True
         for name in list(self._members):
             self._dismiss(name, forget=False)
         tasks = [member.task for member in self._alive.values() if member.task is not None]
+        if tasks and (await asyncio.wait(tasks, timeout=stop_s))[1]:
+            logger.warning("replicas did not end within %s s; killing them", stop_s)
+            self.kill()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def kill(self) -> None:

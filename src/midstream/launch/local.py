@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 SECOND_SIGNAL_AFTER_S = 1.0  # sooner, it is the same request to stop, delivered twice
 READY_POLL_S = 0.05
 KILL_AFTER_S = 5.0
+REPLICA_STOP_S = (
+    7.0  # without a gateway there is nobody to finish anything for: time for its engine to end, no more
+)
 REPLICA_HOST = "127.0.0.1"  # replicas are nobody's business but the gateway's
 
 
@@ -138,8 +141,9 @@ class Supervisor:
             )
 
     async def close(self) -> None:
+        """Within STOP_GRACE_S for streams, KILL_AFTER_S for the gateway and REPLICA_STOP_S for the replicas."""
         await self.gateway.stop(STOP_GRACE_S + KILL_AFTER_S)  # first: streams end before their replicas do
-        await self.crew.close()
+        await self.crew.close(REPLICA_STOP_S)
 
     def kill(self) -> None:
         """Everything, at once."""
