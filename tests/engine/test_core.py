@@ -22,6 +22,7 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.fused import FusedDecoder
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.modules import UnsupportedModel
+from midstream.engine.embedded.runner import dispose
 from midstream.errors import ConfigError
 from midstream.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams
 
@@ -471,11 +472,8 @@ def test_swapping_again_and_again_does_not_grow_the_process(tmp_path: Path) -> N
         loader.start()
         loader.join()
         core.set_staged(loaded.pop())
-        before = threading.enumerate()
         core.commit(f"step-{number}")
-        for disposal in threading.enumerate():
-            if disposal not in before:
-                disposal.join()
+        dispose(core.take_retired())
         lines = Path("/proc/self/status").read_text().splitlines()
         held.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")))
     assert max(held) - held[0] < 3 * size, [n / size for n in held]

@@ -29,7 +29,7 @@ class Product:
         self.expected = self.x @ weight.T
         self._memory = np.zeros(512 * 512 + 16, dtype=np.float32)
         self._packed = self._memory.ctypes.data + -self._memory.ctypes.data % 64
-        rows = np.arange(512, dtype=np.int32)
+        rows = np.arange(512) * weight.strides[0]
         kernels("f32").pack(weight.ctypes.data, rows.ctypes.data, 16, 512, self._packed)
 
     def __call__(self, threads: int) -> np.ndarray:

@@ -54,6 +54,9 @@ class Engine(abc.ABC):
         One snapshot is staged at a time: a second stage replaces the first. Raises StagingFailed, EngineDied.
         """
 
+    def drop_staged(self) -> None:  # noqa: B027 - optional to override
+        """Free what is staged or being staged, if anything is: it will not be committed. Returns at once."""
+
     @abc.abstractmethod
     async def commit(self, snapshot: str) -> SwapTiming:
         """Switch to the staged snapshot at a step boundary; running sequences continue with their KV.

@@ -28,7 +28,7 @@ from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
 from midstream.engine.embedded.native.sampling import NativeSampler
-from midstream.engine.embedded.runner import Runner
+from midstream.engine.embedded.runner import Runner, dispose
 from midstream.engine.embedded.sampler import Sampled, SampleRow, TorchSampler
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
 from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
@@ -183,11 +183,19 @@ class EngineCore:
         return [(request_id, GenerationEvent(error=message)) for request_id in ids]
 
     def stage(self, directory: Path) -> LoadedModel:
-        """Load a snapshot's files; touches nothing that serves. May run on another thread."""
+        """Load a snapshot's files; touches nothing that serves. May run on another thread.
+
+        What was retired and not taken goes first: there are never three models.
+        """
+        dispose(self.take_retired())
         return load_beside(self.runner.model, directory, self._settings)
 
     def set_staged(self, model: LoadedModel | None) -> None:
-        self.runner.staged = model
+        self.runner.set_staged(model)
+
+    def take_retired(self) -> list[LoadedModel]:
+        """Models that neither serve nor will, for `dispose` on another thread once nothing reads `weights()` of theirs."""
+        return self.runner.take_retired()
 
     def commit(self, snapshot: str) -> SwapTiming:
         """Switch weights between two steps; running sequences keep their KV."""
@@ -200,7 +208,7 @@ class EngineCore:
         return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """What serves, for digests; stays readable when it is replaced."""
+        """What serves, for digests; stays readable when it is replaced, until that is disposed of."""
         return list(self.runner.model.decoder.weights())
 
     def check(self) -> None:
@@ -375,7 +383,7 @@ class EngineCore:
         seq.announced = True
         seq.prompt_tops.clear()
         cached = seq.cached_tokens or 0
-        if seq.index == 0:
+        if seq.index == 0 and not seq.request.urgent:  # an urgent one is the replica's own, no user's
             self._prompt_tokens += seq.prompt_len
             self._cached_tokens += cached
         return prompt, cached

@@ -1,7 +1,7 @@
 """A digest of the weights that serve, off the step path.
 
-Owns: the threads that read them. Always holds: every request gets exactly one result; what is read is referenced until its end,
-so a switch meanwhile frees nothing that is being read.
+Always holds: every request gets exactly one result; it is read by a background job, and what is replaced meanwhile is
+disposed of by a later one, so nothing that is being read is freed.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from midstream.engine.embedded import messages as m
+from midstream.engine.embedded.background import Job
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,10 @@ Weights = Sequence[tuple[str, torch.Tensor]]
 
 
 class Digester:
-    """Use from the engine's loop; only `_run` is on a thread."""
+    """Use from the engine's loop; only `_run` is on a thread. submit: begins a job on that thread, some time."""
 
-    def __init__(self) -> None:
+    def __init__(self, submit: Callable[[Job], None]) -> None:
+        self._submit = submit
         self._finished: queue.SimpleQueue[m.Done] = queue.SimpleQueue()
         self.pending = 0
 
@@ -40,7 +41,7 @@ class Digester:
 
     def submit(self, call: int, weights: Weights) -> None:
         self.pending += 1
-        threading.Thread(target=self._run, args=(call, weights), daemon=True).start()
+        self._submit(lambda: self._run(call, weights))
 
     def take(self) -> list[m.Done]:
         """What has finished since the last call."""

@@ -10,9 +10,7 @@ Always holds:
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 
 from midstream.compiled import NoCompiler
 from midstream.engine.embedded.batch import StepBatch
+from midstream.engine.embedded.memory import big, copied, give_back
 from midstream.engine.embedded.native.library import Kernels, kernels
 
 GROUP = 16  # tokens that share a group of the cache; blocks are made of whole groups
@@ -41,6 +40,10 @@ FAMILIES = {
 }
 
 
+#: By a parameter's name: tensors whose rows, one below the other, are its rows.
+Pieces = dict[str, list[torch.Tensor]]
+
+
 class NotFused(Exception):
     """The model has to run as its own module; the message says why."""
 
@@ -51,8 +54,8 @@ class PackedCache:
     def __init__(self, decoder: FusedDecoder, slots: int) -> None:
         groups = -(-slots // GROUP)
         words = groups * decoder.kv_heads * GROUP * decoder.head_dim * decoder.dtype.itemsize // 4
-        self.keys = [_big(words) for _ in decoder.layers]
-        self.values = [_big(words) for _ in decoder.layers]
+        self.keys = [big(words) for _ in decoder.layers]
+        self.values = [big(words) for _ in decoder.layers]
         self.bytes_per_token = 2 * len(self.keys) * words * 4 // (groups * GROUP)
 
 
@@ -100,9 +103,14 @@ class _Layer:
 
 
 class FusedDecoder:
-    """Weights are copied out of `module`, which is not needed afterwards. Raises NotFused."""
+    """Weights are copied out of `module`, which is not needed afterwards. Raises NotFused.
 
-    def __init__(self, module: Any, max_positions: int, threads: int) -> None:
+    pieces: of parameters that are on the meta device.
+    """
+
+    def __init__(
+        self, module: Any, max_positions: int, threads: int, pieces: Mapping[str, Sequence[torch.Tensor]] = {}
+    ) -> None:
         family = FAMILIES.get(type(module).__name__)
         if family is None:
             raise NotFused(f"{type(module).__name__} is not a family the kernels know")
@@ -117,15 +125,16 @@ class FusedDecoder:
         self.scale = float(attention.scaling)
         self.eps = float(config.rms_norm_eps)
         self.vocab = module.lm_head.out_features
-        _check(module, self.dtype, self.head_dim)
+        _check(module, self.dtype, self.head_dim, pieces)
         try:
             self._kernels: Kernels = kernels(SUFFIX[self.dtype])
         except NoCompiler as error:
             raise NotFused(str(error)) from error
         self._packer = _Packer(self._kernels)
-        self._embedding = base.embed_tokens.weight.data
+        self._pieces = pieces
+        self._embedding = copied(base.embed_tokens.weight.data)
         self.cos, self.sin = _rope_tables(base.rotary_emb, max_positions, self.dtype)
-        self.layers = [self._layer(layer, config, *family) for layer in base.layers]
+        self.layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
         self._norm = _floats(base.norm.weight)
         self._head = self._packer.linear([module.lm_head])
         moe = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, _Experts)]
@@ -133,6 +142,7 @@ class FusedDecoder:
         self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
         self._route_dtype = np.uint8 if self.num_experts <= 256 else np.dtype("<u2")
         self._scratch = _Scratch(self, 0)
+        self._pieces = {}
 
     def __repr__(self) -> str:
         return f"FusedDecoder({len(self.layers)} layers, {self.dtype}, threads={self.threads})"
@@ -181,9 +191,16 @@ class FusedDecoder:
             yield from _tensors_of(str(number), layer)
 
     def release(self) -> None:
-        """Let the weights go."""
-        self.layers = []
+        """Let the weights go: nothing may read them any more."""
+        large = [self._embedding, *self._packer.made]
+        self.layers, self._packer.made = [], []
         del self._embedding, self._head
+        for tensor in large:
+            give_back(tensor.data_ptr(), tensor.nbytes)
+
+    def get_ready(self, serving: FusedDecoder) -> None:
+        """Have at hand what a step as large as `serving` has seen works in."""
+        self._scratch = _Scratch(self, serving._scratch.tokens)
 
     def _attend(self, layer: _Layer, batch: StepBatch, tokens: int, keys: int, values: int) -> None:
         scratch, call = self._scratch, self._kernels
@@ -241,7 +258,7 @@ class FusedDecoder:
         args = (x.data_ptr(), chosen, weight.data_ptr(), count, self.hidden, self.eps, out.data_ptr())
         self._kernels.rms_norm(*args, self.threads)
 
-    def _layer(self, layer: Any, config: Any, window_at: str, round_weights: bool) -> _Layer:
+    def _layer(self, number: int, layer: Any, config: Any, window_at: str, round_weights: bool) -> _Layer:
         attention, mlp, packer = layer.self_attn, layer.mlp, self._packer
         window = {"none": None, "config": getattr(config, "sliding_window", None)}.get(
             window_at, getattr(attention, "sliding_window", None)
@@ -255,19 +272,22 @@ class FusedDecoder:
             window=window or 0,
             out=packer.linear([attention.o_proj]),
             post_norm=_floats(layer.post_attention_layernorm.weight),
-            feed_forward=packer.mlp(mlp) if dense else self._experts(mlp, round_weights),
+            feed_forward=packer.mlp(mlp) if dense else self._experts(number, mlp, round_weights),
         )
 
-    def _experts(self, mlp: Any, round_weights: bool) -> _Experts:
+    def _experts(self, number: int, mlp: Any, round_weights: bool) -> _Experts:
         gate, experts = mlp.gate, mlp.experts
         up, down = experts.gate_up_proj.data, experts.down_proj.data
         inner = up.shape[1] // 2
         order = _gate_up_order(inner)
+        name = f"model.layers.{number}.mlp.experts"
+        up_parts = self._pieces.get(f"{name}.gate_up_proj", [up])
+        down_parts = self._pieces.get(f"{name}.down_proj", [down])
         renormalise = RENORMALISE if getattr(gate, "norm_topk_prob", True) else 0
         return _Experts(
-            router=self._packer.pack(gate.weight.data, None),
-            gate_up=self._packer.pack(up, order),
-            down=self._packer.pack(down, None),
+            router=self._packer.pack([gate.weight.data]),
+            gate_up=self._packer.pack(up_parts, order, len(up)),
+            down=self._packer.pack(down_parts, None, len(up)),
             count=len(up),
             top_k=int(gate.top_k),
             inner=inner,
@@ -280,7 +300,9 @@ class _Scratch:
 
     def __init__(self, decoder: FusedDecoder, tokens: int) -> None:
         def rows(width: int) -> torch.Tensor:
-            return torch.empty((tokens, width), dtype=decoder.dtype)
+            return torch.empty((tokens, width), dtype=decoder.dtype).fill_(
+                0
+            )  # touched, so that no step does it
 
         self.tokens = tokens
         dense = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, _Mlp)]
@@ -296,19 +318,27 @@ class _Scratch:
 class _Packer:
     def __init__(self, call: Kernels) -> None:
         self._call = call
+        self.made: list[torch.Tensor] = []
 
-    def pack(self, weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-        """weight: [n, k], or [experts, n, k] packed one after the other; order: the row of `weight` (of an expert) each packed
-        output takes, default all in order."""
-        n, k = weight.shape[-2:]
-        weight = weight.reshape(-1, k).contiguous()
-        firsts = torch.arange(0, len(weight), n, dtype=torch.int32)
-        order = torch.arange(n, dtype=torch.int32) if order is None else order
-        panels = len(firsts) * -(-n // PANEL)
-        rows = torch.full((len(firsts), panels // len(firsts) * PANEL), -1, dtype=torch.int32)
-        rows[:, :n] = firsts[:, None] + order
-        packed = _big(panels * PANEL * k * weight.element_size() // 4)
-        self._call.pack(weight.data_ptr(), rows.data_ptr(), panels, k, packed.data_ptr())
+    def pack(
+        self, parts: Sequence[torch.Tensor], order: torch.Tensor | None = None, experts: int = 1
+    ) -> torch.Tensor:
+        """parts: rows [.., k], taken one below the other and then cut into `experts` of n rows, which are packed one after the
+        other; order: the row of an expert each packed output takes, default all in order."""
+        k = parts[0].shape[-1]
+        parts = [part.reshape(-1, k).contiguous() for part in parts]
+        lowest = min(part.data_ptr() for part in parts)
+        step = k * parts[0].element_size()
+        rows = torch.cat([torch.arange(len(p)) * step + (p.data_ptr() - lowest) for p in parts]).view(
+            experts, -1
+        )
+        n = rows.shape[1]
+        width = -(-n // PANEL) * PANEL
+        places = torch.full((experts, width), -1)
+        places[:, :n] = rows if order is None else rows[:, order]
+        packed = big(experts * width * step // 4)
+        self._call.pack(lowest, places.data_ptr(), experts * width // PANEL, k, packed.data_ptr())
+        self.made.append(packed)
         return packed
 
     def linear(self, modules: list[Any], order: torch.Tensor | None = None) -> _Map:
@@ -317,14 +347,13 @@ class _Packer:
             if type(module) is not torch.nn.Linear:
                 raise NotFused(f"{type(module).__name__} is not a plain linear map")
         weights = [m.weight.data for m in modules]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        n, k = weight.shape
+        n, k = sum(map(len, weights)), weights[0].shape[1]
         bias = None
         if any(m.bias is not None for m in modules):
             parts = [torch.zeros(m.out_features) if m.bias is None else m.bias.data.float() for m in modules]
             bias = torch.zeros(-(-n // PANEL) * PANEL)
-            bias[:n] = torch.cat(parts) if order is None else torch.cat(parts)[order.long()]
-        return _Map(self.pack(weight, order), bias, n, k)
+            bias[:n] = torch.cat(parts) if order is None else torch.cat(parts)[order]
+        return _Map(self.pack(weights, order), bias, n, k)
 
     def mlp(self, mlp: Any) -> _Mlp:
         order = _gate_up_order(mlp.gate_proj.out_features)
@@ -351,11 +380,11 @@ def _in_groups(batch: StepBatch) -> StepBatch:
 
 def _gate_up_order(inner: int) -> torch.Tensor:
     """Rows of [gate; up] so that a panel holds 16 of the gate and their 16 of up."""
-    pairs = torch.arange(2 * inner, dtype=torch.int32).view(2, inner // 16, 16)
+    pairs = torch.arange(2 * inner).view(2, inner // 16, 16)
     return pairs.transpose(0, 1).reshape(-1).contiguous()
 
 
-def _check(module: Any, dtype: torch.dtype, head_dim: int) -> None:
+def _check(module: Any, dtype: torch.dtype, head_dim: int, pieces: Mapping[str, Any]) -> None:
     """Raises NotFused."""
     config, base = module.config, module.model
     rope = getattr(base.rotary_emb, "rope_type", "default")
@@ -364,7 +393,10 @@ def _check(module: Any, dtype: torch.dtype, head_dim: int) -> None:
     checks = [
         (dtype in SUFFIX, f"dtype {dtype}"),
         ({p.dtype for p in module.parameters()} == {dtype}, "parameters of several dtypes"),
-        ({p.device.type for p in module.parameters()} == {"cpu"}, "not on the CPU"),
+        (
+            {p.device.type for n, p in module.named_parameters() if n not in pieces} == {"cpu"},
+            "not on the CPU",
+        ),
         (config.hidden_act == "silu", f"activation {config.hidden_act}"),
         (rope in ROPE_TYPES, f"rotary embedding of type {rope}"),
         (head_dim % 32 == 0 and head_dim <= 256, f"head_dim {head_dim}, not 32 to 256 in steps of 32"),
@@ -388,17 +420,10 @@ def _rope_tables(rotary: Any, positions: int, dtype: torch.dtype) -> tuple[torch
     return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
 
-def _big(words: int) -> torch.Tensor:
-    """int32 zeros in huge pages: reading all over 4 KiB pages costs more in address translation than in transfer."""
-    memory = mmap.mmap(-1, max(words, 1) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.int32, count=words)
-
-
 def _floats(weight: torch.Tensor) -> torch.Tensor:
-    return weight.data.float().contiguous()
+    return weight.data.to(
+        torch.float32, copy=True
+    ).contiguous()  # a copy in any case: the weight's memory goes
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import StepBatch, alone
-from midstream.engine.embedded.fused import GROUP, FusedDecoder, NotFused
+from midstream.engine.embedded.fused import GROUP, FusedDecoder, NotFused, Pieces
+from midstream.engine.embedded.mapped import MappedCheckpoint, assembled
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 
 logger = logging.getLogger(__name__)
@@ -80,25 +81,74 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
 
 
 def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings) -> LoadedModel:
-    """Load a snapshot to take the serving model's place while that one serves. Raises UnsupportedModel.
+    """Load a snapshot to take the serving model's place while that one serves. Raises UnsupportedModel, SnapshotError."""
+    if isinstance(serving.decoder, FusedDecoder):
+        loaded = _mapped(serving, directory, settings) or _fused_beside(
+            serving, _read_beside(serving, directory, settings), settings
+        )
+        probe_beside(loaded, serving.decoder)
+    else:
+        module = _read_beside(serving, directory, settings)
+        loaded = _loaded(module, ModuleDecoder(module))
+        probe(loaded)
+    return loaded
 
-    transformers sets the process-wide default dtype to the one it loads in while it builds the module, which a step on
-    another thread would see. So load in float32, the default anyway, and cast each tensor: casting up and back is exact.
+
+def _mapped(serving: LoadedModel, directory: Path, settings: EngineSettings) -> LoadedModel | None:
+    """Packed straight from the files; None: they have to be read by transformers."""
+    files = MappedCheckpoint(directory)
+    try:
+        dtypes = {name: dtype for name, (_, dtype) in serving.shapes.items()}
+        found = assembled(directory, files.tensors, dtypes) if files.tensors is not None else None
+        if found is None:
+            return None
+        module, pieces = found
+        loaded = _fused_beside(serving, module, settings, pieces)
+    finally:
+        files.close()
+    try:
+        loaded.generation_config = GenerationConfig.from_pretrained(directory)
+    except OSError:
+        loaded.generation_config = GenerationConfig.from_model_config(module.config)
+    return loaded
+
+
+def _fused_beside(
+    serving: LoadedModel, module: Any, settings: EngineSettings, pieces: Pieces | None = None
+) -> LoadedModel:
+    _check_shapes(module, serving)
+    try:
+        return _loaded(module, _fused(module, settings, pieces))
+    except NotFused as error:
+        raise UnsupportedModel(f"it cannot run as the serving model does: {error}") from error
+
+
+def _read_beside(serving: LoadedModel, directory: Path, settings: EngineSettings) -> Any:
+    """The module as transformers reads it.
+
+    It sets the process-wide default dtype to the one it loads in while it builds the module, which a step on another
+    thread would see. So load in float32, the default anyway, and cast each tensor: casting up and back is exact.
     """
     module = _read(directory, torch.float32, settings.device)
-    if {n: s for n, (s, _) in _shapes(module).items()} != {n: s for n, (s, _) in serving.shapes.items()}:
-        raise UnsupportedModel("its parameters are not those of the serving model")
+    _check_shapes(module, serving)
     for name, tensor in _tensors(module):
         tensor.data = tensor.data.to(serving.shapes[name][1])
-    if isinstance(serving.decoder, FusedDecoder):
-        try:
-            loaded = _loaded(module, _fused(module, settings))
-        except NotFused as error:
-            raise UnsupportedModel(f"it cannot run as the serving model does: {error}") from error
-    else:
-        loaded = _loaded(module, ModuleDecoder(module))
-    probe(loaded)
-    return loaded
+    return module
+
+
+def _check_shapes(module: Any, serving: LoadedModel) -> None:
+    if {n: s for n, (s, _) in _shapes(module).items()} != {n: s for n, (s, _) in serving.shapes.items()}:
+        raise UnsupportedModel("its parameters are not those of the serving model")
+
+
+def probe_beside(model: LoadedModel, serving: FusedDecoder) -> None:
+    """As `probe`, without the threads that steps run on; and what the first step needs is at hand."""
+    decoder = model.decoder
+    assert isinstance(decoder, FusedDecoder)
+    threads, decoder.threads = decoder.threads, 1
+    probe(model)
+    decoder.threads = threads
+    decoder.get_ready(serving)
 
 
 def probe(model: LoadedModel) -> None:
@@ -160,13 +210,13 @@ def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
     return decoder
 
 
-def _fused(module: Any, settings: EngineSettings) -> FusedDecoder:
+def _fused(module: Any, settings: EngineSettings, pieces: Pieces | None = None) -> FusedDecoder:
     if settings.block_size % GROUP:
         raise NotFused(f"block_size {settings.block_size} is not a multiple of {GROUP}")
     positions = int(module.config.max_position_embeddings)
     if settings.kv_cache_memory is None:
         positions = min(positions, settings.kv_cache_tokens)
-    return FusedDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads))
+    return FusedDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads), pieces or {})
 
 
 def _read(directory: Path, dtype: torch.dtype | str, device: str) -> Any:

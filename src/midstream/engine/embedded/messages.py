@@ -39,6 +39,10 @@ class StageSnapshot(msgspec.Struct, tag=True, frozen=True):
     directory: str
 
 
+class DropStaged(msgspec.Struct, tag=True, frozen=True):
+    """What is staged or being staged is not wanted any more. Has no Done of its own."""
+
+
 class Commit(msgspec.Struct, tag=True, frozen=True):
     call: int
     snapshot: str
@@ -56,7 +60,7 @@ class DigestWeights(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-Command = Start | Generate | Abort | StageSnapshot | Commit | Pause | Resume | DigestWeights
+Command = Start | Generate | Abort | StageSnapshot | DropStaged | Commit | Pause | Resume | DigestWeights
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

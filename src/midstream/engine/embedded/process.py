@@ -182,6 +182,9 @@ class EmbeddedEngine(Engine):
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory)))
 
+    def drop_staged(self) -> None:
+        self._send(m.DropStaged())
+
     async def commit(self, snapshot: str) -> SwapTiming:
         done = await self._call(lambda call: m.Commit(call, snapshot))
         assert done.timing is not None

@@ -1,14 +1,13 @@
 """The serving model, the one staged beside it, and the KV cache they share.
 
 Always holds: `forward` uses one model object from its first to its last layer; `switch` replaces that reference and
-nothing else, so its cost does not depend on the model's size; the replaced model is freed on another thread, and what the
-allocator kept of loading goes back to the system.
+nothing else, so its cost does not depend on the model's size; what is replaced waits in `retired` for somebody to `dispose`
+of it off the step path, and what the allocator kept of loading then goes back to the system.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from midstream.engine.embedded.batch import pack
-from midstream.engine.embedded.loading import Decoder, LoadedModel
+from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.scheduler import Work
 from midstream.types import ModelInfo
 
@@ -28,6 +27,7 @@ class Runner:
         self.block_size = block_size
         self.cache = model.decoder.new_cache(num_blocks * block_size)
         self.staged: LoadedModel | None = None
+        self.retired: list[LoadedModel] = []  # neither serve nor will
         # Slots whose KV the last forward computed (scratch included).
         self.written = np.zeros(0, dtype=np.int64)
 
@@ -47,8 +47,18 @@ class Runner:
     def switch(self) -> None:
         """Serve the staged model from the next forward on."""
         assert self.staged is not None
-        old, self.model, self.staged = self.model, self.staged, None
-        threading.Thread(target=_dispose, args=(old.decoder,), daemon=True).start()
+        self.retired.append(self.model)
+        self.model, self.staged = self.staged, None
+
+    def set_staged(self, model: LoadedModel | None) -> None:
+        """What `switch` will serve; one that was staged before is retired."""
+        if self.staged is not None:
+            self.retired.append(self.staged)
+        self.staged = model
+
+    def take_retired(self) -> list[LoadedModel]:
+        retired, self.retired = self.retired, []
+        return retired
 
     def info(self, max_model_len: int) -> ModelInfo:
         model = self.model
@@ -63,10 +73,16 @@ class Runner:
         )
 
 
-def _dispose(decoder: Decoder) -> None:
-    """A snapshot is loaded in tensors of all sizes by several threads: glibc's arenas keep most of that, several models in
-    all, unless they are told to give it back."""
-    decoder.release()
+def dispose(models: Sequence[LoadedModel]) -> None:
+    """Free models that nothing uses any more; not on the thread that steps.
+
+    A snapshot is loaded in tensors of all sizes by several threads: glibc's arenas keep most of that, several models in
+    all, unless they are told to give it back.
+    """
+    if not models:
+        return
+    for model in models:
+        model.decoder.release()
     trim = getattr(
         ctypes.CDLL(None), "malloc_trim", None
     )  # other C libraries return large blocks by themselves

@@ -1,32 +1,44 @@
 """Loads snapshots beside the serving model, one at a time.
 
-Owns: the staging thread. Always holds: one load at a time; a newer request replaces one that waits, and the result of one it
-overtook is thrown away; every request gets exactly one result.
+Always holds: one load at a time; a newer request replaces one that waits, and the result of one it overtook is thrown away, as
+is the result of one that was dropped; every request gets exactly one result, every model exactly one owner.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from midstream.engine.embedded.background import Job
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.messages import StageSnapshot
 
 logger = logging.getLogger(__name__)
 
 SUPERSEDED = "superseded by a newer snapshot"
+DROPPED = "nobody waits for it any more"
 
 Staged = tuple[StageSnapshot, LoadedModel | str]  # a string is why it failed
 
 
 class Stager:
-    """Use from the engine's loop; only `_run` is on the thread."""
+    """Use from the engine's loop; only `_run` is on a thread.
 
-    def __init__(self, load: Callable[[Path], LoadedModel]) -> None:
+    submit: begins a job on that thread, some time. unwanted: takes a model that was loaded for nothing.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Path], LoadedModel],
+        submit: Callable[[Job], None],
+        unwanted: Callable[[LoadedModel], None],
+    ) -> None:
         self._load = load
+        self._submit = submit
+        self._unwanted = unwanted
+        self._dropped = False  # the one that runs
         self._running: StageSnapshot | None = None
         self._next: StageSnapshot | None = None
         self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
@@ -45,20 +57,31 @@ class Stager:
         self._start()
         return replaced
 
+    def drop(self) -> list[Staged]:
+        """Nobody waits for anything any more. Returns the result of the request that has not begun, if any."""
+        dropped: list[Staged] = [] if self._next is None else [(self._next, DROPPED)]
+        self._next = None
+        self._dropped = self._running is not None
+        return dropped
+
     def take(self) -> list[Staged]:
         """What has finished since the last call."""
         done: list[Staged] = []
         while not self._finished.empty():
             request, result = self._finished.get()
-            self._running = None
-            done.append((request, SUPERSEDED if self._next is not None else result))
+            reason = SUPERSEDED if self._next is not None else DROPPED if self._dropped else None
+            self._running, self._dropped = None, False
+            if reason is not None and not isinstance(result, str):
+                self._unwanted(result)
+            done.append((request, reason or result))
             self._start()
         return done
 
     def _start(self) -> None:
         if self._running is None and self._next is not None:
-            self._running, self._next = self._next, None
-            threading.Thread(target=self._run, args=(self._running,), daemon=True).start()
+            request = self._running = self._next
+            self._next = None
+            self._submit(lambda: self._run(request))
 
     def _run(self, request: StageSnapshot) -> None:
         try:

@@ -23,12 +23,17 @@ import torch
 import transformers
 
 from midstream.engine.embedded import messages as m
+from midstream.engine.embedded.background import Background, Job
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.digest import Digester
+from midstream.engine.embedded.loading import LoadedModel
+from midstream.engine.embedded.runner import dispose
 from midstream.engine.embedded.staging import Staged, Stager
 from midstream.types import SwapTiming
 
 STATS_INTERVAL_S = 0.25
+#: After a switch the first steps have the machine for themselves; then what was replaced goes, and digests are computed.
+CALM_STEPS = 3
 
 
 class Disconnected(Exception):
@@ -63,8 +68,11 @@ class Worker:
         self._core = core
         self._paused = False
         self._staged: str | None = None
-        self._stager = Stager(core.stage)
-        self._digester = Digester()
+        self._background = Background()
+        self._stager = Stager(core.stage, self._after_calm, self._retire)
+        self._digester = Digester(self._after_calm)
+        self._calm = 0  # steps to come before jobs begin
+        self._jobs: list[Job] = []  # that wait for them
         self._reported_at = 0.0
 
     def run(self) -> None:
@@ -74,11 +82,29 @@ class Worker:
             self._answer(self._stager.take())
             for done in self._digester.take():
                 self._channel.send(done)
+            self._begin_jobs()
             outputs = [] if self._paused else self._core.step()
+            self._calm -= 1
             now = time.monotonic()
             if outputs or now - self._reported_at >= STATS_INTERVAL_S:
                 self._reported_at = now
                 self._channel.send(m.Events(outputs, self._core.stats()))
+
+    def _after_calm(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def _retire(self, model: LoadedModel) -> None:
+        self._after_calm(lambda: dispose([model]))
+
+    def _begin_jobs(self) -> None:
+        """Those that wait, once the steps after a switch are done or there are none to do."""
+        if self._calm > 0 and not self._core.idle and not self._paused:
+            return
+        for model in self._core.take_retired():
+            self._retire(model)
+        for job in self._jobs:
+            self._background.submit(job)
+        self._jobs = []
 
     def _wait_s(self) -> float:
         if not self._paused and not self._core.idle:
@@ -94,9 +120,11 @@ class Worker:
             case m.Abort(request_id, index):
                 self._core.abort(request_id, index)
             case m.StageSnapshot():
-                self._core.set_staged(None)  # one snapshot beside the serving one, never two
-                self._staged = None
+                self._drop_staged()  # one snapshot beside the serving one, never two
                 self._answer(self._stager.submit(command))
+            case m.DropStaged():
+                self._drop_staged()
+                self._answer(self._stager.drop())
             case m.Commit(call, snapshot):
                 self._commit(call, snapshot)
             case m.DigestWeights(call):
@@ -107,6 +135,12 @@ class Worker:
             case m.Resume(call):
                 self._paused = False
                 self._channel.send(m.Done(call))
+
+    def _drop_staged(self) -> None:
+        self._staged = None
+        self._core.set_staged(None)
+        for model in self._core.take_retired():
+            self._retire(model)
 
     def _answer(self, staged: list[Staged]) -> None:
         for request, result in staged:
@@ -123,6 +157,7 @@ class Worker:
             return
         self._staged = None
         timing: SwapTiming = self._core.commit(snapshot)
+        self._calm = CALM_STEPS
         self._channel.send(m.Done(call, timing=timing))
 
 

@@ -44,8 +44,8 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
 
 #define EXPORT(T, NAME)                                                                                                \
   extern "C" {                                                                                                         \
-  void pack_##NAME(const void *w, const int32_t *rows, int64_t panels, int64_t k, uint32_t *out) {                     \
-    pack<T>((const T::elem *)w, rows, panels, k, out);                                                                 \
+  void pack_##NAME(const void *w, const int64_t *rows, int64_t panels, int64_t k, uint32_t *out) {                     \
+    pack<T>(w, rows, panels, k, out);                                                                                  \
   }                                                                                                                    \
   void linear_##NAME(const void *x, const uint32_t *packed, const float *bias, int64_t m, int64_t n, int64_t k,        \
                      int mode, void *out, int64_t ldo, int threads) {                                                  \

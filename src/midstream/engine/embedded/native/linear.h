@@ -10,21 +10,28 @@
 #include "vec.h"
 
 constexpr int PANEL = 2 * LANES;
+constexpr int64_t PACKED_UNITS = 16;  // 64 bytes of a row
 constexpr int TILE_ROWS = 12;  // 24 of the 32 vector registers accumulate
 
 enum Mode { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
-// w: [n, k] elements; rows: which row of w each packed output takes, -1 for none, a whole number of panels.
+// rows: where each packed output's row of k elements begins, in bytes from w, negative for none; a whole number of panels.
+// A cache line of each row at a time, so that neither side is walked in strides: memory is the limit.
 template <class T>
-static void pack(const typename T::elem *w, const int32_t *rows, int64_t panels, int64_t k, uint32_t *out) {
+static void pack(const void *w, const int64_t *rows, int64_t panels, int64_t k, uint32_t *out) {
   const int64_t units = k / T::PER_UNIT;
   for (int64_t p = 0; p < panels; ++p)
-    for (int c = 0; c < PANEL; ++c) {
-      const int32_t row = rows[p * PANEL + c];
-      for (int64_t u = 0; u < units; ++u) {
-        uint32_t bits = 0;
-        if (row >= 0) std::memcpy(&bits, w + row * k + u * T::PER_UNIT, 4);
-        out[(p * units + u) * PANEL + c] = bits;
+    for (int64_t first = 0; first < units; first += PACKED_UNITS) {
+      const int64_t last = std::min(first + PACKED_UNITS, units);
+      uint32_t *to = out + (p * units + first) * PANEL;
+      for (int c = 0; c < PANEL; ++c) {
+        const int64_t at = rows[p * PANEL + c];
+        const char *from = (const char *)w + at + first * 4;
+        for (int64_t u = 0; u < last - first; ++u) {
+          uint32_t bits = 0;
+          if (at >= 0) std::memcpy(&bits, from + u * 4, 4);
+          to[u * PANEL + c] = bits;
+        }
       }
     }
 }
