@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from midstream.config import SwapOrder
 from midstream.control.loop import Reconciler
-from midstream.control.reconcile import failure, serves
+from midstream.control.reconcile import LOSSES_MAX, failure, serves
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaView
 from midstream.ledger import Ledger, Signal, sqlite_url, stronger_reset
@@ -462,6 +462,63 @@ def test_a_snapshot_that_kills_the_engine_is_given_up_for_the_fallback(tmp_path:
     world.signal("killer")
     world.calm(20)
     assert world.serving() == [("killer", True)]
+    world.close()
+
+
+def dies_on_one_after_another(world: World, count: int) -> None:
+    """Every snapshot kills the replica once and is superseded before it can kill it again."""
+    (replica,) = world.replicas
+    for number in range(count):
+        world.poison.add(f"killer-{number}")
+        world.signal(f"killer-{number}")
+        boots = replica.boots
+        for _ in range(10):
+            replica.step()
+            if replica.boots > boots:
+                break
+            world.set.hear(0)
+            world.reconcile()
+
+
+def test_deaths_of_different_snapshots_add_up_and_the_replica_is_spared_for_a_while(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=1)
+    (replica,) = world.replicas
+    world.signal("good")
+    world.calm(10)
+    dies_on_one_after_another(world, 12)
+    assert replica.boots < 10, "each would have killed it"
+    assert replica.boots > 1 + LOSSES_MAX, "it was asked again, under a steady flow of signals too"
+    world.calm(20)
+    assert world.serving() == [("good", True)]
+    why = failure(world.state(), replica.report(), world.state().desired)
+    assert why is not None
+    assert why.startswith("its engine died ")
+    assert "times in a row while it loaded snapshots, the last time on killer-" in why
+    world.restart_gateway()
+    boots = replica.boots
+    world.calm(5)
+    assert replica.boots == boots, "the ledger remembers"
+    world.signal("healthy")
+    world.calm(5)
+    assert world.serving() == [("good", True)], "whatever is signalled next waits a while"
+    world.time += 61
+    world.calm(30)
+    assert world.serving() == [("healthy", True)]
+    world.signal("next")
+    world.calm(8)
+    assert world.serving() == [("next", True)], "what it loaded makes up for those before"
+    world.close()
+
+
+def test_a_replica_that_never_served_a_snapshot_is_not_spared_for_good(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=1)
+    dies_on_one_after_another(world, 8)
+    world.signal("healthy")
+    world.time += 61
+    world.calm(10)
+    world.time += 61
+    world.calm(30)
+    assert world.serving() == [("healthy", True)]
     world.close()
 
 

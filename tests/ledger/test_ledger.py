@@ -191,10 +191,13 @@ def test_the_history_of_a_replica_ends_with_the_boot_before(url: str) -> None:
     on_ledger(url, work)
 
 
-def test_a_death_is_stored_once_with_its_stage_change_and_forgiven_by_the_next_signal(url: str) -> None:
+def test_a_death_is_stored_once_with_its_stage_change_and_made_up_for_by_a_load_of_that_or_a_later_signal(
+    url: str,
+) -> None:
     async def work(ledger: Ledger) -> None:
+        await signal(ledger, "old")
         await signal(ledger, "a")
-        death = Death("replica-0", "a", 1, "the engine died while loading it")
+        death = Death("replica-0", "a", 2, "the engine died while loading it")
         assert await ledger.record_death(DEPLOYMENT, "b1", death, 3)
         assert not await ledger.record_death(DEPLOYMENT, "b1", death, 3)
         assert await ledger.record_death(DEPLOYMENT, "b2", death, None)
@@ -203,6 +206,15 @@ def test_a_death_is_stored_once_with_its_stage_change_and_forgiven_by_the_next_s
         assert (row.boot, row.seq, row.stage, row.detail) == ("b1", 3, Stage.ERROR, death.detail)
         retried = await signal(ledger, "a")
         assert retried.changed, "it failed"
+        assert retried.desired.generation == 3
+        other = Death("replica-1", "a", 3, death.detail)
+        assert await ledger.record_death(DEPLOYMENT, "b1", other, None)
+        await ledger.record(DEPLOYMENT, "replica-0", "b3", [moved(0, "old", 3, Stage.IDLE)])
+        assert (await ledger.state(DEPLOYMENT)).deaths == (death, death, other), "a fallback was always fine"
+        await signal(ledger, "new")
+        await ledger.record(DEPLOYMENT, "replica-0", "b3", [moved(1, "new", 4, Stage.IDLE)])
+        assert (await ledger.state(DEPLOYMENT)).deaths == (other,)
+        await ledger.record(DEPLOYMENT, "replica-1", "b2", [moved(0, "a", 3, Stage.IDLE)])
         assert (await ledger.state(DEPLOYMENT)).deaths == ()
 
     on_ledger(url, work)

@@ -23,7 +23,15 @@ from dataclasses import dataclass, replace
 from midstream.config import SwapOrder
 from midstream.control.agree import findings
 from midstream.control.order import TURN_S_MAX, Turn, next_turn
-from midstream.control.reconcile import decide, loss, retry_delay_s, serves, waits_staged
+from midstream.control.reconcile import (
+    LOSSES_MAX,
+    decide,
+    loss,
+    lost_boots,
+    retry_delay_s,
+    serves,
+    waits_staged,
+)
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
@@ -34,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Stuck:
-    """Retries of a replica that failed on everything it could serve, since one signal."""
+    """Retries of a replica that failed on everything it could serve, since one signal, or since it loses boots to all."""
 
     signal: int  # the generation of the desired snapshot
     retries: int = 0
@@ -178,7 +186,8 @@ class Reconciler:
             return 0
         stuck = self._stuck.get(view.name)
         if stuck is None or stuck.signal != state.desired.generation:
-            stuck = _Stuck(state.desired.generation)
+            worn = len(lost_boots(state, view.name)) >= LOSSES_MAX  # no new signal makes up for that
+            stuck = replace(stuck if stuck and worn else _Stuck(0), signal=state.desired.generation)
         if view.report is None:
             return stuck.generation
         if not decide(state, view.report, view.admitted, stuck.generation).stuck:
@@ -187,7 +196,8 @@ class Reconciler:
             return stuck.generation
         now = self._monotonic()
         if stuck.due is None:
-            delay_s = retry_delay_s(stuck.retries)
+            extra = len(lost_boots(state, view.name)) - LOSSES_MAX
+            delay_s = retry_delay_s(max(stuck.retries, extra))
             logger.warning("%s failed on %s; asking again in %g s", view.name, state.snapshot, delay_s)
             stuck = replace(stuck, due=now + delay_s)
         elif now >= stuck.due:

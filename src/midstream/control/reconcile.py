@@ -2,7 +2,8 @@
 
 Always holds:
 - A snapshot that failed on a replica is not sent to that boot again under the same generation, and one that killed
-  `DEATHS_MAX` boots of a replica not to its further boots.
+  `DEATHS_MAX` boots of a replica not to its further boots. One that lost `LOSSES_MAX` boots in a row, whatever they were
+  loading, is asked for a new one only now and then.
 - What a replica loads or serves already, file for file, is not sent to it again.
 - Once a published snapshot has been ready anywhere, a boot that starts from the base weights takes no requests until it
   serves a published snapshot again; a boot that was serving before the first signal goes on serving.
@@ -23,6 +24,7 @@ from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
 from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
 
 DEATHS_MAX = 2  # one may be an accident
+LOSSES_MAX = 4  # boots in a row, whatever they were loading: then it is the replica
 FIRST_RETRY_S = 2.0
 LAST_RETRY_S = 60.0
 
@@ -58,7 +60,7 @@ def decide(
     if target is None:
         bare = report.snapshot == BASE_SNAPSHOT or not report.ready
         hopeful = state.desired is not None and (state.ever_ready if bare else state.proven)
-        return Action(None, admit, stuck=hopeful and not out)
+        return Action(None, admit, stuck=(hopeful or _is_spared(state, report, retry_generation)) and not out)
     send = replace(target, reset_prompt_cache=effective_reset(state, report))
     if has_taken_up(state, report, target):
         release = turn is not False and report.held
@@ -107,8 +109,41 @@ def failure(
     Whoever serves exactly this has not failed on it, unless it failed its check, or its weights are not those of the others.
     Of this boot, read from the transitions, not from `report.stage`:
     between accepting a retry and beginning it, a report still shows the stage of the attempt before. Of earlier boots,
-    only deaths count.
+    only deaths count: DEATHS_MAX on this, or LOSSES_MAX on whatever they loaded, which only a retry or a load that works
+    makes up for; what served before may be loaded still.
     """
+    why = _own_failure(state, report, desired, retry_generation)
+    if why is not None or desired.snapshot != state.snapshot or serves(state, report, desired):
+        return why
+    begun = (moved.generation for moved in report.transitions if moved.snapshot == desired.snapshot)
+    return _losses(state, report, max(begun, default=0), retry_generation)
+
+
+def lost_boots(state: DeploymentState, replica: str) -> tuple[Death, ...]:
+    """Those it lost to snapshots, whichever they were, since it last loaded a new one."""
+    return tuple(death for death in state.deaths if death.replica == replica)
+
+
+def _losses(state: DeploymentState, report: ReplicaReport, begun: int, retry_generation: int) -> str | None:
+    """begun: the generation under which this boot was told last to load what is desired; 0: it was not."""
+    lost = lost_boots(state, report.replica)
+    if len(lost) < LOSSES_MAX or lost[-1].generation < max(begun, retry_generation):
+        return None
+    return (
+        f"its engine died {len(lost)} times in a row while it loaded snapshots, the last time on {lost[-1].identity} "
+        f"({lost[-1].detail}); it is asked again after a while"
+    )
+
+
+def _is_spared(state: DeploymentState, report: ReplicaReport, retry_generation: int) -> bool:
+    """Whether nothing but boots lost to other snapshots keeps it from what is desired."""
+    desired = state.desired
+    return desired is not None and _own_failure(state, report, desired, retry_generation) is None
+
+
+def _own_failure(
+    state: DeploymentState, report: ReplicaReport, desired: Desired, retry_generation: int
+) -> str | None:
     if (why := _disagrees(state, report, desired)) is not None:
         return why
     if report.ready and serves(state, report, desired):

@@ -54,6 +54,7 @@ from midstream.ledger.schema import (
 from midstream.types import BASE_SNAPSHOT, ResetPromptCache, SnapshotFiles, Stage, Transition, TransitionType
 
 MAX_FALLBACKS = 8
+MAX_DEATHS = 256  # the newest, of all replicas
 MAX_DISAGREEMENTS = 256  # the newest, looked through for the last one of each replica
 TAIL_ROWS = 2  # of a boot that ended: its last stage change, and the one that says how far it had got
 
@@ -366,9 +367,9 @@ def _fallbacks(db: sa.Connection, row: Any) -> Sequence[Any]:
 
 
 def _deaths(db: sa.Connection, row: Any) -> tuple[Death, ...]:
-    query = sa.select(deaths).where(deaths.c.deployment_id == row.id, deaths.c.generation >= row.generation)
-    found = sorted(db.execute(query), key=lambda death: death.id)
-    return tuple(as_death(death) for death in found if not death.forgiven)
+    query = sa.select(deaths).where(deaths.c.deployment_id == row.id, ~deaths.c.forgiven)
+    newest = db.execute(query.order_by(deaths.c.id.desc()).limit(MAX_DEATHS)).all()
+    return tuple(as_death(death) for death in reversed(newest))
 
 
 def _disagreement_of(row: Any, replica: str, boot: str) -> Any:
@@ -405,11 +406,11 @@ def _insert_transition(db: sa.Connection, key: int, replica: str, boot: str, t: 
 
 
 def _note_ready(db: sa.Connection, key: int, replica: str, t: Transition) -> None:
-    made_up = (
-        (deaths.c.deployment_id == key) & (deaths.c.replica == replica) & (deaths.c.identity == t.snapshot)
-    )
-    db.execute(deaths.update().where(made_up).values(forgiven=True))
     this = (snapshots.c.deployment_id == key) & (snapshots.c.identity == t.snapshot)
+    signalled = sa.select(snapshots.c.generation).where(this).scalar_subquery()
+    made_up = (deaths.c.identity == t.snapshot) | (deaths.c.generation < signalled)
+    mine = (deaths.c.deployment_id == key) & (deaths.c.replica == replica)
+    db.execute(deaths.update().where(mine & made_up).values(forgiven=True))
     first = snapshots.update().where(this).values(ready_at=sa.func.coalesce(snapshots.c.ready_at, t.at))
     if not db.execute(first).rowcount:
         return  # signalled through another ledger

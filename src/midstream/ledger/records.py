@@ -165,7 +165,8 @@ class DeploymentState:
         that loaded the identity under this or a later generation has exactly these.
     ever_ready: whether any published snapshot was ever ready on any replica.
     reset_all, reset_new_session: the generation of the last signal with this policy, 0 when there was none.
-    deaths: under the generation of the desired snapshot and later ones, but those that the replica made up for.
+    deaths: the newest, oldest first, but those that the replica made up for: it loaded that snapshot, or one that was
+        signalled later.
     disagreements: the last one of each replica.
     proven: some replica has served what is desired.
     """

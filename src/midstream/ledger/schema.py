@@ -129,7 +129,7 @@ deaths = Table(
     Column("identity", String(512), nullable=False),
     Column("generation", BigInteger, nullable=False),
     Column("detail", Text, nullable=False),
-    Column("forgiven", Boolean, nullable=False),  # the replica has loaded the snapshot since
+    Column("forgiven", Boolean, nullable=False),  # the replica has loaded it since, or one signalled later
     UniqueConstraint("deployment_id", "replica", "boot"),
     Index("deaths_by_generation", "deployment_id", "generation"),
 )
