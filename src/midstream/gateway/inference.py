@@ -1,0 +1,184 @@
+"""One request to a replica: placed by session and load, and what happens when that replica fails.
+
+Always holds:
+- A request is sent to another replica only while no response byte has arrived (a whole 503 that says the replica could
+  not take it counts as none), and never to more than LOST_SENDS_MAX replicas that then failed with it.
+- A session whose first request there was refused for a swap (425) has no home yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from midstream.errors import MidstreamError, ReplicaUnavailable, SnapshotTransition
+from midstream.gateway.exchange import ControlExchange
+from midstream.gateway.placement import Decision, Session
+from midstream.gateway.replicas import ReplicaView
+from midstream.gateway.sessions import session_key
+from midstream.http1 import ClientConnection, Request
+from midstream.types import HEADER_SESSION
+
+if TYPE_CHECKING:
+    from midstream.gateway.proxy import Proxy
+
+logger = logging.getLogger(__name__)
+
+LOST_SENDS_MAX = 2  # a request that two replicas died on may be what kills them: it is not shown to a third
+HELD_BYTES_MAX = 64 * 2**10  # of a 503 that is looked at before it is passed on
+
+_SESSION = HEADER_SESSION.encode()
+_COULD_NOT_TAKE_IT = b'"code":"%b"' % ReplicaUnavailable.code.encode()
+
+
+class InferenceExchange(ControlExchange):
+    """One request to a replica: placed by session and load, moved to another one when its replica fails."""
+
+    def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
+        super().__init__(proxy, request, client, path_class)
+        self._session: Session | None = None
+        self._deployment = proxy.deployments.default
+        self._view: ReplicaView | None = None  # the last one chosen
+        self._decision: Decision | None = None
+        self._on_view = False  # counted in the view's in_flight
+        self._tried: set[str] = set()
+        self._lost_sends = 0  # replicas that failed with this request
+        self._held: tuple[int, bytes, list[tuple[bytes, bytes]]] | None = None  # the head of a 503
+        self._held_body = b""
+
+    def start(self) -> None:
+        try:
+            self._deployment = self._proxy.deployment_of(self._request)
+            key = session_key(self._request.first, self._request.body)
+        except MidstreamError as error:
+            self._fail(error)
+            return
+        self._session = None if key is None else (self._tenant, key)
+        self._send_to_a_replica()
+
+    def give_up(self, reason: str) -> None:
+        """The replica does not answer any more, though its connection may be open."""
+        begun = self._connection is not None and self._connection.answering
+        self._lost_here = self._lost_here or self._connection is not None
+        in_chunk = self._leave()
+        if self._answered:
+            self._cut_short(in_chunk, reason)
+        elif begun:
+            self._fail(ReplicaUnavailable(reason))
+        else:
+            self._unreachable(reason)
+
+    # -- upstream.ResponseSink
+
+    def response_head(
+        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        if status == SnapshotTransition.status:
+            self._not_begun()
+        if status == ReplicaUnavailable.status and self._may_go_elsewhere():
+            self._held, self._held_body = (status, reason, headers), body
+        else:
+            super().response_head(status, reason, headers, body)
+
+    def response_body(self, data: bytes) -> None:
+        if self._held is None:
+            super().response_body(data)
+            return
+        self._held_body += data
+        if len(self._held_body) > HELD_BYTES_MAX:
+            self._release()
+
+    def response_end(self) -> None:
+        if self._held is not None and _COULD_NOT_TAKE_IT in self._held_body and self._may_go_elsewhere():
+            self._held = self._connection = None
+            self._lost_here = True  # it may have failed while it worked on the request
+            self._go_elsewhere()
+            return
+        self._release()
+        super().response_end()
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            super().response_head(*held, self._held_body)
+
+    # -- which replica
+
+    def _send_to_a_replica(self) -> None:
+        self._left()
+        placed = self._proxy.place(self._deployment, self._session, self._tried)
+        if placed is None:
+            self._fail(ReplicaUnavailable("no replica can take the request now"))
+            return
+        self._view, self._decision = placed
+        self._view.in_flight += 1
+        upstream = self._proxy.upstream(self._view)
+        upstream.exchanges.add(self)
+        self._on_view = True
+        self._lost_here = False
+        self._pool = upstream.pool
+        self._send()
+
+    def _not_begun(self) -> None:
+        """A replica refused this request for a swap: a session that has nothing there yet may begin elsewhere."""
+        assert self._decision is not None
+        if self._session is not None and self._decision.reason != "sticky":
+            self._deployment.sessions.forget(self._session)
+
+    def _may_go_elsewhere(self) -> bool:
+        """A replica that says it cannot take the request need not have the last word."""
+        view = self._view
+        assert view is not None
+        return (
+            (self._session is None or not view.usable)
+            and self._lost_sends + 1 < LOST_SENDS_MAX
+            and any(
+                v.usable and v is not view and v.name not in self._tried
+                for v in self._deployment.replicas.views
+            )
+        )
+
+    def _refused(self) -> None:
+        assert self._view is not None
+        self._deployment.replicas.refused(self._view)
+
+    def _unreachable(self, reason: str) -> None:
+        assert self._view is not None
+        self._proxy.metrics.upstream_errors[self._view.name] += 1
+        logger.warning("%s failed before it answered: %s", self._view.name, reason)
+        self._go_elsewhere()
+
+    def _go_elsewhere(self) -> None:
+        assert self._view is not None
+        self._tried.add(self._view.name)
+        self._lost_sends += self._lost_here
+        if self._lost_sends >= LOST_SENDS_MAX:
+            self._fail(ReplicaUnavailable("replicas failed while they worked on this request"))
+            return
+        self._proxy.metrics.retries["other_replica"] += 1
+        self._send_to_a_replica()
+
+    def _left(self) -> None:
+        if self._on_view and self._view is not None:
+            self._on_view = False
+            self._view.in_flight -= 1
+            self._proxy.upstreams[self._view].exchanges.discard(self)
+
+    # -- what kinds of exchanges differ in
+
+    def _upstream_headers(self) -> list[bytes]:
+        lines = [self._proxy.replica_header] if self._proxy.replica_header else []
+        if self._session is not None:
+            key = quote(self._session[1], safe="", errors="surrogatepass")
+            lines.append(_SESSION + b": " + key.encode())
+        return lines
+
+    def _response_headers(self) -> bytes:
+        assert self._view is not None
+        assert self._decision is not None
+        reason = self._decision.reason
+        return f"x-midstream-replica: {self._view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()
+
+    def _where(self) -> str:
+        return "a replica" if self._view is None else self._view.name
