@@ -117,6 +117,48 @@ def test_a_replica_whose_weights_differ_again_is_out_until_a_later_snapshot(tmp_
     world.close()
 
 
+def on_a_fallback_with_other_weights(path: Path, spoilt: int) -> World:
+    """Everybody stays with `a`, since `b` is broken; replica-2 starts over and does not get what the others have."""
+    world = World(path)
+    world.signal("a")
+    rounds(world, 15)
+    world.broken.add("b")
+    world.signal("b")
+    rounds(world, 15)
+    world.replicas[2].spoilt = spoilt
+    world.replicas[2].reboot()
+    rounds(world, 40)
+    return world
+
+
+def test_replicas_on_a_fallback_must_agree_too(tmp_path: Path) -> None:
+    world = on_a_fallback_with_other_weights(tmp_path, spoilt=1)
+    assert world.serving() == [("a", True)] * 3
+    assert world.replicas[2].check is not None
+    assert world.replicas[2].check.weights == world.bucket.fingerprint("a")
+    (found,) = world.state().disagreements
+    assert (found.replica, found.identity, found.verdict) == ("replica-2", "a", "agreed")
+    sent = len(world.set.sent)
+    rounds(world, 10)
+    assert len(world.set.sent) == sent
+    world.close()
+
+
+@pytest.mark.parametrize("mended", ["b", "c"])
+def test_a_replica_that_differs_again_on_a_fallback_is_out_until_a_later_snapshot(
+    tmp_path: Path, mended: str
+) -> None:
+    world = on_a_fallback_with_other_weights(tmp_path, spoilt=2)
+    assert world.serving() == [("a", True), ("a", True), ("a", False)]
+    (found,) = world.state().disagreements
+    assert (found.replica, found.identity, found.verdict) == ("replica-2", "a", "out")
+    world.broken.clear()
+    world.signal(mended)
+    rounds(world, 30)
+    assert world.serving() == [(mended, True)] * 3
+    world.close()
+
+
 def test_a_new_boot_of_a_replica_that_was_out_starts_over(tmp_path: Path) -> None:
     world = World(tmp_path)
     rounds(world, 2)

@@ -1,7 +1,7 @@
 """Whether replicas that serve the same files hold the same weights: their checks compared. Pure.
 
-A replica that differs loads the files once more; if it differs again it is out of rotation until it agrees on a later
-snapshot. Engines of equal settings on one kind of processor give equal bits; CANARY_TOLERANCE is for those that do not.
+Judged are those that serve what is desired, and those that stay with a fallback. A replica that differs loads the files once
+more; if it differs again it is out of rotation until it agrees on a later snapshot. Engines of equal settings on one kind of processor give equal bits; CANARY_TOLERANCE is for those that do not.
 
 Always holds: the majority is right, of equal groups the one with the earliest replica, so somebody always stays in; a replica
 that is being loaded again, or is out, does not vote.
@@ -9,7 +9,7 @@ that is being loaded again, or is out, does not vote.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,17 +50,23 @@ def is_out(state: DeploymentState, report: ReplicaReport) -> bool:
     return found is not None and found.verdict == "out"
 
 
-def findings(state: DeploymentState, reports: Sequence[ReplicaReport]) -> list[Finding]:
-    """What follows from the checks of the replicas, in fleet order, that serve what is desired."""
-    checked = [
-        (report, check) for report in reports if (check := _check_of_desired(state, report)) is not None
-    ]
-    voters = [(report, check) for report, check in checked if standing_of(state, report) is None]
-    right = _right(voters)
+def findings(
+    state: DeploymentState, reports: Sequence[ReplicaReport], staying: Collection[str] = ()
+) -> list[Finding]:
+    """What follows from the checks of the replicas, in fleet order, that serve what is desired or a fallback.
+
+    staying: names of those that have nothing else to load: one on a fallback that goes on to something else is let go on.
+    """
+    by_snapshot: dict[str, list[tuple[ReplicaReport, SnapshotCheck]]] = {}
+    for report in reports:
+        if (check := _known_check(state, report)) is not None:
+            by_snapshot.setdefault(check.snapshot, []).append((report, check))
     found = [_failed_reload(state, report) for report in reports]
-    for report, check in checked:
-        if right is not None:
-            found.append(_compared(state, report, check, *right))
+    for snapshot, checked in by_snapshot.items():
+        right = _right([pair for pair in checked if standing_of(state, pair[0]) is None])
+        for report, check in checked:
+            if right is not None and (snapshot == state.snapshot or report.replica in staying):
+                found.append(_compared(state, report, check, *right))
     return [finding for finding in found if finding is not None]
 
 
@@ -76,9 +82,10 @@ def difference(check: SnapshotCheck, right: SnapshotCheck) -> str | None:
     return None
 
 
-def _check_of_desired(state: DeploymentState, report: ReplicaReport) -> SnapshotCheck | None:
-    check, since = report.check, state.since.get(state.snapshot)
-    if check is None or since is None or not check.snapshot == report.snapshot == state.snapshot:
+def _known_check(state: DeploymentState, report: ReplicaReport) -> SnapshotCheck | None:
+    """Of what serves, when it is of the files that the ledger means."""
+    check, since = report.check, state.since.get(report.snapshot)
+    if check is None or since is None or check.snapshot != report.snapshot:
         return None
     return check if check.generation >= since else None
 
@@ -124,7 +131,7 @@ def _compared(
 
 def _failed_reload(state: DeploymentState, report: ReplicaReport) -> Finding | None:
     standing = standing_of(state, report)
-    if standing is None or standing.verdict == "out" or standing.identity != state.snapshot:
+    if standing is None or standing.verdict == "out" or standing.identity not in state.since:
         return None
     at_rest = report.stage in (Stage.IDLE, Stage.ERROR) and report.generation >= standing.retry_generation
     if not at_rest or report.snapshot != standing.identity:
@@ -132,7 +139,7 @@ def _failed_reload(state: DeploymentState, report: ReplicaReport) -> Finding | N
     if report.check is not None and report.check.generation >= standing.retry_generation:
         return None
     last = report.transitions[-1] if report.transitions else None
-    if last is None or last.generation < standing.retry_generation:
+    if last is None or last.snapshot != standing.identity or last.generation < standing.retry_generation:
         return None  # accepted, not begun
     why = f"{standing.detail}; loading it again failed: {report.error or 'it was not loaded'}"
     return _found(report, standing.identity, "out", standing.retry_generation, why)

@@ -30,6 +30,7 @@ from midstream.control.reconcile import (
     lost_boots,
     retry_delay_s,
     serves,
+    target_of,
     waits_staged,
 )
 from midstream.errors import ReplicaUnavailable
@@ -143,7 +144,7 @@ class Reconciler:
     async def _judged(self, state: DeploymentState) -> DeploymentState:
         """The state after the ledger was told what the replicas' checks say of them."""
         reports = [view.report for view in self._replicas.views if view.report is not None]
-        found = findings(state, reports)
+        found = findings(state, reports, [report.replica for report in reports if self._stays(state, report)])
         if not found:
             return state
         floor = max(report.generation for report in reports)
@@ -167,6 +168,12 @@ class Reconciler:
                 )
         self._read_at = float("-inf")
         return await self._current_state() or state
+
+    def _stays(self, state: DeploymentState, report: ReplicaReport) -> bool:
+        """Whether there is nothing else for it to load."""
+        stuck = self._stuck.get(report.replica)
+        target = target_of(state, report, stuck.generation if stuck else 0)
+        return report.stage in (Stage.IDLE, Stage.ERROR) and target is None
 
     def _pass_the_turn(self, state: DeploymentState, retries: dict[str, int]) -> None:
         if not self._one_by_one:

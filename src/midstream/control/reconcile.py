@@ -56,11 +56,12 @@ def decide(
         return Action(send=None, admit=admitted)
     out = is_out(state, report)
     admit = not out and (admitted or _may_join(state, report))
-    target = _reload(state, report) or target_of(state, report, retry_generation)
+    target = _target(state, report, retry_generation)
     if target is None:
         bare = report.snapshot == BASE_SNAPSHOT or not report.ready
         hopeful = state.desired is not None and (state.ever_ready if bare else state.proven)
-        return Action(None, admit, stuck=(hopeful or _is_spared(state, report, retry_generation)) and not out)
+        hopeful = hopeful or _is_spared(state, report, retry_generation)
+        return Action(None, admit, stuck=hopeful and not (out and report.snapshot == state.snapshot))
     send = replace(target, reset_prompt_cache=effective_reset(state, report))
     if has_taken_up(state, report, target):
         release = turn is not False and report.held
@@ -87,18 +88,25 @@ def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: i
 
 def waits_staged(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> bool:
     """Whether all it needs to switch to what it should serve is to be let go."""
-    target = _reload(state, report) or target_of(state, report, retry_generation)
+    target = _target(state, report, retry_generation)
     return target is not None and report.stage is Stage.STAGED and has_taken_up(state, report, target)
 
 
-def _reload(state: DeploymentState, report: ReplicaReport) -> Desired | None:
-    """What serves, to be loaded once more since it is not what the others have."""
-    found = standing_of(state, report)
-    if found is None or found.verdict != "reload" or not found.identity == state.snapshot == report.snapshot:
-        return None
+def _target(state: DeploymentState, report: ReplicaReport, retry_generation: int) -> Desired | None:
+    """What this replica should be loading or serving, also once more; a fallback only when there is nothing better to load."""
     desired = state.desired or Desired(snapshot=BASE_SNAPSHOT, generation=0)
+    target = _reload(state, report, desired) or target_of(state, report, retry_generation)
+    again = (_reload(state, report, fallback) for fallback in state.fallbacks)
+    return target or next((fallback for fallback in again if fallback is not None), None)
+
+
+def _reload(state: DeploymentState, report: ReplicaReport, served: Desired) -> Desired | None:
+    """What serves, if it is this, to be loaded once more since it is not what the others have."""
+    found = standing_of(state, report)
+    if found is None or found.verdict != "reload" or not found.identity == served.snapshot == report.snapshot:
+        return None
     retry = found.retry_generation
-    return replace(desired, generation=max(desired.generation, retry), reload=retry)
+    return replace(served, generation=max(served.generation, retry), reload=retry)
 
 
 def failure(
