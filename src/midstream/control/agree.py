@@ -1,7 +1,8 @@
 """Whether replicas that serve the same files hold the same weights: their checks compared. Pure.
 
 Judged are those that serve what is desired, and those that stay with a fallback. A replica that differs loads the files once
-more; if it differs again it is out of rotation until it agrees on a later snapshot. Engines of equal settings on one kind of processor give equal bits; CANARY_TOLERANCE is for those that do not.
+more; if it differs again it is out of rotation until it agrees on a later snapshot. Engines of equal settings on one kind of
+processor give equal bits; CANARY_TOLERANCE is for those that do not.
 
 Always holds: the majority is right, of equal groups the one with the earliest replica, so somebody always stays in; a replica
 that is being loaded again, or is out, does not vote.
