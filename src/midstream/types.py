@@ -82,6 +82,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         whose ModelInfo.grammars is true. Checked before (replica/grammar.py): one that does not compile ends in an error event.
     urgent: goes before requests that wait, and beside as many as run already.
     kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
+    emitted: of each choice, the tokens that another engine generated already: it goes on behind them as if it had made them
+        itself. None: this choice is over, nothing of it is computed. (): every choice begins at its beginning.
     """
 
     request_id: str
@@ -95,7 +97,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_kv_snapshots: bool = False
     grammar: str | None = None
     kv_age_max: int | None = None
+    emitted: tuple[tuple[int, ...] | None, ...] = ()
     urgent: bool = False
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The choices that are to be generated."""
+        return tuple(i for i in range(self.n) if not self.emitted or self.emitted[i] is not None)
+
+    def emitted_of(self, choice: int) -> tuple[int, ...]:
+        return (self.emitted[choice] or ()) if self.emitted else ()
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,17 +140,26 @@ class EngineCore:
         )
 
     def add(self, request: GenerateRequest) -> list[Output]:
-        """Queue a request; returns its error event if it can never run."""
+        """Queue a request; returns its error event if it can never run, and the end of choices that were complete."""
         problem = self._problem_with(request)
         if problem is not None:
             return [(request.request_id, GenerationEvent(error=problem))]
-        leader = Sequence(request, 0)
-        followers = [Sequence(request, i, leader) for i in range(1, request.n)]
-        self._handles[request.request_id] = Handle(request, [leader, *followers])
-        for sequence in (leader, *followers):
+        first, *others = request.choices
+        leader = Sequence(request, first)
+        followers = [Sequence(request, i, leader) for i in others]
+        handle = self._handles[request.request_id] = Handle(request, [leader, *followers])
+        ends: list[Output] = []
+        for sequence in handle.sequences:
             sequence.matcher = self._matcher(request)
+            finish = None
+            for token in request.emitted_of(sequence.index):
+                finish = self._end_after(sequence, token)
             self.scheduler.add(sequence)
-        return []
+            if finish is not None:
+                ends.append((request.request_id, GenerationEvent(index=sequence.index, finish=finish)))
+        for _, event in ends:
+            self.abort(request.request_id, event.index)
+        return ends
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drop what is left of a request, or one choice of it; unknown ids (already finished) are fine."""
@@ -223,8 +232,9 @@ class EngineCore:
         if request.request_id in self._handles:
             return f"request id {request.request_id} is already running"
         vocab = self.runner.model.config.vocab_size
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
-            return f"prompt token ids must be 0 to {vocab - 1}"
+        for ids in (request.prompt, *filter(None, request.emitted)):
+            if not 0 <= min(ids) <= max(ids) < vocab:
+                return f"prompt token ids must be 0 to {vocab - 1}"
         try:
             self._matcher(request)
         except ValueError as error:
@@ -367,13 +377,17 @@ class EngineCore:
         )
 
     def _append(self, seq: Sequence, record: TokenRecord, route: bytes | None) -> FinishReason | None:
-        sampling = seq.request.sampling
         seq.tokens.append(record.token_id)
         seq.last_sampled = (record.logprob, self._ordinal, route)
         self._generated_tokens += 1
-        if record.token_id in sampling.stop_token_ids:
+        return self._end_after(seq, record.token_id)
+
+    def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Whether `token`, which its matcher has not seen, ends the sequence that it is the last of."""
+        sampling = seq.request.sampling
+        if token in sampling.stop_token_ids:
             return "stop"
-        if seq.matcher is not None and seq.matcher.accept(record.token_id):
+        if seq.matcher is not None and seq.matcher.accept(token):
             return "stop"
         return "length" if seq.generated >= sampling.max_tokens else None
 
@@ -383,7 +397,7 @@ class EngineCore:
         seq.announced = True
         seq.prompt_tops.clear()
         cached = seq.cached_tokens or 0
-        if seq.index == 0 and not seq.request.urgent:  # an urgent one is the replica's own, no user's
+        if seq.leader is None and not seq.request.urgent:  # an urgent one is the replica's own, no user's
             self._prompt_tokens += seq.prompt_len
             self._cached_tokens += cached
         return prompt, cached

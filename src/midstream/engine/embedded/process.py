@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -32,9 +32,9 @@ class _Stream:
     """The events of one request on their way to its iterator. Of what arrives, an int is a choice that was ended here, None the
     end of the engine."""
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: Iterable[int]) -> None:
         self.arrived: deque[GenerationEvent | int | None] = deque()
-        self.open = set(range(choices))
+        self.open = set(choices)
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: GenerationEvent | int | None) -> None:
@@ -149,7 +149,7 @@ class EmbeddedEngine(Engine):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         wire = self._running_wire()
-        stream = self._streams[request.request_id] = _Stream(request.n)
+        stream = self._streams[request.request_id] = _Stream(request.choices)
         wire.send(m.Generate(request))
         try:
             while stream.open:

@@ -33,7 +33,7 @@ class Sequence:
     request: GenerateRequest
     index: int
     leader: Sequence | None = (
-        None  # choice 0 of the same request; prefilled first, so that its blocks are shared
+        None  # the first choice of the same request; prefilled first, so that its blocks are shared
     )
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Sequence:
     prompt_len: int = 0
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
-        self.prompt_len = len(self.tokens)
+        self.tokens = [*self.request.prompt, *self.request.emitted_of(self.index)]
+        self.prompt_len = len(self.request.prompt)
 
     @property
     def generated(self) -> int:
@@ -115,6 +115,11 @@ class Scheduler:
 
     def check_fits(self, request: GenerateRequest) -> str | None:
         """Why the request can never run, or None."""
+        if len(request.emitted) not in (0, request.n) or not request.choices:
+            return "what was emitted must be told of every choice, and one must be unfinished"
+        for tokens in filter(None, request.emitted):
+            if len(tokens) > request.sampling.max_tokens:
+                return f"{len(tokens)} tokens were emitted of at most {request.sampling.max_tokens}"
         longest = len(request.prompt) + request.sampling.max_tokens
         blocks = -(-longest // self.pool.block_size)
         if blocks <= self.pool.total:
