@@ -139,8 +139,10 @@ class Crew:
                 self._on_change()
 
     def _restarted(self, member: _Member, why: str | None) -> None:
-        if why != member.error:
-            member.error = why
+        assert member.child is not None
+        url = f"http://{self._host}:{member.child.port}" if why is None else member.url
+        if (why, url) != (member.error, member.url):
+            member.error, member.url = why, url
             self._on_change()
 
     async def _start(self, member: _Member) -> None:

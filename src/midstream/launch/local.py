@@ -180,7 +180,11 @@ class Supervisor:
             log_level=settings.log_level,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
         )
-        return Child(spec.name, "midstream.launch.replica", spec)
+
+        def elsewhere() -> ReplicaSpec:
+            return msgspec.structs.replace(spec, port=free_port(REPLICA_HOST))
+
+        return Child(spec.name, "midstream.launch.replica", spec, renew=elsewhere)
 
     def _cache_dir(self, wanted: WantedReplica) -> Path:
         return self._state / "snapshots" / wanted.name

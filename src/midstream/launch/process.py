@@ -1,6 +1,6 @@
 """One supervised child process: its start, its restarts, its end, and what is said between it and the supervisor.
 
-Always holds: a child that dies after it was ready is started again on the same port, with a growing pause; neither a child nor
+Always holds: a child that dies after it was ready is started again, on the same port if that can be, with a growing pause; neither a child nor
 what it started outlives stop(), nor does what one that died had started.
 """
 
@@ -39,13 +39,18 @@ class Child:
         *,
         on_line: Callable[[bytes], None] | None = None,
         greeting: Callable[[], msgspec.Struct] | None = None,
+        renew: Callable[[], msgspec.Struct] | None = None,
     ) -> None:
-        """on_line: gets what the child says after it has answered. greeting: what it is told whenever it has started."""
+        """on_line: gets what the child says after it has answered. greeting: what it is told whenever it has started.
+
+        renew: other settings, after it could not be started again with those it had: its port may be somebody else's by now.
+        """
         self.name = name
         self._module = module
         self._spec = spec
         self._on_line = on_line
         self._greeting = greeting
+        self._renew = renew
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
         self._answered = False  # the process that runs now has said where it listens
@@ -126,6 +131,8 @@ class Child:
                 except StartFailed as error:
                     logger.error("%s; trying again in %.1f s", error, pause_s)
                     on_restart(str(error))
+                    if self._renew is not None:
+                        self._spec = self._renew()
                 else:
                     on_restart(None)
                     break
