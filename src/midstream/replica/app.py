@@ -23,8 +23,8 @@ from midstream.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUn
 from midstream.http1 import ClientConnection, Exchange, Request, response_head
 from midstream.replica.checked import Kind
 from midstream.replica.encode import error_event
+from midstream.replica.generation import Generation
 from midstream.replica.replica import Replica
-from midstream.replica.service import Generation
 from midstream.types import HEADER_TOKEN, Desired, Hint
 
 log = logging.getLogger(__name__)
