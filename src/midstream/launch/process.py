@@ -1,7 +1,7 @@
 """One supervised child process: its start, its restarts, its end, and what is said between it and the supervisor.
 
-Always holds: a child that dies after it was ready is started again, on the same port if that can be, with a growing pause; neither a child nor
-what it started outlives stop(), nor does what one that died had started.
+Always holds: a child that dies after it was ready is started again, on the same port if that can be, with a growing pause;
+neither a child nor what it started outlives stop(), nor does what one that died had started.
 """
 
 from __future__ import annotations

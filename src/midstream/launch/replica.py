@@ -1,14 +1,18 @@
 """One replica process: the embedded engine, its files, and the HTTP app around them.
 
 Owns: wiring concrete classes. Run as `python -m midstream.launch.replica` by the supervisor.
+Always holds: one process at a time has a cache directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
@@ -35,6 +39,30 @@ from midstream.replica.source import CachedSource
 from midstream.snapshots.cache import SnapshotCache
 from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.layout import read_spec as read_checkpoint
+
+OTHER_ENDS_S = 2 * STOP_GRACE_S  # it finishes streams, then its engine ends
+
+
+@contextlib.contextmanager
+def alone(cache_dir: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
+    """Hold the cache directory, which belongs to one replica process: that of a server that was killed may still end.
+
+    Raises ConfigError when it does not end within `wait_s`.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + wait_s
+    with (cache_dir / ".lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"{cache_dir}: another replica process uses it and does not end"
+                    ) from error
+                time.sleep(0.05)
+        yield
 
 
 async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
@@ -78,7 +106,8 @@ def main() -> int:
     configure_logging(spec.name, spec.log_level)
     raise_file_limit()
     try:
-        return uvloop.run(serve(spec, announce))
+        with alone(Path(spec.cache_dir)):
+            return uvloop.run(serve(spec, announce))
     except (ConfigError, SnapshotError, EngineDied, OSError) as error:
         announce(Listening(error=str(error)))
         return 1
