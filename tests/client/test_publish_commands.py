@@ -322,6 +322,23 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
     assert table(["a", "bb"], [["xxx", ""], ["y", "zzzz"]]) == "a    bb\nxxx\ny    zzzz"
 
 
+def test_nothing_that_is_shown_acts_on_the_terminal(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A message may quote a tensor's or a file's name, and anybody may have chosen that."""
+    evil, tame = "tensor \x1b]0;owned\x07\u202e\nok", "tensor \\x1b]0;owned\\x07\\u202e\\nok"
+    world.ledger = json.loads(json.dumps(LEDGER))
+    world.ledger["snapshots"][1]["replicas"][1]["error"] = evil
+    world.ledger["disagreements"][0]["error"] = evil
+    out = run(capsys, "ledger", "--deployment", "d")[1]
+    assert out.count(tame) == 2
+    assert all(line.isprintable() for line in out.splitlines())
+    world.desired, world.error = "step-1", evil
+    out = run(capsys, "status")[1]
+    assert tame in out
+    assert all(line.isprintable() for line in out.splitlines())
+
+
 def test_every_subcommand_is_described() -> None:
     commands = cli.build_parser([]).format_help()
     for name in ("serve", "model", "publish", "status", "ledger", "delta", "demo"):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
+from midstream.commands.table import plain
 from midstream.errors import ConfigError, SnapshotRefused
 
 DEFAULT_SERVER = "http://127.0.0.1:8080"
@@ -75,7 +76,7 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
         try:
             return act(options)
         except PublishError as error:
-            print(f"midstream {options.command}: {error}", file=sys.stderr)
+            print(f"midstream {options.command}: {plain(str(error))}", file=sys.stderr)
             return 1
         except (ValueError, SnapshotRefused) as error:
             raise ConfigError(str(error)) from error

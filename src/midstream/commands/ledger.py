@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
-from midstream.commands.table import seconds, table
+from midstream.commands.table import plain, seconds, table
 
 HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")
 
@@ -33,7 +33,9 @@ def render(ledger: dict[str, Any]) -> str:
     """The table; times of day are local, `ready after` counts from the signal, for each replica."""
     rows = [_row(snapshot, ledger) for snapshot in ledger["snapshots"]]
     lines = [table(HEADS, rows)] if rows else ["nothing was signalled yet"]
-    lines += [f"{d['replica']} on {d['identity']}: {d['error']}" for d in ledger.get("disagreements", ())]
+    lines += [
+        plain(f"{d['replica']} on {d['identity']}: {d['error']}") for d in ledger.get("disagreements", ())
+    ]
     if ledger.get("older_transitions_left_out"):
         lines.append("(stage changes of older snapshots are left out; ?limit= of the API has them)")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, PublishError, ReplicaStatus, Status
 from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
-from midstream.commands.table import table
+from midstream.commands.table import plain, table
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
 IN_FLIGHT = "midstream_replica_requests_in_flight"
@@ -60,7 +60,7 @@ def _watch(look: Callable[[], str], interval_s: float) -> None:
         try:
             picture = look()
         except PublishError as error:
-            picture = str(error)
+            picture = plain(str(error))
         if sys.stdout.isatty():
             print(CLEAR + picture, flush=True)
         elif picture != shown:
@@ -77,7 +77,7 @@ def _look(server: HotLoadServer, draw: Callable[[Status, Load], str], deployment
     name = full_deployment_name(server, deployment)
     row = next((row for row in server.deployments(retry_s=0) if row["name"] == name), {})
     why = (row.get("status") or {}).get("message")
-    return f"{picture}: {row.get('state')}, {why}" if why else picture
+    return f"{picture}: {row.get('state')}, {plain(why)}" if why else picture
 
 
 def read_load(exposition: str) -> Load:

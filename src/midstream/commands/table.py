@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def plain(text: str) -> str:
+    """On one line, with nothing a terminal acts on: names in messages come from files that anybody may have written."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as what is in them, the last one as long as it is; no line ends in blanks."""
+    """Columns as wide as what is in them, the last one as long as it is; no line ends in blanks, or acts on a terminal."""
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     lines = []
     for row in (heads, *rows):
