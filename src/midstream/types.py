@@ -12,7 +12,7 @@ Always holds:
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ BASE_SNAPSHOT = "base"
 HEADER_SESSION = "x-midstream-session"  # percent-encoded session key; absent: the request has no session
 HEADER_TOKEN = "x-midstream-token"  # the secret between a gateway and its replicas, when they have one
 HEADER_TENANT = "x-midstream-tenant"  # who the API key belongs to; absent: single tenant
+HEADER_PLACED = "x-midstream-placed"  # stamp of a session that begins, or begins again, on this replica
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ResetPromptCache = Literal["all", "new_session", "none"]
@@ -279,6 +280,103 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineStats = EngineStats()
     transitions: tuple[Transition, ...] = ()  # the most recent ones, oldest first
     started_at: float = 0.0  # when this boot began, seconds since the epoch; 0.0: unknown
+
+
+Session = tuple[str, str]  # (tenant, key): two tenants' equal keys are different sessions
+
+
+class SessionsTold(msgspec.Struct, frozen=True, kw_only=True, tag="sessions", tag_field="kind"):
+    """A line of a replica's event stream: sessions it holds and the stamp of each, and sessions that it closed.
+
+    When a stream begins, all of them are told before the first report; afterwards what changes.
+    stamp: of the placing that brought the session there; of two replicas that hold it, the one with the greater has it.
+    """
+
+    held: tuple[tuple[Session, int], ...] = ()
+    closed: tuple[Session, ...] = ()
+
+
+class Distribution(msgspec.Struct):
+    """How many values fell into each bucket (the last one has no upper bound), and their sum."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+    1800.0,
+)
+
+#: What replicas measure of every turn, with the upper bounds of its buckets; turns_per_session of every session that closes.
+TURN_MEASURES: dict[str, tuple[float, ...]] = {
+    "time_to_first_token_seconds": _SECONDS,
+    "inter_token_seconds": (0.0005, *_SECONDS[:11]),
+    "generation_seconds": _SECONDS,
+    "cached_prompt_share": (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0),
+    "turns_per_session": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0),
+}
+
+
+class Trajectories(msgspec.Struct, frozen=True, kw_only=True, tag="trajectories", tag_field="kind"):
+    """A line of a replica's event stream: what its turns were like since the process began, by measure (TURN_MEASURES)."""
+
+    measures: dict[str, Distribution]
+
+
+class SessionStats(msgspec.Struct, kw_only=True):
+    """What one replica knows of a session. Times are seconds; `_at` since the epoch.
+
+    turns: requests begun; open_turns: of these, not ended. first_tokens: turns that came to a first token, which took
+    time_to_first_token_s in all. generation_s: from first to last token, all turns together; token_gaps: how many times a
+    token followed another in that time (along the longest choice of a request).
+    """
+
+    tenant: str
+    key: str
+    stamp: int
+    opened_at: float
+    used_at: float
+    turns: int = 0
+    open_turns: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_tokens: int = 0
+    time_to_first_token_s: float = 0.0
+    last_time_to_first_token_s: float | None = None
+    generation_s: float = 0.0
+    token_gaps: int = 0
+
+
+class SessionsAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway asks a replica: a tenant's sessions in the order of their keys, those behind the key `after`; or one."""
+
+    tenant: str = ""
+    key: str | None = None
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+
+
+class SessionsHeld(msgspec.Struct, frozen=True):
+    """The answer."""
+
+    sessions: tuple[SessionStats, ...]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,6 +64,10 @@ class Namespaces:
             self._pins.popitem(last=False)
         return namespace
 
+    def forget(self, session: Session) -> None:
+        """From now on it is a new one."""
+        self._pins.pop(session, None)
+
     def commit(self, policy: ResetPromptCache, kv_age_max: int | None = None) -> None:
         """A snapshot was switched to."""
         self.kv_age_max = kv_age_max

@@ -1,0 +1,254 @@
+"""The sessions a replica holds: which, since when, what their turns were like, and what gateways are told of them.
+
+Owns: one bounded table, (tenant, key) -> SessionStats, and a feed of its changes for every event stream.
+Always holds:
+- A session is in the table from the moment its first request is admitted until it is closed: by a request to close it,
+  after `idle_s` without a turn, or, least recently used first, when there are more than `sessions_max`.
+- A feed tells every session that was in the table when it began, and every change after; never more than one thing of
+  a session at a time, the last one.
+- A stamp never goes back: of two placings of a session the later one counts.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import nsmallest
+
+import msgspec
+
+from midstream.types import (
+    HEADER_PLACED,
+    TURN_MEASURES,
+    Distribution,
+    Session,
+    SessionStats,
+    SessionsTold,
+    Trajectories,
+)
+
+SESSIONS_MAX = 100_000
+SESSION_IDLE_S = 3600.0
+TOLD_AT_ONCE_MAX = 1000  # sessions in one line of an event stream
+UNTOLD_MAX = 200_000  # a reader so far behind begins anew
+
+
+@dataclass(slots=True)
+class Turn:
+    """One admitted request, filled in as it goes. Times in seconds."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0  # of all choices
+    longest: int = 0  # tokens of the longest choice
+    first_token_s: float | None = None  # from the request's arrival
+    generation_s: float = 0.0  # from the first token to the end
+
+
+class Feed:
+    """What one reader has still to be told."""
+
+    def __init__(self, held: list[Session]) -> None:
+        self._untold: dict[Session, None] = dict.fromkeys(held)
+
+    @property
+    def behind(self) -> bool:
+        """So much is untold that the reader had better begin anew."""
+        return len(self._untold) > UNTOLD_MAX
+
+    def note(self, session: Session) -> None:
+        self._untold.pop(session, None)
+        self._untold[session] = None
+
+    def take(self) -> list[Session]:
+        """The next ones to tell of, the longest untold first."""
+        if len(self._untold) <= TOLD_AT_ONCE_MAX:
+            taken, self._untold = list(self._untold), {}
+            return taken
+        sessions = iter(self._untold)
+        taken = [next(sessions) for _ in range(TOLD_AT_ONCE_MAX)]
+        for session in taken:
+            del self._untold[session]
+        return taken
+
+
+class Sessions:
+    """clock: seconds since the epoch; monotonic: seconds, only differences count. on_change: called when there is something
+    to tell."""
+
+    def __init__(
+        self,
+        sessions_max: int = SESSIONS_MAX,
+        idle_s: float = SESSION_IDLE_S,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sessions_max = sessions_max
+        self._idle_s = idle_s
+        self._clock = clock
+        self._monotonic = monotonic
+        self._on_change = on_change
+        # With when each was last used; the least recently used first.
+        self._held: OrderedDict[Session, tuple[SessionStats, float]] = OrderedDict()
+        self._feeds: set[Feed] = set()
+        self._measures = {
+            name: Distribution([0] * (len(bounds) + 1)) for name, bounds in TURN_MEASURES.items()
+        }
+
+    def __repr__(self) -> str:
+        return f"Sessions({len(self._held)} held, {len(self._feeds)} feeds)"
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    # -- turns
+
+    @contextmanager
+    def turn(self, session: Session | None, stamp: int | None) -> Iterator[Turn]:
+        """An admitted request of a session, or of none. stamp: of the placing that brought it here, if it is one."""
+        stats = None if session is None else self._begin(session, stamp)
+        turn = Turn()
+        try:
+            yield turn
+        finally:
+            self._count(turn)
+            if stats is not None:
+                self._end(stats, turn)
+
+    def _begin(self, session: Session, stamp: int | None) -> SessionStats:
+        now = self._clock()
+        self.sweep()
+        found = self._held.get(session)
+        if found is None:
+            stamp = stamp or round(now * 1000)
+            stats = SessionStats(tenant=session[0], key=session[1], stamp=stamp, opened_at=now, used_at=now)
+            self._tell(session)
+        else:
+            stats = found[0]
+            if stamp is not None and stamp > stats.stamp:
+                stats.stamp = stamp
+                self._tell(session)
+        stats.turns += 1
+        stats.open_turns += 1
+        self._use(session, stats)
+        while len(self._held) > self._sessions_max:
+            self._close(next(iter(self._held)))
+        return stats
+
+    def _use(self, session: Session, stats: SessionStats) -> None:
+        stats.used_at = self._clock()
+        self._held[session] = (stats, self._monotonic())
+        self._held.move_to_end(session)
+
+    def _end(self, stats: SessionStats, turn: Turn) -> None:
+        stats.open_turns -= 1
+        stats.prompt_tokens += turn.prompt_tokens
+        stats.cached_prompt_tokens += turn.cached_tokens
+        stats.generated_tokens += turn.generated_tokens
+        if turn.first_token_s is not None:
+            stats.first_tokens += 1
+            stats.time_to_first_token_s += turn.first_token_s
+            stats.last_time_to_first_token_s = turn.first_token_s
+            stats.generation_s += turn.generation_s
+            stats.token_gaps += max(0, turn.longest - 1)
+        session = (stats.tenant, stats.key)
+        found = self._held.get(session)
+        if found is not None and found[0] is stats:
+            self._use(session, stats)
+
+    def _count(self, turn: Turn) -> None:
+        if turn.first_token_s is None:
+            return
+        self._observe("time_to_first_token_seconds", turn.first_token_s)
+        self._observe("generation_seconds", turn.generation_s)
+        if turn.longest > 1:
+            self._observe("inter_token_seconds", turn.generation_s / (turn.longest - 1))
+        if turn.prompt_tokens:
+            self._observe("cached_prompt_share", turn.cached_tokens / turn.prompt_tokens)
+
+    def _observe(self, measure: str, value: float) -> None:
+        found = self._measures[measure]
+        found.counts[bisect_left(TURN_MEASURES[measure], value)] += 1
+        found.sum += value
+
+    # -- closing
+
+    def close(self, session: Session) -> bool:
+        """Whether it was here. Requests of it that run go on."""
+        found = session in self._held
+        if found:
+            self._close(session)
+            self._on_change()
+        return found
+
+    def sweep(self) -> None:
+        """Close the sessions that were idle for too long."""
+        oldest = self._monotonic() - self._idle_s
+        closed = False
+        while self._held:
+            session, (stats, used) = next(iter(self._held.items()))
+            if used >= oldest:
+                break
+            if stats.open_turns:  # it is not idle
+                self._use(session, stats)
+            else:
+                self._close(session)
+                closed = True
+        if closed:
+            self._on_change()
+
+    def _close(self, session: Session) -> None:
+        stats, _ = self._held.pop(session)
+        self._observe("turns_per_session", stats.turns)
+        self._tell(session)
+
+    # -- what is told
+
+    @contextmanager
+    def feed(self) -> Iterator[Feed]:
+        """Of everything held now and all changes after."""
+        feed = Feed(list(self._held))
+        self._feeds.add(feed)
+        try:
+            yield feed
+        finally:
+            self._feeds.discard(feed)
+
+    def told(self, feed: Feed) -> Iterator[bytes]:
+        """Lines of JSON until the feed has nothing untold."""
+        while sessions := feed.take():
+            held, closed = [], []
+            for session in sessions:
+                if (found := self._held.get(session)) is not None:
+                    held.append((session, found[0].stamp))
+                else:
+                    closed.append(session)
+            yield msgspec.json.encode(SessionsTold(held=tuple(held), closed=tuple(closed))) + b"\n"
+
+    def trajectories(self) -> Trajectories:
+        return Trajectories(measures=self._measures)
+
+    def one(self, session: Session) -> SessionStats | None:
+        found = self._held.get(session)
+        return None if found is None else found[0]
+
+    def of(self, tenant: str, after: str | None, limit: int) -> list[SessionStats]:
+        """Those of a tenant in the order of their keys, behind the key `after`."""
+        found = (key for owner, key in self._held if owner == tenant and (after is None or key > after))
+        return [self._held[tenant, key][0] for key in nsmallest(limit, found)]
+
+    def _tell(self, session: Session) -> None:
+        for feed in self._feeds:
+            feed.note(session)
+
+
+def stamp_of(headers: Mapping[str, str]) -> int | None:
+    """The gateway's word that the request begins its session here."""
+    value = headers.get(HEADER_PLACED, "")
+    return int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else None
