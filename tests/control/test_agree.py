@@ -146,7 +146,31 @@ def test_who_is_out_comes_back_with_a_later_snapshot_on_which_it_agrees() -> Non
     wrong = report(1, check(BAD, snapshot="b", generation=5), snapshot="b", generation=5)
     (found,) = findings(state, [on_b[0], wrong])
     assert (found.verdict, found.identity, found.generation) == ("reload", "b", 5)
-    assert findings(state, [wrong]) == [], "nobody to compare with"
+    assert findings(state, [report(0, None), wrong]) == [], "nobody to compare with yet"
+
+
+def test_the_last_one_left_is_not_out_for_good() -> None:
+    out, reload = disagreeing(verdict="out"), disagreeing()
+    loaded = report(1, check(BAD, generation=4), generation=4)
+    assert findings(replace(STATE, disagreements=(out,)), [loaded]) == [], "proved to be wrong"
+    assert findings(replace(STATE, disagreements=(reload,)), [report(1, check(BAD))]) == [], (
+        "not loaded again"
+    )
+    agreed = [Finding("r1", "b", "a", "agreed", 4)]
+    assert findings(replace(STATE, disagreements=(reload,)), [loaded]) == agreed
+    b = Desired(snapshot="b", generation=5, url="file:///b/b")
+    later = replace(STATE, desired=b, since={"b": 5, "a": 3}, disagreements=(out,))
+    on_b = report(1, check(snapshot="b", generation=5), snapshot="b", generation=5)
+    assert findings(later, [on_b]) == agreed
+
+
+def test_who_differs_takes_no_requests_until_it_is_known_to_agree() -> None:
+    state = replace(STATE, disagreements=(disagreeing(),))
+    assert not decide(state, report(1, check(BAD)), True).admit
+    assert not decide(state, report(1, check(generation=4), generation=4), False).admit
+    assert decide(
+        replace(STATE, disagreements=(disagreeing(verdict="agreed"),)), report(1, check()), False
+    ).admit
 
 
 def test_signalling_it_again_gives_who_is_out_another_try() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from midstream.control.order import Turn, next_turn
 from midstream.control.reconcile import decide, waits_staged
 from midstream.ledger import DeploymentState
+from midstream.replica.runner import GIVEN_UP_MAX
 from midstream.replica.swap import Event, SwapMachine
 from midstream.types import Desired, ReplicaReport, Stage
 
@@ -77,15 +78,30 @@ class Replica:
     inbox: list[Desired] = field(default_factory=list)
     seen: ReplicaReport | None = None
     failing: bool = False
+    in_vain: int = 0  # held attempts in a row that were given up, as the runner counts them
 
     def step(self) -> None:
         machine = self.machine
-        if machine.behind and machine.stage not in (Stage.COMMITTING, Stage.CHECKING):
+        held = machine.stage is Stage.STAGED and machine.held
+        keeps = (
+            held and self.in_vain >= GIVEN_UP_MAX and machine.accepted is not None and machine.accepted.hold
+        )
+        free = machine.stage in (Stage.IDLE, Stage.ERROR) or machine.supersedable
+        if machine.behind and free and not keeps and not self.let_go:
+            self.in_vain += held
             machine.begin()
         elif machine.stage is Stage.VERIFYING and self.failing:
             machine.fail("it is broken")
         elif machine.stage in NEXT and not (machine.stage is Stage.STAGED and machine.held):
             machine.advance(NEXT[machine.stage])
+            if machine.stage is Stage.COMMITTING:
+                self.in_vain = 0
+
+    @property
+    def let_go(self) -> bool:
+        """What it has staged switches, though something newer is wanted."""
+        machine = self.machine
+        return machine.stage is Stage.STAGED and not machine.held and self.in_vain >= GIVEN_UP_MAX
 
     def report(self) -> ReplicaReport:
         machine = self.machine
@@ -105,7 +121,7 @@ class Replica:
 
     @property
     def switching(self) -> bool:
-        staged_and_let_go = (
+        staged_and_let_go = self.let_go or (
             self.machine.stage is Stage.STAGED and not self.machine.held and not self.machine.behind
         )
         return self.machine.stage in (Stage.COMMITTING, Stage.CHECKING) or staged_and_let_go
@@ -158,7 +174,7 @@ class Fleet:
                 replica.failing = not replica.failing
             case "reboot":
                 replica.machine = SwapMachine(clock=lambda: 1.0)
-                replica.boots += 1
+                replica.boots, replica.in_vain = replica.boots + 1, 0
                 replica.inbox.clear()
                 replica.seen, replica.admitted = None, False
             case "restart gateway":
@@ -225,6 +241,19 @@ def test_whatever_happens_everybody_gets_there_or_fails(count: int, events: Any)
         assert failed or (
             replica.machine.serving == fleet.state.snapshot and replica.machine.stage is Stage.IDLE
         )
+
+
+def test_replicas_that_are_signalled_faster_than_they_switch_get_on_one_by_one() -> None:
+    fleet = Fleet(3)
+    for _ in range(40):
+        fleet.signal()
+        for what in ("hear", "decide", *["deliver", "step", "hear", "decide"] * 6):
+            for index in range(3):
+                fleet.do(what, index)
+                assert sum(replica.switching for replica in fleet.replicas) <= 1
+    assert all(replica.machine.loaded is not None for replica in fleet.replicas), "still on the base weights"
+    fleet.until_quiet()
+    assert {replica.machine.serving for replica in fleet.replicas} == {"s40"}
 
 
 def test_together_nobody_is_held() -> None:

@@ -5,7 +5,7 @@ more; if it differs again it is out of rotation until it agrees on a later snaps
 processor give equal bits; CANARY_TOLERANCE is for those that do not.
 
 Always holds: the majority is right, of equal groups the one with the earliest replica, so somebody always stays in; a replica
-that is being loaded again, or is out, does not vote.
+that is being loaded again, or is out, does not vote while another is there that may.
 """
 
 from __future__ import annotations
@@ -64,11 +64,30 @@ def findings(
             by_snapshot.setdefault(check.snapshot, []).append((report, check))
     found = [_failed_reload(state, report) for report in reports]
     for snapshot, checked in by_snapshot.items():
-        right = _right([pair for pair in checked if standing_of(state, pair[0]) is None])
+        right = _right(_voters(state, reports, checked))
         for report, check in checked:
             if right is not None and (snapshot == state.snapshot or report.replica in staying):
                 found.append(_compared(state, report, check, *right))
     return [finding for finding in found if finding is not None]
+
+
+def _voters(
+    state: DeploymentState,
+    reports: Sequence[ReplicaReport],
+    checked: Sequence[tuple[ReplicaReport, SnapshotCheck]],
+) -> list[tuple[ReplicaReport, SnapshotCheck]]:
+    """Who is not doubted; when no replica that is there is, those that loaded again since, lest nobody ever serves again."""
+    if any(standing_of(state, report) is None for report in reports):
+        return [pair for pair in checked if standing_of(state, pair[0]) is None]
+    return [(report, check) for report, check in checked if _has_loaded_since(state, report, check)]
+
+
+def _has_loaded_since(state: DeploymentState, report: ReplicaReport, check: SnapshotCheck) -> bool:
+    standing = standing_of(state, report)
+    if standing is None or check.generation < standing.retry_generation:
+        return False
+    proved_wrong = standing.verdict == "out" and standing.identity == check.snapshot
+    return not proved_wrong or _signalled_since(state, standing)
 
 
 def difference(check: SnapshotCheck, right: SnapshotCheck) -> str | None:

@@ -8,7 +8,7 @@ Always holds:
 - Once a published snapshot has been ready anywhere, a boot that starts from the base weights takes no requests until it
   serves a published snapshot again; a boot that was serving before the first signal goes on serving.
 - A replica that is admitted stays admitted for the rest of its boot, unless its weights are not those of the others
-  (control/agree.py): swaps never take it out of rotation.
+  (control/agree.py), until they are: swaps never take it out of rotation.
 - The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
 """
 
@@ -55,7 +55,7 @@ def decide(
     if report is None:
         return Action(send=None, admit=admitted)
     out = is_out(state, report)
-    admit = not out and (admitted or _may_join(state, report))
+    admit = standing_of(state, report) is None and (admitted or _may_join(state, report))
     target = _target(state, report, retry_generation)
     if target is None:
         bare = report.snapshot == BASE_SNAPSHOT or not report.ready
@@ -67,7 +67,9 @@ def decide(
         release = turn is not False and report.held
         return Action(replace(send, generation=report.generation) if release else None, admit)
     generation = max(target.generation, retry_generation)
-    return Action(replace(send, generation=generation, hold=turn is False), admit)
+    let_go = _staged(report) if turn and keeps_staged(report, generation) else 0
+    # Held also when it is its turn: that may have passed by the time this is staged.
+    return Action(replace(send, generation=generation, hold=turn is not None, let_go=let_go), admit)
 
 
 def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> Desired | None:
@@ -87,9 +89,23 @@ def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: i
 
 
 def waits_staged(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> bool:
-    """Whether all it needs to switch to what it should serve is to be let go."""
+    """Whether all it needs to switch, to what it should serve or to what it keeps before that, is to be let go."""
     target = _target(state, report, retry_generation)
-    return target is not None and report.stage is Stage.STAGED and has_taken_up(state, report, target)
+    if target is None or report.stage is not Stage.STAGED:
+        return False
+    return has_taken_up(state, report, target) or keeps_staged(
+        report, max(target.generation, retry_generation)
+    )
+
+
+def keeps_staged(report: ReplicaReport, generation: int) -> bool:
+    """Whether it knows what is wanted now and still holds what it has staged: newer targets came faster than its turn."""
+    return report.held and report.generation == generation != _staged(report)
+
+
+def _staged(report: ReplicaReport) -> int:
+    """The generation of what is staged."""
+    return report.transitions[-1].generation if report.transitions else report.generation
 
 
 def _target(state: DeploymentState, report: ReplicaReport, retry_generation: int) -> Desired | None:
