@@ -172,6 +172,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
     ignore_config: top-level fields of config.json that may differ from the served model's.
     hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
+    let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
     reload: grows when the replica is to load again what it serves already.
     """
 
@@ -186,6 +187,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_age: int | None = None
     ignore_config: tuple[str, ...] = ()
     hold: bool = False
+    let_go: int = 0
     reload: int = 0
 
     @property

@@ -249,6 +249,9 @@ class FakeEngine(Engine):
             raise StagingFailed(f"{snapshot}: tensor a.weight has shape [2], expected [3]")
         self.staged = snapshot
 
+    def drop_staged(self) -> None:
+        self.staged = None
+
     async def commit(self, snapshot: str) -> SwapTiming:
         self.calls.append(f"commit {snapshot}")
         self.committing.set()
@@ -259,7 +262,7 @@ class FakeEngine(Engine):
             raise EngineDied("closed")
         if self.staged != snapshot:
             raise StagingFailed(f"{snapshot} is not staged")
-        self.serving = snapshot
+        self.serving, self.staged = snapshot, None
         self.switches.append(snapshot)
         return SwapTiming(snapshot=snapshot, pause_ms=1.5, streams_crossed=2)
 

@@ -376,3 +376,98 @@ def test_a_trainer_that_signals_faster_than_a_load_takes_does_not_starve_its_rep
         check_agreement(replica, engine, boot)
 
     play(tmp_path, engine, source, scenario)
+
+
+def test_a_check_is_given_up_for_other_weights_and_what_it_left_unchecked_is_never_called_ready(
+    tmp_path: Path,
+) -> None:
+    engine, source = FakeEngine(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        engine.check_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.report().stage is Stage.CHECKING)
+        source.corrupt.add("v2")
+        replica.desire(wanted("v2", 2))
+        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        assert (engine.serving, replica.report().snapshot, replica.report().check) == ("v1", "v1", None)
+        engine.check_gate.set()
+        replica.desire(wanted("v1", 3))
+        await serves(replica, "v1")
+        assert engine.switches == ["v1", "v1"]
+        found = replica.report().check
+        assert found is not None
+        assert (found.snapshot, found.generation) == ("v1", 3)
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_a_check_is_not_given_up_for_what_is_being_checked(tmp_path: Path) -> None:
+    engine, source = FakeEngine(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        engine.check_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.report().stage is Stage.CHECKING)
+        replica.desire(wanted("v1", 2))
+        await tick(20)
+        assert replica.report().stage is Stage.CHECKING
+        engine.check_gate.set()
+        await until(
+            replica, lambda: replica.report().stage is Stage.IDLE and not replica.runner.machine.behind
+        )
+        assert engine.switches == ["v1"]
+        assert len(engine.canaries) == 2, "of the start and of v1"
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, source = FakeEngine(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        monkeypatch.setattr(runner_module, "CHECK_S_MAX", 0.0)
+        engine.check_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: replica.report().stage is Stage.ERROR and len(engine.switches) == 2)
+        assert replica.report().error == "its check did not end within 0 s"
+        assert not replica.report().ready
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_what_was_staged_in_vain_does_not_stay_in_the_engine(tmp_path: Path) -> None:
+    engine, source = FakeEngine(), FakeSource()
+
+    async def scenario(replica: Replica) -> None:
+        replica.desire(wanted("v1", 1, hold=True))
+        await until(replica, lambda: replica.report().held)
+        assert engine.staged == "v1"
+        source.corrupt.add("v2")
+        replica.desire(wanted("v2", 2))
+        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        assert engine.staged is None
+        assert engine.switches == []
+
+    play(tmp_path, engine, source, scenario)
+
+
+@pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
+def test_nobody_is_woken_for_the_steps_of_an_async_switch_and_all_are_told_after_it(
+    tmp_path: Path, transition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "QUIET_S", 600.0)
+    engine, source = paced(stage=6, commit=6)
+
+    async def scenario(replica: Replica) -> None:
+        seen: list[Stage] = []
+        replica.desire(wanted("v1", 1, transition=transition))
+        while replica.report().stage is not Stage.IDLE or not engine.switches:
+            await replica.changed(60.0)
+            seen.append(replica.report().stage)
+        assert Stage.STAGING in seen
+        assert (Stage.COMMITTING in seen) == (transition == "SYNC")
+        told = [moved.stage.value for moved in replica.report().transitions]
+        assert told == ["fetching", "verifying", "staging", "staged", "committing", "checking", "idle"]
+
+    play(tmp_path, engine, source, scenario)

@@ -35,7 +35,7 @@ class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
         self.machine = SwapMachine(self.tick)
         self.generation = 0
         self.serving = BASE_SNAPSHOT
-        self.sound = True
+        self.sound = self.checked = True
         self.moves = 0
 
     def tick(self) -> float:
@@ -52,11 +52,24 @@ class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
     @precondition(lambda self: self.machine.behind and self.machine.stage not in AFTER_COMMIT)
     @rule()
     def it_is_taken_up(self) -> None:
+        self._taken_up()
+
+    @precondition(lambda self: self.machine.behind and self.machine.stage is Stage.CHECKING)
+    @rule()
+    def a_check_is_given_up_for_other_weights_only(self) -> None:
         accepted = self.machine.accepted
         assert accepted is not None
+        assert self.machine.supersedable == (accepted.snapshot != self.serving)
+        if self.machine.supersedable:
+            self._taken_up()
+
+    def _taken_up(self) -> None:
+        accepted = self.machine.accepted
+        assert accepted is not None
+        same = accepted.snapshot == self.serving
         taken = self.machine.begin()
-        assert (taken is None) == (accepted.snapshot == self.serving and self.sound)
-        assert self.machine.distrusted == (not self.sound)
+        assert (taken is None) == (same and self.sound and self.checked), "ready without a check"
+        assert self.machine.distrusted == (taken is not None and (same or not self.sound))
         assert self.machine.stage is (Stage.IDLE if taken is None else Stage.FETCHING)
         self.moves += 1
 
@@ -77,8 +90,9 @@ class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
         if event is Event.COMMITTED:
             assert self.machine.target is not None
             self.serving = self.machine.target.snapshot
+            self.checked = False
         elif event is Event.CHECKED:
-            self.sound = True
+            self.sound = self.checked = True
 
     @precondition(lambda self: self.machine.stage in (*LOADING, *AFTER_COMMIT))
     @rule()
@@ -131,6 +145,7 @@ def test_committing_can_be_left_only_by_its_own_outcome() -> None:
         Event.FAILED: Stage.ERROR,
     }
     assert {event: to for (at, event), to in MOVES.items() if at is Stage.CHECKING} == {
+        Event.DESIRED: Stage.FETCHING,
         Event.CHECKED: Stage.IDLE,
         Event.FAILED: Stage.ERROR,
     }

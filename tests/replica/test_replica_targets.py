@@ -12,6 +12,7 @@ from midstream.replica import hints as hints_module
 from midstream.replica.admission import Door
 from midstream.replica.hints import Hints
 from midstream.replica.replica import Replica
+from midstream.replica.runner import GIVEN_UP_MAX
 from midstream.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles, Stage
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
@@ -219,14 +220,34 @@ def test_a_target_that_is_let_go_before_it_is_staged_does_not_wait(tmp_path: Pat
     play(tmp_path, scenario)
 
 
-def test_a_held_target_is_superseded_however_many_were_before(tmp_path: Path) -> None:
+def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_has_staged(
+    tmp_path: Path,
+) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        for generation in range(1, 7):
+        for generation in range(1, GIVEN_UP_MAX + 2):
             replica.desire(wanted(f"v{generation}", generation, hold=True))
             await at(replica, f"v{generation}", Stage.STAGED)
-        replica.desire(wanted("v7", 7))
-        await at(replica, "v7")
-        assert engine.switches == ["v7"]
+        for generation in range(GIVEN_UP_MAX + 2, 9):
+            replica.desire(wanted(f"v{generation}", generation, hold=True))
+            await tick(20)
+        kept = f"v{GIVEN_UP_MAX + 1}"
+        report = replica.report()
+        assert (report.stage, report.target, report.held, report.generation) == (Stage.STAGED, kept, True, 8)
+        assert engine.switches == []
+        turn = wanted("v8", 8, hold=True, let_go=GIVEN_UP_MAX + 1)
+        replica.desire(turn)
+        await at(replica, "v8", Stage.STAGED)
+        replica.desire(turn)  # late: that was switched
+        await tick(20)
+        assert engine.switches == [kept]
+        assert replica.report().held
+        replica.desire(wanted("v8", 8))
+        await at(replica, "v8")
+        assert engine.switches == [kept, "v8"]
+        replica.desire(wanted("v9", 9, hold=True))
+        await at(replica, "v9", Stage.STAGED)
+        replica.desire(wanted("v10", 10, hold=True))
+        await at(replica, "v10", Stage.STAGED)  # patient again
 
     play(tmp_path, scenario)
 

@@ -233,6 +233,8 @@ class Replica:
         )
 
     def _changed(self) -> None:
+        if self.runner.quiet:
+            return  # told when that ends
         watch, self._watch = self._watch, asyncio.Event()
         watch.set()
 

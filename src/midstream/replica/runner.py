@@ -2,9 +2,10 @@
 
 Owns: the one attempt in work, and the gate and namespaces at the moment of the switch; what the last check found.
 Always holds: one attempt at a time, never an orphaned one; whether an attempt is superseded is decided in the step in which
-the newer target comes, and an attempt that has reached COMMIT always runs to its end, whoever is cancelled; the gate is open
-again however an attempt ends; between the engine's switch and the new namespace nobody is admitted. A failure that leaves
-open what the engine serves ends the runner: its owner starts a new boot. What serves and fails its check is loaded once more.
+the newer target comes; an attempt that has reached COMMIT always switches, whoever is cancelled, and only its check may be
+given up, for other weights; a check has an end; what was staged in vain is dropped; the gate is open again however an attempt
+ends; between the engine's switch and the new namespace nobody is admitted. A failure that leaves open what the engine serves
+ends the runner: its owner starts a new boot. What serves and fails its check is loaded once more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ DRAIN_LOG_EVERY_S = 10.0
 
 #: So many attempts in a row are dropped for a newer target; the next is finished whatever comes, or a trainer that signals
 #: faster than a load takes would keep its replicas on old weights for ever.
+#: After as many held ones in a row, the next keeps what it has staged and switches when this replica's turn comes.
 GIVEN_UP_MAX = 2
+
+CHECK_S_MAX = 300.0  # a check that takes longer counts as failed
+QUIET_S = 0.25  # when nothing but an async switch is left to do: telling others of it must not compete with the first steps
 
 
 class SnapshotSource(abc.ABC):
@@ -96,11 +101,13 @@ class SwapRunner:
         self._wake = asyncio.Event()
         self._attempt: asyncio.Task[None] | None = None
         self._given_up_in_a_row = 0
+        self._held_in_vain = 0  # attempts in a row that were given up while they waited for their turn
         self._failed_check = False  # the attempt in work did
         self._holding = False  # it waits to be let go
         self._given_up = False  # the attempt in work is to end; the accepted target has to be taken up anew
         self._load_again = False  # what serves failed its check for the first time
         self._let_go = asyncio.Event()  # replaced at every accepted target
+        self.quiet = False  # a switch is so near that nobody should be told of anything
         self.machine = machine
         self.info: ModelInfo | None = None  # of the engine, set before `run`
         self.last_swap: SwapTiming | None = None
@@ -110,7 +117,8 @@ class SwapRunner:
         """Take note of a target; returns at once. False when it is already accepted."""
         if not self.machine.accept(desired):
             return False
-        if self.machine.behind and (self._given_up_in_a_row < GIVEN_UP_MAX or self._holding):
+        patience = self._held_in_vain if self._holding else self._given_up_in_a_row
+        if self.machine.behind and patience < GIVEN_UP_MAX and self.machine.supersedable:
             self._give_up()
         let_go, self._let_go = self._let_go, asyncio.Event()
         let_go.set()
@@ -139,6 +147,8 @@ class SwapRunner:
             await self._to_its_end(attempt)
         finally:
             self._attempt = None
+            self._engine.drop_staged()
+            self._end_quiet()
         self._given_up_in_a_row = self._given_up_in_a_row + 1 if self._given_up else 0
         if not attempt.cancelled():
             attempt.result()
@@ -148,12 +158,13 @@ class SwapRunner:
         await self._to_its_end(asyncio.create_task(self._release(), name="release of old snapshots"))
 
     def _give_up(self) -> None:
-        """End the attempt in work unless it has reached COMMIT. No await may stand between looking and cancelling.
+        """End the attempt in work, which may be ended. No await may stand between looking and cancelling.
 
         Cancelled once: a second time would cut short what it cleans up.
         """
-        if self._attempt is not None and not self._given_up and self.machine.stage in BEFORE_COMMIT:
+        if self._attempt is not None and not self._given_up:
             self._given_up = True
+            self._held_in_vain += self._holding
             self._attempt.cancel()
 
     async def _to_its_end(self, task: asyncio.Task[None]) -> None:
@@ -164,7 +175,8 @@ class SwapRunner:
                 await asyncio.wait((task,))
             except asyncio.CancelledError:
                 cancelled = True
-                self._give_up()
+                if self.machine.stage in BEFORE_COMMIT:
+                    self._give_up()
         if cancelled:
             raise asyncio.CancelledError
 
@@ -213,6 +225,7 @@ class SwapRunner:
             await self._source.verify(path, desired)
         verified = self._advance(Event.VERIFIED)
         await self._engine.stage(desired.snapshot, path)
+        self._begin_quiet(desired)
         staged = self._advance(Event.STAGED)
         await self._held()
         timing = await self._switch(self.machine.target or desired)  # as it was let go
@@ -225,6 +238,7 @@ class SwapRunner:
             stage_ms=(staged - verified) * 1e3,
         )
         self.check = None
+        self._held_in_vain = 0
         self._advance(Event.COMMITTED)
 
     async def _fetch(self, desired: Desired) -> Path | None:
@@ -234,17 +248,30 @@ class SwapRunner:
         async with self._hints.loading(desired.snapshot):
             return await self._source.fetch(desired, anew=anew)
 
+    def _begin_quiet(self, desired: Desired) -> None:
+        if desired.transition == "ASYNC" and not self.machine.held:
+            self.quiet = True
+            asyncio.get_running_loop().call_later(QUIET_S, self._end_quiet)
+
+    def _end_quiet(self) -> None:
+        if self.quiet:
+            self.quiet = False
+            self._on_change()
+
     async def _held(self) -> None:
-        """Wait until the target is let go. Once there is a newer one nobody will: give up."""
+        """Wait until the target is let go. Once there is a newer one, give up; superseded too often, wait all the same: it is
+        let go before the newer one."""
         self._holding = True
         try:
-            while self.machine.held and not self.machine.behind:
+            while self.machine.held:
+                newer = self.machine.accepted if self.machine.behind else None
+                if newer is not None and not (newer.hold and self._held_in_vain >= GIVEN_UP_MAX):
+                    self._given_up = True
+                    self._held_in_vain += 1
+                    raise _GivenUp
                 await self._let_go.wait()
         finally:
             self._holding = False
-        if self.machine.held:
-            self._given_up = True
-            raise _GivenUp
 
     async def _switch(self, desired: Desired) -> SwapTiming:
         """Sync: close and drain first, still supersedable. Then hold newcomers while the engine commits."""
@@ -266,7 +293,11 @@ class SwapRunner:
     async def _check(self, desired: Desired) -> None:
         started = self._monotonic()
         assert self.info is not None
-        self.check = await self._checker.check(self.info, desired.snapshot, desired.generation)
+        try:
+            async with asyncio.timeout(CHECK_S_MAX):
+                self.check = await self._checker.check(self.info, desired.snapshot, desired.generation)
+        except TimeoutError:
+            raise NotSound(f"its check did not end within {CHECK_S_MAX:g} s") from None
         if self.last_swap is not None:
             check_ms = (self._monotonic() - started) * 1e3
             self.last_swap = msgspec.structs.replace(self.last_swap, check_ms=check_ms)

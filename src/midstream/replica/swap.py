@@ -11,6 +11,8 @@ import enum
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from midstream.types import BASE_SNAPSHOT, Desired, Stage, Transition
 
 TRANSITIONS_KEPT = 64
@@ -25,7 +27,7 @@ class Event(enum.StrEnum):
     REBUILT = "rebuilt"
     VERIFIED = "verified"
     STAGED = "staged"
-    COMMIT = "commit"  # the point of no return: no newer target supersedes this one
+    COMMIT = "commit"  # the point of no return: it will serve, whatever is wanted by then
     COMMITTED = "committed"  # it serves
     CHECKED = "checked"  # and is what it should be
     FAILED = "failed"
@@ -35,7 +37,10 @@ BEFORE_COMMIT = (Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGIN
 
 #: The legal moves, all of them.
 MOVES: dict[tuple[Stage, Event], Stage] = {
-    **{(stage, Event.DESIRED): Stage.FETCHING for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
+    **{
+        (stage, Event.DESIRED): Stage.FETCHING
+        for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT, Stage.CHECKING)
+    },
     **{(stage, Event.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
     (Stage.FETCHING, Event.FETCHED): Stage.VERIFYING,
     (Stage.FETCHING, Event.FETCHED_DELTA): Stage.REBUILDING,
@@ -55,8 +60,9 @@ class IllegalMove(RuntimeError):
 
 class SwapMachine:
     """The state of one boot. `accepted` is the Desired that came last; `target` the one last taken into work, whether it
-    is still being loaded, failed, or serves. `sound` is False from a check that failed to the next one that passes;
-    `distrusted` is True when the target replaces weights that may not have been what they should be."""
+    is still being loaded, failed, or serves. `sound` is False from a check that failed to the next one that passes; `checked`
+    is True when the check of what serves has passed; `distrusted` is True when the target replaces weights that may not have
+    been what they should be."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -65,6 +71,7 @@ class SwapMachine:
         self.serving = BASE_SNAPSHOT
         self.loaded: Desired | None = None  # what serves, None: the base weights of the start
         self.sound = True
+        self.checked = True
         self.distrusted = False
         self.accepted: Desired | None = None
         self.target: Desired | None = None
@@ -82,6 +89,13 @@ class SwapMachine:
 
         Any other (snapshot, generation) counts, also a lower generation: the one who sends has the truth.
         """
+        held = self.target if self.stage is Stage.STAGED and self.held else None
+        let_go = held is not None and held.generation == desired.let_go
+        if held is not None and let_go:
+            self.target = msgspec.structs.replace(held, hold=False)
+        return self._remember(desired) or let_go
+
+    def _remember(self, desired: Desired) -> bool:
         if (
             self.accepted
             and _key(self.accepted) == _key(desired)
@@ -107,14 +121,26 @@ class SwapMachine:
         """Take the accepted target into work; None when there is nothing to load since it serves already."""
         desired = self.accepted
         assert desired is not None
-        same = desired.snapshot == self.serving and (
-            self.loaded is None or _content(desired) == _content(self.loaded)
-        )
-        asked_again = desired.reload > (self.loaded.reload if self.loaded else 0)
-        serves = same and self.sound and not asked_again
-        self.distrusted = not serves and (same or not self.sound)
+        serves = self._same(desired) and self.sound and self.checked
+        self.distrusted = not serves and (self._same_files(desired) or not self.sound)
         self._move(Event.ALREADY_SERVING if serves else Event.DESIRED, desired)
         return None if serves else desired
+
+    def _same_files(self, desired: Desired) -> bool:
+        return desired.snapshot == self.serving and (
+            self.loaded is None or _content(desired) == _content(self.loaded)
+        )
+
+    def _same(self, desired: Desired) -> bool:
+        """Whether the target is what was committed last, and not asked for once more."""
+        return self._same_files(desired) and desired.reload <= (self.loaded.reload if self.loaded else 0)
+
+    @property
+    def supersedable(self) -> bool:
+        """Whether the target in work may be given up for the accepted one. A check may, but not for what is being checked."""
+        if self.stage is Stage.CHECKING:
+            return self.accepted is not None and not self._same(self.accepted)
+        return self.stage in BEFORE_COMMIT
 
     def advance(self, event: Event) -> None:
         """Anything but the beginning and the failure of the target in work."""
@@ -124,8 +150,9 @@ class SwapMachine:
         if event is Event.COMMITTED:
             self.serving = target.snapshot
             self.loaded = target
+            self.checked = False
         elif event is Event.CHECKED:
-            self.sound = True
+            self.sound = self.checked = True
 
     def fail(self, message: str) -> None:
         assert self.target is not None
