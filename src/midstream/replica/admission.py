@@ -57,8 +57,10 @@ class Gate:
         self._on_change()
 
     def check(self, choices: int) -> None:
-        """Raises what `enter` would raise at once, so that a request is refused before work is put into it."""
-        if self.choices and self.choices + choices > self._requests_max:
+        """Raises what `enter` would raise at once, so that a request is refused before work is put into it.
+
+        choices: 0 for one that was let in before, elsewhere: the bound does not hold for it."""
+        if choices and self.choices and self.choices + choices > self._requests_max:
             raise Overloaded(
                 f"{self.choices} choices are being served or waiting and this request asks for {choices} more;"
                 f" at most {self._requests_max} fit; retry it later"

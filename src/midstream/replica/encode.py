@@ -152,6 +152,7 @@ class Response(msgspec.Struct):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
     perf_metrics: dict[str, Any] | UnsetType = UNSET
+    midstream: dict[str, Any] | UnsetType = UNSET  # the seam, in the first chunk of a stream that was resumed
 
 
 class Extras(msgspec.Struct):
@@ -195,6 +196,7 @@ class Encoder:
         self._model = model
         self._model_names: dict[str, str] = {}
         self._openings: dict[str, bytes] = {}
+        self.seam: dict[str, Any] | UnsetType = UNSET  # of the next event
         self._vocabulary = vocabulary
         self._route_dtype: str | UnsetType = "uint16" if wide_routes else UNSET
         whole = "chat.completion" if self._chat else "text_completion"
@@ -220,12 +222,13 @@ class Encoder:
             choice = DeltaChoice(
                 index=index, delta=delta, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
             )
-            if prompt_ids is not UNSET:
-                return self._event(piece.snapshot, [choice], prompt_ids)
         else:
             choice = TextChoice(
                 index=index, text=piece.text, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
             )
+            prompt_ids = UNSET
+        if prompt_ids is not UNSET or self.seam is not UNSET:
+            return self._event(piece.snapshot, [choice], prompt_ids)
         opening = self._openings.get(piece.snapshot) or self._opening(piece.snapshot)
         return b"%b%b]}\n\n" % (opening, _encode(choice))
 
@@ -264,6 +267,7 @@ class Encoder:
         )
         if extras is not None:
             response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
+        response.midstream, self.seam = self.seam, UNSET
         return b"data: " + _encode(response) + b"\n\n"
 
     # Plain responses

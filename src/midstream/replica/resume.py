@@ -1,0 +1,98 @@
+"""A stream that another replica began and this one goes on with.
+
+Always holds: it goes on exactly or not at all, unless the client said that any snapshot will do: the same prompt tokens, the
+same seed, and under all that was emitted so far KV of the one snapshot that computed it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from midstream.errors import InvalidRequest
+from midstream.replica.checked import Checked, Kind, Prompt
+from midstream.resumption import CannotResume, Opening, Resume, Told
+from midstream.types import GenerationEvent
+
+_KINDS: dict[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/inference/v1/chat/completions": "chat",
+    "/inference/v1/completions": "completion",
+}
+
+
+def kind_of(resume: Resume) -> Kind:
+    """Raises InvalidRequest."""
+    kind = _KINDS.get(resume.path.partition("?")[0])
+    if kind is None:
+        raise InvalidRequest(f"path: nothing that streams is at {resume.path!r}", param="path")
+    return kind
+
+
+def can_be_resumed(checked: Checked) -> bool:
+    """What the end of a stream repeats of its beginning must follow from token ids alone."""
+    return checked.stream and not (checked.raw_output and checked.logprobs)
+
+
+def digest(prompts: Iterable[Prompt]) -> str:
+    """Of the token ids that a request turned into."""
+    ids = msgspec.msgpack.encode([prompt.token_ids for prompt in prompts])
+    return hashlib.blake2b(ids, digest_size=12).hexdigest()
+
+
+class Continued:
+    """What is known of such a stream. Raises InvalidRequest."""
+
+    def __init__(self, resume: Resume, checked: Checked, choices: int) -> None:
+        if not can_be_resumed(checked):
+            raise CannotResume("this kind of request cannot be resumed")
+        self._lost = resume.lost
+        self._exact = resume.exact
+        self._told = Told(resume.state, choices)
+        self._snapshot: str | None = None  # that all KV has to be of
+        self._proved: set[int] = set()  # choices whose KV was
+
+    def __repr__(self) -> str:
+        return f"Continued({self._told!r}, exact={self._exact})"
+
+    @property
+    def opening(self) -> Opening:
+        return self._told.opening
+
+    @property
+    def exact(self) -> bool:
+        return self._exact
+
+    def events(self) -> Iterable[tuple[int, GenerationEvent]]:
+        return self._told.events()
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        if digest(prompts) != self.opening.prompts:
+            raise CannotResume("the prompt is read as other tokens than before")
+
+    def check_snapshot(self, serving: str, finished: Collection[int]) -> None:
+        """Raises CannotResume unless the KV of what is unfinished can be computed again as it was."""
+        found = self._told.snapshots(finished) if self._exact else set[str]()
+        if len(found) > 1:
+            raise CannotResume(
+                "weights were swapped behind the stream: its KV cannot be computed again as it was"
+            )
+        if found and found != {serving}:
+            raise CannotResume(f"its KV is of snapshot {found.pop()!r}, and {serving!r} serves here")
+        self._snapshot = serving if found else None
+
+    def check_kv(self, choice: int, event: GenerationEvent, again: int) -> None:
+        """Raises CannotResume when a swap came between: positions below `again` are what was computed again."""
+        if self._snapshot is None or choice in self._proved or event.kv_snapshots is None:
+            return
+        self._proved.add(choice)
+        if any(snapshot != self._snapshot for snapshot, start, _ in event.kv_snapshots if start < again):
+            raise CannotResume("weights were swapped while the stream's KV was computed again")
+
+    def seam(self, tokens: list[int]) -> dict[str, Any]:
+        """What the first chunk says; `tokens`: how many of each choice the client had before."""
+        return {"resumed": {"from": self._lost, "tokens": tokens, "exact": self._exact}}

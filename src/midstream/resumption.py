@@ -1,0 +1,194 @@
+"""What a stream tells of itself on the way, so that another replica can go on where it broke off. Pure.
+
+A replica that is asked to (HEADER_RESUMABLE) sends every write of a stream as one HTTP chunk that begins with comment lines
+and holds whole events: `: m {...}` with an Opening first, then for each event of the engine `: m CHOICE:TOKEN` or, when there
+is more to say, `: m {...}` with a Step. Whoever holds all comments of the chunks that a client got knows exactly what the
+client got. They are sent back in a Resume, to PATH_RESUME of another replica.
+
+Always holds: a line is UTF-8 without a line end; steps of a choice are in the order in which its tokens were made; a stream is
+continued exactly only where all KV behind it was computed by the snapshot that serves there, and otherwise not, or, when the
+client says so, under that other snapshot and labelled with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from midstream.errors import Conflict, InvalidRequest
+from midstream.types import FinishReason, GenerationEvent, TokenRecord
+
+#: Internal: asks a replica for comments (request), says that they come (response). The value is always "1".
+HEADER_RESUMABLE = "x-midstream-resumable"
+#: What a client wants done when its replica dies in the middle of a stream: exact (the default), any, or off.
+HEADER_FAILOVER = "x-midstream-failover"
+FAILOVER_MODES = ("exact", "any", "off")
+PATH_RESUME = "/replica/resume"
+MARK = b": m "
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What a whole stream has in common. seed: the one that is sampled with, given by the client or not. prompts: a digest
+    of the prompts' token ids."""
+
+    id: str
+    created: int
+    seed: int
+    prompts: str
+
+
+class Step(
+    msgspec.Struct, frozen=True, omit_defaults=True, rename={"choice": "c", "tokens": "t", "snapshot": "s"}
+):
+    """An event of the engine that was taken, less its numbers. snapshot: the label of the tokens; "" as for the last ones.
+
+    kv: which snapshots computed the choice's KV, as in GenerationEvent.kv_snapshots.
+    """
+
+    choice: int
+    tokens: tuple[int, ...] = ()
+    snapshot: str = ""
+    cached: int | None = None
+    kv: tuple[tuple[str, int, int], ...] | None = None
+    finish: FinishReason | None = None
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """A stream to go on with. path, body: of the request that began it. state: its comments, one a line, without MARK.
+
+    lost: the replica that it was on. exact: refuse where it cannot go on as if nothing had happened.
+    """
+
+    path: str
+    lost: str
+    exact: bool
+    state: str
+    body: msgspec.Raw
+
+
+_encode = msgspec.json.Encoder().encode
+_opening = msgspec.json.Decoder(Opening)
+_step = msgspec.json.Decoder(Step)
+_resume = msgspec.json.Decoder(Resume)
+
+
+class Teller:
+    """The comments of one stream."""
+
+    def __init__(self, opening: Opening, choices: int) -> None:
+        self._opening: Opening | None = opening
+        self._labels = [""] * choices
+
+    def tell(self, choice: int, event: GenerationEvent) -> bytes:
+        """The lines for one event of the engine, a block of their own in the stream."""
+        tokens, labels = event.tokens, self._labels
+        if (
+            len(tokens) == 1
+            and tokens[0].snapshot == labels[choice]
+            and event.finish is None
+            and event.kv_snapshots is None
+            and event.cached_tokens is None
+        ):
+            return b": m %d:%d\n\n" % (choice, tokens[0].token_id)
+        lines = b""
+        if self._opening is not None:
+            lines, self._opening = MARK + _encode(self._opening) + b"\n", None
+        for step in self._steps(choice, event):
+            lines += MARK + _encode(step) + b"\n"
+        return lines + b"\n"
+
+    def _steps(self, choice: int, event: GenerationEvent) -> Iterable[Step]:
+        """One for each run of tokens of equal label; what is true of the event as a whole goes with the last."""
+        runs: list[tuple[str, list[int]]] = []
+        for record in event.tokens:
+            if not runs or runs[-1][0] != record.snapshot:
+                runs.append((record.snapshot, []))
+            runs[-1][1].append(record.token_id)
+        for label, ids in runs[:-1]:
+            yield Step(choice, tuple(ids), self._told(choice, label))
+        label, ids = runs[-1] if runs else ("", [])
+        yield Step(
+            choice,
+            tuple(ids),
+            self._told(choice, label),
+            event.cached_tokens,
+            event.kv_snapshots,
+            event.finish,
+        )
+
+    def _told(self, choice: int, label: str) -> str:
+        if label in ("", self._labels[choice]):
+            return ""
+        self._labels[choice] = label
+        return label
+
+
+class Told:
+    """What was told of a stream, read back. Raises InvalidRequest."""
+
+    def __init__(self, state: str, choices: int) -> None:
+        first, *rest = state.split("\n")
+        try:
+            self.opening = _opening.decode(first)
+            self.steps = [_read(line) for line in rest]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise InvalidRequest(
+                f"state: not what a stream tells of itself: {error}", param="state"
+            ) from error
+        if any(not 0 <= step.choice < choices for step in self.steps):
+            raise InvalidRequest(f"state: the request makes {choices} choices", param="state")
+
+    def __repr__(self) -> str:
+        return f"Told({len(self.steps)} steps)"
+
+    def events(self) -> Iterable[tuple[int, GenerationEvent]]:
+        """(choice, event) as the engine gave them, with log-probabilities of 0 and without routes."""
+        labels: dict[int, str] = {}
+        for step in self.steps:
+            label = labels[step.choice] = step.snapshot or labels.get(step.choice, "")
+            tokens = tuple(TokenRecord(token, 0.0, None, label) for token in step.tokens)
+            yield (
+                step.choice,
+                GenerationEvent(
+                    tokens=tokens, cached_tokens=step.cached, kv_snapshots=step.kv, finish=step.finish
+                ),
+            )
+
+    def snapshots(self, finished: Collection[int]) -> set[str]:
+        """The snapshots that computed the KV of the choices that are not `finished`."""
+        last = {step.choice: step.kv for step in self.steps if step.kv is not None}
+        return {
+            snapshot for choice, spans in last.items() if choice not in finished for snapshot, _, _ in spans
+        }
+
+
+class CannotResume(Conflict):
+    """The stream cannot be continued as it would have gone on."""
+
+
+def read_resume(body: bytes) -> Resume:
+    """Raises InvalidRequest."""
+    try:
+        return _resume.decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"not a stream to resume: {error}") from error
+
+
+def snapshot_to_resume_under(state: str) -> str | None:
+    """The one snapshot that computed all KV that the stream's unfinished choices stand on; None: there is no such constraint.
+    Choices that ended by a stop string count as unfinished. Raises CannotResume when there are several, InvalidRequest."""
+    told = Told(state, 2**31)
+    found = told.snapshots({step.choice for step in told.steps if step.finish is not None})
+    if len(found) > 1:
+        raise CannotResume(
+            "a swap of weights lies behind the stream: its KV cannot be computed again as it was"
+        )
+    return found.pop() if found else None
+
+
+def _read(line: str) -> Step:
+    if line.startswith("{"):
+        return _step.decode(line)
+    choice, _, token = line.partition(":")
+    return Step(int(choice), (int(token),))
