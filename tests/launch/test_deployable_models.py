@@ -93,6 +93,15 @@ def test_the_command_line_counts_when_it_changed_and_the_api_otherwise(tmp_path:
         await ledger.update_deployment(spec.deployment, fields={"displayName": "kept"})
         assert await started(replicas=1, transition="async") == (1, 1, "ASYNC")
         assert (await ledger.deployment(spec.deployment)).fields["displayName"] == "kept"
+
+        async def bucket(**said: object) -> str:
+            return (await default_deployment(ledger, msgspec.structs.replace(spec, **said))).bucket_url
+
+        assert await bucket() == "file:///bucket"
+        await ledger.update_deployment(spec.deployment, bucket_url="file:///bucket/run-2")
+        assert await bucket() == "file:///bucket/run-2", "or the next signal would be looked for elsewhere"
+        assert await bucket(bucket="file:///other") == "file:///other"
+        assert await bucket() == "file:///bucket"
         ledger.close()
 
     asyncio.run(main())

@@ -6,13 +6,16 @@ Owns: wiring concrete classes. Run as `python -m midstream.launch.gateway` by th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import uvloop
 
 from midstream.control.loop import Reconciler
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, NotFound
 from midstream.gateway.app import control_app
 from midstream.gateway.deployments import deployment_routes
 from midstream.gateway.hotload import hotload_routes
@@ -90,15 +93,20 @@ async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow
     since stays. Raises ConfigError.
     """
     transition: TransitionType = "SYNC" if spec.transition == "sync" else "ASYNC"
-    row = await ledger.ensure_deployment(spec.deployment, spec.model, spec.bucket, None, spec.replicas)
-    said = {"replicas": spec.replicas, "transition": transition}
-    before = row.fields.get(_SAID) or {}
+    said = {"replicas": spec.replicas, "transition": transition, "bucket": spec.bucket}
+    before: Mapping[str, Any] = {}
+    bucket = spec.bucket
+    with contextlib.suppress(NotFound):
+        known = await ledger.deployment(spec.deployment)
+        before = known.fields.get(_SAID) or {}
+        bucket = known.bucket_url if before.get("bucket") == spec.bucket else spec.bucket
+    row = await ledger.ensure_deployment(spec.deployment, spec.model, bucket, None, spec.replicas)
     change: DeploymentChange = {}
     if before.get("replicas") != spec.replicas:
         change["replicas_min"] = change["replicas_max"] = spec.replicas
     if before.get("transition") != transition:
         change["transition"] = transition
-    if not change:
+    if not change and before == said:
         return row
     change["fields"] = {_SAID: said}
     return await ledger.update_deployment(row.name, **change)
