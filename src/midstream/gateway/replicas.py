@@ -29,6 +29,7 @@ from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 4 * 2**20
+OF_A_KIND = b'{"kind":'  # how lines begin that are no report
 SILENCE_CHECKS = 6  # a silent period is counted in so many parts: one stall of this loop is not silence
 
 
@@ -220,6 +221,8 @@ class ReplicaSet:
             stream.abort()
 
     def _heard(self, view: ReplicaView, line: bytes) -> None:
+        if line.startswith(OF_A_KIND):
+            return
         try:
             report = msgspec.json.decode(line, type=ReplicaReport)
             if report.replica != view.name:

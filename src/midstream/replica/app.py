@@ -1,4 +1,4 @@
-"""What each path of a replica's port does: inference, report, events, desired snapshot, hints.
+"""What each path of a replica's port does: inference, report, events, sessions, desired snapshot, hints.
 
 Owns: the mapping between HTTP exchanges (http1.py) and replica/service.py, and nothing else.
 Always holds: without the right token no request gets as far as its body; every error has the one shape of errors.py; the
@@ -25,7 +25,8 @@ from midstream.replica.checked import Kind
 from midstream.replica.encode import error_event
 from midstream.replica.generation import Generation
 from midstream.replica.replica import Replica
-from midstream.types import HEADER_TOKEN, Desired, Hint
+from midstream.replica.sessions import Sessions
+from midstream.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,9 @@ _PREFIXES = (b"/v1", b"/inference/v1")
 _JSON = "application/json"
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
+_asked = msgspec.json.Decoder(SessionsAsked)
 _hinted = msgspec.json.Decoder(Hint)
+_NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
 Answer = tuple[int, Any]  # status, and what the JSON body says
 
@@ -68,6 +71,8 @@ class ReplicaApp:
             b"/replica/report": (get, _at_once(lambda _: (200, replica.report()))),
             b"/replica/events": (get, lambda request, client: EventsExchange(request, client, replica)),
             b"/replica/desired": (post, _at_once(lambda request: _desire(replica, request))),
+            b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
+            b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
         }
         for prefix in _PREFIXES:
@@ -307,31 +312,50 @@ class InferenceExchange(TaskExchange):
 
 
 class EventsExchange(TaskExchange):
-    """The report as a line of JSON, now and after every change, until the replica is closed."""
+    """A line of JSON now and after every change, until the replica is closed: the report, and before it what is to be told
+    of sessions, of all of them before the first report."""
 
     def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
         super().__init__(request, client)
         self._replica = replica
+        self._trajectories = _NO_TURNS  # as last told
+        self._trajectories_at = float("-inf")
 
     async def _answer(self) -> None:
         replica = self._replica
-        while not replica.closed:
-            changed = asyncio.create_task(replica.changed(REPORT_AT_LEAST_EVERY_S))
-            try:
-                line = msgspec.json.encode(replica.report()) + b"\n"
-                if self._started:
-                    self._client.write(self._framed(line))
-                else:
-                    self._begin({"content-type": "application/x-ndjson"}, line)
-                if not self.writable:
-                    await self.drained()
-                await asyncio.sleep(REPORT_GAP_S)
-                await changed
-            finally:
-                changed.cancel()
+        with replica.sessions.feed() as feed:
+            while not replica.closed and not feed.behind:
+                changed = asyncio.create_task(replica.changed(REPORT_AT_LEAST_EVERY_S))
+                try:
+                    replica.sessions.sweep()
+                    for line in replica.sessions.told(feed):
+                        await self._tell(line)
+                    await self._tell(msgspec.json.encode(replica.report()) + b"\n")
+                    await self._tell_trajectories()
+                    await asyncio.sleep(REPORT_GAP_S)
+                    await changed
+                finally:
+                    changed.cancel()
         if not self._started:
             raise ReplicaUnavailable("the replica is closed")
         self._end()
+
+    async def _tell(self, line: bytes) -> None:
+        if self._started:
+            self._client.write(self._framed(line))
+        else:
+            self._begin({"content-type": "application/x-ndjson"}, line)
+        if not self.writable:
+            await self.drained()
+
+    async def _tell_trajectories(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._trajectories_at < REPORT_AT_LEAST_EVERY_S:
+            return
+        line = msgspec.json.encode(self._replica.sessions.trajectories())
+        if line != self._trajectories:
+            self._trajectories, self._trajectories_at = line, now
+            await self._tell(line + b"\n")
 
 
 def _at_once(answer: Callable[[Request], Answer]) -> Callable[[Request, ClientConnection], Exchange]:
@@ -376,6 +400,28 @@ def _desire(replica: Replica, request: Request) -> Answer:
         raise InvalidRequest(f"not a desired snapshot: {error}") from error
     replica.desire(wanted)
     return 202, replica.report()
+
+
+def _sessions(replica: Replica, request: Request) -> Answer:
+    asked = _asked_for(request)
+    if asked.key is None:
+        return 200, SessionsHeld(tuple(replica.sessions.of(asked.tenant, asked.after, asked.limit)))
+    found = replica.sessions.one((asked.tenant, asked.key))
+    return 200, SessionsHeld(() if found is None else (found,))
+
+
+def _close_session(replica: Replica, request: Request) -> Answer:
+    asked = _asked_for(request)
+    if asked.key is None:
+        raise InvalidRequest("which session is to be closed", param="key")
+    return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
+
+
+def _asked_for(request: Request) -> SessionsAsked:
+    try:
+        return _asked.decode(request.body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"not a question about sessions: {error}") from error
 
 
 def _hint(replica: Replica, request: Request) -> Answer:

@@ -22,6 +22,7 @@ from midstream.replica.calling import CallStage, id_maker
 from midstream.replica.checked import Checked, Prompt
 from midstream.replica.choice import Choice, Piece
 from midstream.replica.encode import DONE, CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
+from midstream.replica.sessions import Turn
 from midstream.replica.toolformat import ToolFormat
 from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
@@ -290,6 +291,17 @@ class Generation:
                 if self._open[prompt] == 0:
                     break
                 queue.put_nowait((prompt, event))
+
+    def measure(self, turn: Turn) -> None:
+        """What the request was like, at its end."""
+        usage = self._usage()
+        turn.prompt_tokens, turn.generated_tokens = usage.prompt_tokens, usage.completion_tokens
+        turn.cached_tokens = sum(self._cached.values())
+        turn.longest = max(choice.generated for choice in self._choices)
+        first = self._timings.first_token
+        if first is not None:
+            turn.first_token_s = first - self._timings.started
+            turn.generation_s = self._service.monotonic() - first
 
     def _usage(self) -> Usage:
         prompt = sum(len(p.token_ids) for p in self._prompts)

@@ -25,8 +25,9 @@ from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.runner import SnapshotSource, SwapRunner
 from midstream.replica.service import Service
+from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.swap import SwapMachine
-from midstream.types import BASE_SNAPSHOT, Desired, Hint, ReplicaReport, Stage
+from midstream.types import BASE_SNAPSHOT, Desired, Hint, ReplicaReport, Session, Stage
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ RESTART_DELAY_MAX_S = 10.0
 class Replica:
     """`base_directory` is the served model's directory: the base snapshot, should it be asked for again.
 
-    requests_max: choices inside or waiting at the gate; a request that would bring more gets 429.
+    requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how long a
+    session may be without a turn before it is closed.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Replica:
         names: ServedNames,
         base_directory: Path,
         requests_max: int = REQUESTS_MAX,
+        session_idle_s: float = SESSION_IDLE_S,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         random_seed: Callable[[], int] = lambda: random.getrandbits(62),
@@ -58,7 +61,10 @@ class Replica:
         self.name = name
         self.names = names
         self.gate = Gate(self._changed, requests_max)
-        self.namespaces = Namespaces(clock=monotonic)
+        self.namespaces = Namespaces(idle_s_max=session_idle_s, clock=monotonic)
+        self.sessions = Sessions(
+            idle_s=session_idle_s, clock=clock, monotonic=monotonic, on_change=self._changed
+        )
         self.service: Service | None = None  # from the first successful engine start on
         self.ready = False
         self.clock = clock
@@ -96,6 +102,7 @@ class Replica:
             names=self.names,
             gate=self.gate,
             namespaces=self.namespaces,
+            sessions=self.sessions,
             serving=lambda: self.runner.machine.serving,
             clock=self.clock,
             monotonic=self._monotonic,
@@ -127,6 +134,11 @@ class Replica:
     def hint(self, hint: Hint) -> None:
         """Fetch files early that a target will need."""
         self._hints.add(hint)
+
+    def close_session(self, session: Session) -> bool:
+        """Whether it was held here. Its next request begins anew; one that runs goes on."""
+        self.namespaces.forget(session)
+        return self.sessions.close(session)
 
     def report(self) -> ReplicaReport:
         machine = self.runner.machine

@@ -33,12 +33,13 @@ from midstream.replica.checked import (
     split_prompts,
 )
 from midstream.replica.generation import Generation, Timings, echoed_tokens
-from midstream.replica.namespaces import Namespaces, Session, cache_salt
+from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.schema import ChatBody, CompletionBody, parse_chat, parse_completion
+from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.toolformat import ToolFormat
 from midstream.replica.tools import check_template, prepare_history
 from midstream.sessionkey import session_from_body, session_from_headers
-from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo
+from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo, Session
 
 HEADER_MODEL = "fireworks-model"
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
@@ -55,6 +56,7 @@ class Service:
         names: ServedNames,
         gate: admission.Gate,
         namespaces: Namespaces,
+        sessions: Sessions,
         serving: Callable[[], str],
         clock: Callable[[], float],
         monotonic: Callable[[], float],
@@ -67,6 +69,7 @@ class Service:
         self.names = names
         self.gate = gate
         self.namespaces = namespaces
+        self.sessions = sessions
         self.serving = serving
         self.clock = clock
         self.monotonic = monotonic
@@ -98,8 +101,12 @@ class Service:
         salt = self._salt(checked, session, headers)
         age_max = self.namespaces.kv_age_max
         requests = [replace(request, salt=salt, kv_age_max=age_max) for request in requests]
-        with self.gate.admitted(choices):
-            yield Generation(self, checked, prompts, requests, timings, tool_format)
+        with self.gate.admitted(choices), self.sessions.turn(session, stamp_of(headers)) as turn:
+            generation = Generation(self, checked, prompts, requests, timings, tool_format)
+            try:
+                yield generation
+            finally:
+                generation.measure(turn)
 
     def _wanted(self, model: str, headers: Mapping[str, str]) -> str | None:
         """The snapshot asked for by name: in the body's model, or else in the header's."""

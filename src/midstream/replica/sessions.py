@@ -126,7 +126,7 @@ class Sessions:
         self.sweep()
         found = self._held.get(session)
         if found is None:
-            stamp = stamp or round(now * 1000)
+            stamp = round(now * 1000) if stamp is None else stamp
             stats = SessionStats(tenant=session[0], key=session[1], stamp=stamp, opened_at=now, used_at=now)
             self._tell(session)
         else:
