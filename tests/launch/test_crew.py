@@ -13,7 +13,7 @@ import pytest
 
 from midstream.gateway.roster import Wanted, WantedReplica
 from midstream.launch.crew import Crew
-from midstream.launch.local import remove_caches
+from midstream.launch.local import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.process import Child
 
 SCRIPTED = """
@@ -148,6 +148,17 @@ def test_caches_of_a_deployment_go_all_and_no_others(tmp_path: Path) -> None:
     remove_caches(tmp_path / "b-replica-0", {"b-replica-2"})
     left = {directory.name for directory in tmp_path.iterdir()}
     assert left == set(names) - {"b-replica-0", "b-replica-1", "b-replica-12"}
+
+
+def test_caches_of_deployments_that_went_while_no_server_ran_go_too(tmp_path: Path) -> None:
+    names = ("replica-0", "replica-3", "b-replica-0", "c-replica-1", "replica-x", "notes")
+    for name in names:
+        (tmp_path / name / "step-1").mkdir(parents=True)
+    aside = set_strange_caches_aside(tmp_path, {"replica-0", "b-replica-4"})
+    assert {d.name for d in tmp_path.iterdir()} - {d.name for d in aside} == set(names) - {"c-replica-1"}
+    assert len(set_strange_caches_aside(tmp_path, {"replica-0", "b-replica-4"})) == 1, "a crash forgets none"
+    remove_all(aside)
+    assert {d.name for d in tmp_path.iterdir()} == set(names) - {"c-replica-1"}
 
 
 def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene) -> None:  # type: ignore[no-untyped-def]

@@ -147,9 +147,9 @@ class _Api:
                 f"{row.name} is the deployment the server was started with: scale it to 0, or stop the server",
                 param="deployment",
             )
+        await self._ledger.update_deployment(row.name, deleting=True)
         if deployment is not None and request.query_params.get("hard") == "true":
             deployment.drain_s = 0.0
-        await self._ledger.update_deployment(row.name, deleting=True)
         await self._changed()
         return JSONResponse({})
 

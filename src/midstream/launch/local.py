@@ -18,7 +18,7 @@ import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import IO
 
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 SECOND_SIGNAL_AFTER_S = 1.0  # sooner, it is the same request to stop, delivered twice
 READY_POLL_S = 0.05
+GONE = ".gone-"  # begins the names of caches that are being removed
 KILL_AFTER_S = 5.0
 REPLICA_STOP_S = (
     7.0  # without a gateway there is nobody to finish anything for: time for its engine to end, no more
@@ -101,6 +102,21 @@ def remove_caches(cache: Path, others: Set[str]) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def set_strange_caches_aside(root: Path, wanted: Set[str]) -> list[Path]:
+    """Caches of deployments none of whose replicas is wanted, since they went while no server ran: to be removed, renamed."""
+    deployments = {name.rpartition("-")[0] for name in wanted}
+    for directory in list(root.glob("*replica-*")):
+        deployment, _, number = directory.name.rpartition("-")
+        if number.isdecimal() and deployment not in deployments and not directory.name.startswith(GONE):
+            directory.rename(root / f"{GONE}{directory.name}-{secrets.token_hex(4)}")
+    return list(root.glob(f"{GONE}*"))
+
+
+def remove_all(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def free_port(host: str) -> int:
     with socket.create_server((host, 0)) as server:
         port: int = server.getsockname()[1]
@@ -116,6 +132,9 @@ class Supervisor:
         self._models = models
         self._state = Path(settings.state_dir).absolute()
         self._token = settings.replica_token or secrets.token_hex(16)
+        self._cleaning: list[
+            asyncio.Task[None]
+        ] = []  # of what deployments left that went while no server ran; once
         self.model, self.deployment = model_resource(settings, name), deployment_resource(settings)
         self.crew = Crew(
             self._replica, self._clean, self._tell, host=REPLICA_HOST, stop_s=STOP_GRACE_S + KILL_AFTER_S
@@ -124,7 +143,7 @@ class Supervisor:
             "gateway",
             "midstream.launch.gateway",
             self._gateway_spec(),
-            on_line=lambda line: self.crew.want(msgspec.json.decode(line, type=Wanted)),
+            on_line=self._hear,
             greeting=self.crew.running,
         )
 
@@ -158,6 +177,14 @@ class Supervisor:
         return Wanted(
             tuple(WantedReplica(name=name, deployment=self.deployment, model=self.model) for name in names)
         )
+
+    def _hear(self, line: bytes) -> None:
+        wanted = msgspec.json.decode(line, type=Wanted)
+        self.crew.want(wanted)
+        if not self._cleaning:
+            names = {replica.name for replica in wanted.replicas}
+            gone = set_strange_caches_aside(self._state / "snapshots", names)
+            self._cleaning.append(asyncio.create_task(asyncio.to_thread(remove_all, gone), name="old caches"))
 
     def _tell(self) -> None:
         self.gateway.tell(self.crew.running())
