@@ -330,7 +330,7 @@ def test_a_replica_that_cannot_be_started_fails_its_own_deployment_alone(tmp_pat
         await server.supervise()
         got = await server.got("b")
         assert (got["state"], got["status"]["code"]) == ("FAILED", "INTERNAL")
-        assert "model.safetensors is truncated" in got["status"]["message"]
+        assert got["status"]["message"] == "b-replica-0: model.safetensors is truncated"
         assert (await server.got("default"))["state"] == "READY"
         health = (await server.http.get("/health")).json()
         assert [(d["wanted"], d["usable"], d["failed"]) for d in health["deployments"]] == [

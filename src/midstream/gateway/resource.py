@@ -215,7 +215,8 @@ def _condition(
         return "CREATING", "UNAVAILABLE", "no replica is ready"
     replicas = deployment.replicas
     ready = sum(view.usable for view in replicas.views)
-    problem = "; ".join(f"{name}: {why}" for name, why in sorted(deployment.troubles.items()))
+    troubles = sorted(deployment.troubles.items())
+    problem = "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in troubles)
     if ready == 0 and wanted:
         return (
             ("FAILED", "INTERNAL", problem) if problem else ("CREATING", "UNAVAILABLE", "no replica is ready")
