@@ -101,6 +101,7 @@ class FakeEngine(Engine):
         )
         self.reply: tuple[int, ...] = ids(reply)
         self.serving = BASE_SNAPSHOT
+        self.tells_kv = False  # when asked to
         self.staged: str | None = None
         self.calls: list[str] = []
         self.requests: list[GenerateRequest] = []
@@ -186,10 +187,12 @@ class FakeEngine(Engine):
 
     async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         size, limit = len(request.prompt), request.sampling.max_tokens
-        for index in range(request.n):
+        kv = ((self.serving, 0, size),) if request.want_kv_snapshots and self.tells_kv else None
+        for index in request.choices:
             yield GenerationEvent(
                 index=index,
                 cached_tokens=self.cached_tokens,
+                kv_snapshots=kv,
                 queued_s=0.25,
                 prompt=tuple(
                     record(request.prompt[p], p, request, self.serving, prompt=True)
@@ -210,8 +213,8 @@ class FakeEngine(Engine):
                 raise EngineDied("killed by the test")
             if self.stop_short and done == 1:
                 return
-            for index in range(request.n):
-                if (request.request_id, index) in self.ended:
+            for index in request.choices:
+                if (request.request_id, index) in self.ended or done < len(request.emitted_of(index)):
                     continue
                 reply = self.replies.get(index, self.reply)
                 token = reply[done % len(reply)]
@@ -224,7 +227,7 @@ class FakeEngine(Engine):
                 yield GenerationEvent(index=index, tokens=(made,), finish=finish)
             self.made[request.request_id] = done + 1
             self._announce()
-            if all((request.request_id, index) in self.ended for index in range(request.n)):
+            if all((request.request_id, index) in self.ended for index in request.choices):
                 return
 
     async def _score(self, request: GenerateRequest) -> GenerationEvent:

@@ -14,6 +14,7 @@ import hmac
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from email.utils import formatdate
 from typing import Any
 
@@ -25,7 +26,10 @@ from midstream.replica.checked import Kind
 from midstream.replica.encode import error_event
 from midstream.replica.generation import Generation
 from midstream.replica.replica import Replica
+from midstream.replica.resume import kind_of
+from midstream.replica.service import Service
 from midstream.replica.sessions import Sessions
+from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld
 
 log = logging.getLogger(__name__)
@@ -81,6 +85,10 @@ class ReplicaApp:
                 prefix + b"/completions": (post, _inference(replica, "completion", outbox)),
                 prefix + b"/models": (get, _at_once(lambda _: _models(replica))),
             }
+        self._routes[PATH_RESUME.encode()] = (
+            post,
+            lambda request, client: ResumeExchange(request, client, replica, "chat", outbox),
+        )
 
     def __repr__(self) -> str:
         return f"ReplicaApp({len(self.clients)} connections)"
@@ -282,7 +290,7 @@ class InferenceExchange(TaskExchange):
         service = self._replica.service
         if service is None:
             raise ReplicaUnavailable("the engine is starting; retry this request")
-        async with service.admitted(self._kind, self._request.body, self._headers) as generation:
+        async with self._admitted(service) as generation:
             if generation.checked.stream:
                 self._generation = generation
                 await generation.stream(self)
@@ -291,12 +299,25 @@ class InferenceExchange(TaskExchange):
                 data = await generation.plain()
                 self._whole(200, data, generation.headers(done=True))
 
+    def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
+        return service.admitted(self._kind, self._request.body, self._headers)
+
+    def _fail(self, error: MidstreamError) -> None:
+        """A stream that another replica can go on with is broken off: its gateway sees to the rest."""
+        if self._started and self._generation.resumable and isinstance(error, ReplicaUnavailable):
+            self._outbox.take(self._client)
+            self._client.reset()
+        else:
+            super()._fail(error)
+
     def write(self, data: bytes) -> None:
         """Events of the stream; the head goes out with the first of them."""
         if self._started:
             self._outbox.add(self._client, self._framed(data))
             return
         fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        if self._generation.resumable:
+            fixed[HEADER_RESUMABLE] = "1"
         self._begin({**fixed, **self._generation.headers(done=False)}, data)
 
     def client_gone(self) -> None:
@@ -309,6 +330,14 @@ class InferenceExchange(TaskExchange):
 
     def _unwritten(self) -> bytes:
         return self._outbox.take(self._client)
+
+
+class ResumeExchange(InferenceExchange):
+    """A stream that another replica began."""
+
+    def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
+        resume = read_resume(self._request.body)
+        return service.admitted(kind_of(resume), bytes(resume.body), self._headers, resume)
 
 
 class EventsExchange(TaskExchange):

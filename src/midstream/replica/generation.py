@@ -22,8 +22,10 @@ from midstream.replica.calling import CallStage, id_maker
 from midstream.replica.checked import Checked, Prompt
 from midstream.replica.choice import Choice, Piece
 from midstream.replica.encode import DONE, CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
+from midstream.replica.resume import Continued, digest
 from midstream.replica.sessions import Turn
 from midstream.replica.toolformat import ToolFormat
+from midstream.resumption import Opening, Teller
 from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
 if TYPE_CHECKING:
@@ -63,8 +65,13 @@ class Generation:
         prompts: list[Prompt],
         requests: list[GenerateRequest],
         timings: Timings,
+        seed: int,
         tool_format: ToolFormat | None = None,
+        *,
+        told: bool = False,
+        continued: Continued | None = None,
     ) -> None:
+        """told: the stream tells what another replica needs to go on with it; continued: it goes on with one."""
         self._service = service
         self.checked = checked
         self._prompts = prompts
@@ -92,15 +99,26 @@ class Generation:
         self._open_in_all = len(self._choices)
         self._snapshot = service.serving()  # the newest one that any token was labelled with
         self._seen: set[str] = set()
-        prefix = "chatcmpl" if checked.kind == "chat" else "cmpl"
+        self._continued = continued
+        self._replaying = False
+        opening = self._opening(seed, told) if continued is None else continued.opening
+        self.resumable = told and continued is None
+        self._teller = Teller(opening, len(self._choices)) if self.resumable else None
+        if told or continued is not None:
+            self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
         self._encoder = Encoder(
             checked,
-            response_id=f"{prefix}-{uuid.uuid4().hex}",
-            created=int(service.clock()),
+            response_id=opening.id,
+            created=opening.created,
             model=service.names.model,
             vocabulary=vocabulary,
             wide_routes=service.info.num_experts > 256,
         )
+
+    def _opening(self, seed: int, told: bool) -> Opening:
+        prefix = "chatcmpl" if self.checked.kind == "chat" else "cmpl"
+        prompts = digest(self._prompts) if told else ""
+        return Opening(f"{prefix}-{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts)
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
@@ -108,8 +126,9 @@ class Generation:
         greeted = [False] * len(self._choices)
         kept = [Kept([], [], []) for _ in self._choices] if checked.raw_output else None
 
-        def take(choice: Choice, pieces: list[Piece]) -> None:
-            index, data = choice.index, b""
+        def take(choice: Choice, event: GenerationEvent, pieces: list[Piece]) -> None:
+            index = choice.index
+            data = b"" if self._teller is None else self._teller.tell(index, event)
             prompt = self._prompts[index // checked.n]
             for piece in pieces:
                 data += encoder.chunk(index, piece, None if greeted[index] else prompt)
@@ -122,6 +141,12 @@ class Generation:
             if data:
                 sink.write(data)
 
+        if self._continued is not None:
+            for choice, pieces in self._replay(self._continued):
+                greeted[choice.index] |= bool(pieces) or choice.finish is not None
+                if kept is not None:
+                    for piece in pieces:
+                        kept[choice.index].keep(piece)
         await self._run(take, sink)
         tail = encoder.usage_chunk(self._snapshot, self._extras()) if checked.include_usage else b""
         sink.write(tail + DONE)
@@ -134,10 +159,38 @@ class Generation:
                 extras.usage = UNSET
         return self._encoder.finish_chunk(choice, choice.snapshot or self._snapshot, first, raw, extras)
 
+    def _replay(self, continued: Continued) -> list[tuple[Choice, list[Piece]]]:
+        """Take what the client has had already, to stand where it broke off: what each event released then.
+
+        Raises CannotResume."""
+        n, released = self.checked.n, list[tuple[Choice, list[Piece]]]()
+        ids: list[list[int]] = [[] for _ in self._choices]
+        self._replaying = True
+        for index, event in continued.events():
+            choice = self._choices[index]
+            if choice.finish is None:
+                released.append((choice, self._apply(index // n, choice, event)))
+                ids[index] += [record.token_id for record in event.tokens]
+        self._replaying = False
+        finished = [choice.index for choice in self._choices if choice.finish is not None]
+        continued.check_snapshot(self._service.serving(), finished)
+        for prompt, request in enumerate(self._requests):
+            own = self._choices[prompt * n : (prompt + 1) * n]
+            unfinished = [choice for choice in own if choice.finish is None]
+            shown = all(choice.echoed for choice in unfinished)
+            self._requests[prompt] = replace(
+                request,
+                emitted=tuple(None if c.finish is not None else tuple(ids[c.index]) for c in own),
+                prompt_records=0 if shown else request.prompt_records,
+                kv_age_max=0 if continued.exact else request.kv_age_max,
+            )
+        self._encoder.seam = continued.seam([choice.generated for choice in self._choices])
+        return released
+
     async def plain(self) -> bytes:
         kept = [Kept([], [], []) for _ in self._choices]
 
-        def take(choice: Choice, pieces: list[Piece]) -> None:
+        def take(choice: Choice, _: GenerationEvent, pieces: list[Piece]) -> None:
             for piece in pieces:
                 kept[choice.index].keep(piece)
 
@@ -151,10 +204,14 @@ class Generation:
         """The metrics known by now as response headers."""
         return {f"fireworks-{name}": str(value) for name, value in self._metrics(done=done).items()}
 
-    async def _run(self, take: Callable[[Choice, list[Piece]], None], sink: Sink | None = None) -> None:
+    async def _run(
+        self, take: Callable[[Choice, GenerationEvent, list[Piece]], None], sink: Sink | None = None
+    ) -> None:
         """Give `take` what each event of the engine released until every choice is complete. No event is taken while `sink`
         is full."""
         n = self.checked.n
+        if self._open_in_all == 0:  # all there was to generate had come before the stream was resumed
+            return
         try:
             async with aclosing(self._events()) as events:
                 async for prompt, event in events:
@@ -162,7 +219,7 @@ class Generation:
                         raise EngineFailed(event.error)
                     choice = self._choices[prompt * n + event.index]
                     if choice.finish is None:
-                        take(choice, self._apply(prompt, choice, event))
+                        take(choice, event, self._apply(prompt, choice, event))
                     if self._open_in_all == 0:
                         return
                     if sink is not None and not sink.writable:
@@ -175,7 +232,7 @@ class Generation:
     def _ended(self, prompt: int, event: GenerationEvent) -> None:
         self._open[prompt] -= 1
         self._open_in_all -= 1
-        if event.finish is None:  # a stop string, of which the engine knows nothing
+        if event.finish is None and not self._replaying:  # a stop string, of which the engine knows nothing
             self._service.engine.end_choice(self._requests[prompt].request_id, event.index)
 
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
@@ -183,14 +240,17 @@ class Generation:
             self._cached.setdefault(prompt, event.cached_tokens)
         if event.queued_s is not None:
             self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
-        if event.kv_snapshots is not None:
+        if event.kv_snapshots is not None and self.checked.perf_metrics:
             choice.kv = list(event.kv_snapshots)
+        if self._continued is not None and not self._replaying:
+            again = len(self._prompts[prompt].token_ids) + choice.generated - 1
+            self._continued.check_kv(choice.index, event, again)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]
-        if event.tokens and self._timings.first_token is None:
+        if event.tokens and self._timings.first_token is None and not self._replaying:
             self._timings.first_token = self._service.monotonic()
         for record in event.tokens:
-            if self.checked.routes and record.route is None:
+            if self.checked.routes and record.route is None and not self._replaying:
                 raise EngineFailed("the engine returned a token without its route")
             if choice.snapshot != record.snapshot or record.snapshot not in self._seen:
                 self._note(choice.snapshot, record.snapshot)
@@ -227,7 +287,7 @@ class Generation:
 
     def _echo(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         request, size = self._requests[prompt], self._echoed[prompt]
-        if request.prompt_records == 0:
+        if request.prompt_records == 0 or self._replaying:
             snapshot = event.tokens[0].snapshot if event.tokens else self._service.serving()
             return choice.echo(tuple(TokenRecord(t, 0.0, None, snapshot) for t in request.prompt[-size:]))
         if event.prompt is None:
@@ -257,13 +317,14 @@ class Generation:
 
     async def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
         generate = self._service.engine.generate
-        if len(self._requests) == 1:
-            async with aclosing(_closable(generate(self._requests[0]))) as events:
+        live = [prompt for prompt, choices in enumerate(self._open) if choices]
+        if len(live) == 1:
+            async with aclosing(_closable(generate(self._requests[live[0]]))) as events:
                 async for event in events:
-                    yield 0, event
+                    yield live[0], event
             return
         queue: asyncio.Queue[tuple[int, GenerationEvent] | asyncio.Task[None]] = asyncio.Queue()
-        pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._requests))]
+        pumps = [asyncio.create_task(self._pump(index, queue)) for index in live]
         for pump in pumps:
             pump.add_done_callback(queue.put_nowait)
         running = len(pumps)

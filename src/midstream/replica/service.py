@@ -34,10 +34,12 @@ from midstream.replica.checked import (
 )
 from midstream.replica.generation import Generation, Timings, echoed_tokens
 from midstream.replica.namespaces import Namespaces, cache_salt
+from midstream.replica.resume import Continued, can_be_resumed
 from midstream.replica.schema import ChatBody, CompletionBody, parse_chat, parse_completion
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.toolformat import ToolFormat
 from midstream.replica.tools import check_template, prepare_history
+from midstream.resumption import HEADER_RESUMABLE, Resume
 from midstream.sessionkey import session_from_body, session_from_headers
 from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo, Session
 
@@ -78,9 +80,12 @@ class Service:
 
     @asynccontextmanager
     async def admitted(
-        self, kind: Kind, body: bytes, headers: Mapping[str, str]
+        self, kind: Kind, body: bytes, headers: Mapping[str, str], resume: Resume | None = None
     ) -> AsyncIterator[Generation]:
-        """A request inside the gate, ready to be streamed or answered. Raises MidstreamError."""
+        """A request inside the gate, ready to be streamed or answered. Raises MidstreamError.
+
+        resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
+        """
         timings = Timings(self.monotonic())
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         checked = check(parsed, self.info)
@@ -90,19 +95,27 @@ class Service:
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
         given, size, read = self._unread(parsed, checked, len(body))
         choices = check_choices(given, checked.n)
-        self.gate.check(choices)
+        continued = None if resume is None else Continued(resume, checked, choices)
+        counted = choices if continued is None else 0
+        self.gate.check(counted)
         answer = await self._grammar(checked, tool_format)
         prompts = read() if size < _LONG_TEXT else await asyncio.to_thread(read)
         seed = self.random_seed() if checked.seed is None else checked.seed
+        if continued is not None:
+            continued.check_prompts(prompts)
+            seed = continued.opening.seed
         requests = self._requests(checked, prompts, seed, answer)
-        await self.gate.enter(patience, choices)
+        await self.gate.enter(patience, counted)
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         self.names.check_snapshot(wanted, self.serving())
         salt = self._salt(checked, session, headers)
         age_max = self.namespaces.kv_age_max
         requests = [replace(request, salt=salt, kv_age_max=age_max) for request in requests]
         with self.gate.admitted(choices), self.sessions.turn(session, stamp_of(headers)) as turn:
-            generation = Generation(self, checked, prompts, requests, timings, tool_format)
+            told = headers.get(HEADER_RESUMABLE) is not None and can_be_resumed(checked)
+            generation = Generation(
+                self, checked, prompts, requests, timings, seed, tool_format, told=told, continued=continued
+            )
             try:
                 yield generation
             finally:

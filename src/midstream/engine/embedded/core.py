@@ -345,7 +345,8 @@ class EngineCore:
                 _alternatives(sampled.top[i]),
             )
             tokens, finish = (record,), self._append(seq, record, route)
-        if announced and finish is None and not request.want_kv_snapshots:
+        kv_told = not request.want_kv_snapshots or seq.told_epoch == self.scheduler.epoch
+        if announced and finish is None and kv_told:
             return GenerationEvent(index=seq.index, tokens=tokens)  # nearly all events
         kv_snapshots = self._provenance(seq, finish) if request.want_kv_snapshots else None
         if finish is not None:

@@ -1,0 +1,348 @@
+"""A stream broken off after any write and resumed on another replica says what the undisturbed one said, chunk for chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from replica_fakes import MODEL, FakeEngine, Running, ids, running, write_tokenizer
+from test_replica_tool_api import CALLS, TOOLS, USER, tokens, write_tool_model
+
+from midstream.models.tiny_moe import TOKEN_ID
+from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, Told
+from midstream.types import GenerationEvent
+
+RESUMABLE = {HEADER_RESUMABLE: "1"}
+COMPLETIONS, CHAT = "/v1/completions", "/inference/v1/chat/completions"
+DONE = "data: [DONE]"
+EOS = TOKEN_ID["<|im_end|>"]
+Scenario = Callable[[Running, Running], Awaitable[None]]
+
+
+def an_engine(reply: str = "hello ", **more: Any) -> FakeEngine:
+    engine = FakeEngine(reply, **more)
+    engine.tells_kv = True
+    return engine
+
+
+def a_tool_engine(text: str) -> FakeEngine:
+    engine = an_engine()
+    engine.info = msgspec.structs.replace(engine.info, vocab_size=264, max_model_len=4096, grammars=True)
+    engine.reply = (*tokens(text), EOS)
+    return engine
+
+
+def play(
+    directory: Path,
+    scenario: Scenario,
+    make: Callable[[], FakeEngine] = an_engine,
+    write: Any = write_tokenizer,
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            pair = []
+            for name in ("a", "b"):
+                (directory / name).mkdir()
+                pair.append(await stack.enter_async_context(running(directory / name, make(), write=write)))
+            await scenario(*pair)
+
+    asyncio.run(main())
+
+
+async def stream(here: Running, path: str, body: dict[str, Any]) -> list[str]:
+    """The writes of a whole stream."""
+    answer = await here.http.post(path, json={"model": MODEL, "stream": True, **body}, headers=RESUMABLE)
+    assert (answer.status_code, answer.headers[HEADER_RESUMABLE]) == (200, "1"), answer.text
+    return units(answer.text)
+
+
+def units(text: str) -> list[str]:
+    """What was written at a time: comments and their events; in the end usage and [DONE], without a comment."""
+    found: list[str] = []
+    for block in text.split("\n\n")[:-1]:
+        if (
+            block.startswith(": m ")
+            or '"choices":[]' in block
+            or (block == DONE and '"choices":[]' not in found[-1])
+        ):
+            found.append("")
+        found[-1] += block + "\n\n"
+    assert found[-1].endswith(DONE + "\n\n")
+    return found
+
+
+def state_of(writes: list[str]) -> str:
+    return "\n".join(line for write in writes for line in re.findall(r"(?m)^: m (.*)$", write))
+
+
+async def resume(
+    there: Running, path: str, body: dict[str, Any], writes: list[str], *, exact: bool = True
+) -> Any:
+    sent = {"model": MODEL, "stream": True, **body}
+    asked = {"path": path, "lost": "replica-7", "exact": exact, "state": state_of(writes), "body": sent}
+    return await there.http.post(PATH_RESUME, json=asked)
+
+
+def events(text: str) -> list[Any]:
+    data = [block.removeprefix("data: ") for block in text.split("\n\n") if block.startswith("data: ")]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
+
+
+async def until_it_breaks(answer: httpx.Response) -> str:
+    got = b""
+    try:
+        async for data in answer.aiter_raw():
+            got += data
+    except httpx.ReadError:
+        return got.decode()
+    raise AssertionError(f"the stream ended: {got!r}")
+
+
+def by_choice(found: list[Any]) -> dict[Any, list[Any]]:
+    """Chunks of each choice in order; what is random or a duration is left out."""
+    sorted_out: dict[Any, list[Any]] = {}
+    for event in found:
+        if event == "[DONE]":
+            sorted_out.setdefault("end", []).append(event)
+            continue
+        event.pop("midstream", None)
+        if "perf_metrics" in event:
+            names = ("prompt-tokens", "cached-prompt-tokens")
+            event["perf_metrics"] = {name: event["perf_metrics"][name] for name in names}
+        for choice in event["choices"]:
+            for call in choice.get("delta", {}).get("tool_calls", ()):
+                assert call.pop("id")
+        key = event["choices"][0]["index"] if event["choices"] else "end"
+        sorted_out.setdefault(key, []).append(event)
+    return sorted_out
+
+
+PROMPT = list(ids("he said"))
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 9}),
+    "no seed": (CHAT, {"messages": USER, "max_tokens": 5, "stream_options": {"include_usage": True}}),
+    "seed": (CHAT, {"messages": USER, "max_tokens": 5, "seed": 3, "temperature": 0.5, "return_token_ids": True}),
+    "choices": (
+        COMPLETIONS,
+        {
+            "prompt": [PROMPT, PROMPT[:3]], "n": 2, "max_tokens": 6, "return_token_ids": True,
+            "logprobs": True, "top_logprobs": 2, "include_routing_matrix": True,
+        },
+    ),
+    "stops": (COMPLETIONS, {"prompt": PROMPT, "n": 2, "max_tokens": 20, "stop": ["o hello h", "lo x"]}),
+    "echo": (
+        COMPLETIONS,
+        {"prompt": PROMPT, "n": 2, "max_tokens": 4, "echo": True, "logprobs": 2, "return_token_ids": True},
+    ),
+    "echo of ids": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "echo_last": 2}),
+    "raw": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "raw_output": True, "echo": True}),
+    "metrics": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "perf_metrics_in_response": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_after_any_write_the_rest_is_what_it_would_have_been(tmp_path: Path, name: str) -> None:
+    path, body = BODIES[name]
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        whole = by_choice(events("".join(writes)))
+        generated = there.engine.made_of
+        for cut in range(1, len(writes)):
+            generated.clear()
+            answer = await resume(there, path, body, writes[:cut])
+            assert answer.status_code == 200, answer.text
+            assert HEADER_RESUMABLE not in answer.headers
+            assert by_choice(events("".join(writes[:cut]) + answer.text)) == whole
+
+    play(tmp_path, scenario)
+
+
+def test_the_requests_that_reach_the_engine_go_on_behind_what_was_emitted(tmp_path: Path) -> None:
+    path, body = BODIES["choices"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        told = Told(state_of(writes), 4).steps
+        at = next(i for i in range(len(writes)) if state_of(writes[: i + 1]).count('"finish"') == 1)
+        answer = await resume(there, path, body, writes[: at + 1])
+        over = next(step.choice for step in told if step.finish)
+        asked = {i: request.emitted_of(i % 2) for i in range(4) for request in there.engine.requests
+                 if request.prompt == tuple([PROMPT, PROMPT[:3]][i // 2])}  # fmt: skip
+        seen: dict[int, list[int]] = {i: [] for i in range(4)}
+        for step in Told(state_of(writes[: at + 1]), 4).steps:
+            seen[step.choice] += step.tokens
+        assert {i: list(tokens) for i, tokens in asked.items()} == seen | {over: []}
+        for original, again in zip(here.engine.requests, there.engine.requests, strict=True):
+            assert again.sampling == original.sampling  # the seed of an unseeded request too
+            assert again.kv_age_max == 0
+        first = events(answer.text)[0]
+        tokens = [len(seen[i]) for i in range(4)]
+        assert first["midstream"] == {"resumed": {"from": "replica-7", "tokens": tokens, "exact": True}}
+        assert all("midstream" not in event for event in events(answer.text)[1:])
+
+    play(tmp_path, scenario)
+
+
+def test_half_characters_and_held_back_text_come_out_whole(tmp_path: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 15, "stop": ["é!"], "logprobs": True}
+
+    async def scenario(here: Running, there: Running) -> None:
+        for running_one in (here, there):
+            running_one.engine.reply = tuple("aé?é€x".encode())
+        writes = await stream(here, COMPLETIONS, body)
+        whole = by_choice(events("".join(writes)))
+        assert "".join(e["choices"][0]["text"] for e in whole[0]) == "aé?é€xaé?\ufffd"
+        for cut in range(1, len(writes)):
+            answer = await resume(there, COMPLETIONS, body, writes[:cut])
+            assert by_choice(events("".join(writes[:cut]) + answer.text)) == whole
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_tool_calls_go_on_in_the_middle(tmp_path: Path, parallel: bool) -> None:
+    body = {
+        "messages": USER, "tools": TOOLS, "max_tokens": 400, "parallel_tool_calls": parallel, "logprobs": True,
+    }  # fmt: skip
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, CHAT, body)
+        whole = by_choice(events("".join(writes)))
+        assert whole[0][-1]["choices"][0]["finish_reason"] == "tool_calls"
+        for cut in range(1, len(writes), 7):
+            answer = await resume(there, CHAT, body, writes[:cut])
+            assert by_choice(events("".join(writes[:cut]) + answer.text)) == whole
+
+    play(tmp_path, scenario, lambda: a_tool_engine(f"I look.\n{CALLS}"), write_tool_model)
+
+
+def test_a_swap_behind_a_stream_is_not_pretended_away(tmp_path: Path) -> None:
+    path, body = BODIES["metrics"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        await here.swapped("step-1")
+        writes = await stream(here, path, body)
+        refused = await resume(there, path, body, writes[:2])
+        assert refused.status_code == 409
+        assert "KV is of snapshot 'step-1', and 'base' serves here" in refused.json()["error"]["message"]
+        over = await resume(there, path, body, writes[:-1])  # nothing is left to compute
+        assert events(over.text) == ["[DONE]"]
+        other = events((await resume(there, path, body, writes[:2], exact=False)).text)
+        assert [e["model"].partition("@")[2] for e in other[:-1]] == ["base"] * len(other[:-1])
+        assert other[0]["midstream"]["resumed"]["exact"] is False
+        assert [e["choices"][0]["text"] for e in other[:-1]] == ["l", "l", "o", ""]
+        assert other[-2]["usage"]["completion_tokens"] == 4
+        state = state_of(writes[:2]) + '\n{"c":0,"kv":[["step-1",0,8],["step-2",8,9]]}'
+        asked = {"path": path, "lost": "replica-7", "exact": True, "state": state,
+                 "body": {"model": MODEL, "stream": True, **body}}  # fmt: skip
+        mixed = await there.http.post(PATH_RESUME, json=asked)
+        assert (mixed.status_code, "swapped" in mixed.text) == (409, True)
+
+    play(tmp_path, scenario)
+
+
+def test_a_swap_while_kv_is_computed_again_ends_the_stream(tmp_path: Path) -> None:
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        there.engine.serving = "step-9"  # the engine has switched, the replica does not know yet
+        refused = await resume(there, path, body, writes[:3])
+        assert (refused.status_code, "swapped while" in refused.text) == (409, True)
+
+    play(tmp_path, scenario)
+
+
+def test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before(tmp_path: Path) -> None:
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        raw = {**body, "raw_output": True, "logprobs": True}
+        answer = await here.http.post(path, json={"model": MODEL, "stream": True, **raw}, headers=RESUMABLE)
+        assert HEADER_RESUMABLE not in answer.headers
+        assert ": m " not in answer.text
+        plain = await here.http.post(path, json={"model": MODEL, **body}, headers=RESUMABLE)
+        assert "choices" in plain.json()
+        unasked = await here.http.post(path, json={"model": MODEL, "stream": True, **body})
+        assert ": m " not in unasked.text
+        for given, status in (
+            ({**body, "prompt": [1, 2]}, 409),  # another prompt
+            (raw, 409),
+            ({**body, "stream": False}, 409),
+            ({**body, "nonsense": 1}, 400),
+        ):
+            assert (await resume(there, path, given, writes[:2])).status_code == status
+        for state in ("", "x", state_of(writes[:2]) + "\n9:1", state_of(writes[:2]) + "\n0:x"):
+            sent = {"path": path, "lost": "r", "exact": True, "state": state, "body": body}
+            assert (await there.http.post(PATH_RESUME, json=sent)).status_code == 400
+        sent = {"path": "/v1/models", "lost": "r", "exact": True, "state": "", "body": body}
+        assert (await there.http.post(PATH_RESUME, json=sent)).status_code == 400
+        assert (await there.http.post(PATH_RESUME, content=b"{}")).status_code == 400
+
+    play(tmp_path, scenario)
+
+
+def test_an_engine_that_dies_under_a_stream_breaks_it_off_so_that_it_can_be_resumed(tmp_path: Path) -> None:
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        whole = await stream(there, path, body)
+        here.engine.die_after = 3
+        sent = {"model": MODEL, "stream": True, **body}
+        async with here.http.stream("POST", path, json=sent, headers=RESUMABLE) as broken:
+            got = await until_it_breaks(broken)
+        assert ": m 0:" in got
+        assert "error" not in got
+        answer = await resume(there, path, body, [got])
+        both = by_choice(events(got + answer.text))[0]
+        assert [e["choices"] for e in both] == [e["choices"] for e in by_choice(events("".join(whole)))[0]]
+
+    play(tmp_path, scenario)
+
+
+def test_resumed_streams_are_let_in_beside_as_many_as_fit(tmp_path: Path) -> None:
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        there.engine.allowed = 0
+        there.replica.gate._requests_max = 1
+        first = asyncio.create_task(stream(there, path, body))
+        await there.engine.started_streams.wait()
+        full = await there.http.post(path, json={"model": MODEL, **body})
+        assert full.status_code == 429
+        resumed = [asyncio.create_task(resume(there, path, body, writes[:2])) for _ in range(3)]
+        await there.until(lambda: there.replica.gate.inside == 4)
+        there.engine.allow(99)
+        assert [(await answer).status_code for answer in resumed] == [200] * 3
+        await first
+
+    play(tmp_path, scenario)
+
+
+def test_steps_are_read_back_as_the_events_they_were() -> None:
+    from midstream.resumption import Opening, Teller
+    from midstream.types import TokenRecord
+
+    given = [
+        (1, GenerationEvent(cached_tokens=2, kv_snapshots=(("a", 0, 3),))),
+        (1, GenerationEvent(tokens=(TokenRecord(7, 0.0, None, "a"),))),
+        (1, GenerationEvent(tokens=(TokenRecord(8, 0.0, None, "a"),))),
+        (0, GenerationEvent(tokens=(TokenRecord(9, 0.0, None, 'é"\u2028'),), finish="stop")),
+        (1, GenerationEvent(tokens=(TokenRecord(8, 0.0, None, "b"), TokenRecord(6, 0.0, None, "b")))),
+    ]
+    teller = Teller(Opening("id", 1, 2, "p"), 2)
+    text = b"".join(teller.tell(choice, event) for choice, event in given).decode()
+    assert ": m 1:8\n\n" in text
+    told = Told(state_of([text]), 2)
+    assert (told.opening, list(told.events())) == (Opening("id", 1, 2, "p"), given)
