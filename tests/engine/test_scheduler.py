@@ -20,11 +20,11 @@ def make_scheduler(
     )
 
 
-def sequence(name: str, prompt: int, max_tokens: int = 100) -> Sequence:
+def sequence(name: str, prompt: int, max_tokens: int = 100, urgent: bool = False) -> Sequence:
     """A salt of its own, so that no prefix is shared."""
     sampling = SamplingParams(max_tokens=max_tokens)
     request = GenerateRequest(
-        request_id=name, prompt=tuple(range(prompt)), sampling=sampling, salt=name.encode()
+        request_id=name, prompt=tuple(range(prompt)), sampling=sampling, salt=name.encode(), urgent=urgent
     )
     return Sequence(request, 0)
 
@@ -112,3 +112,19 @@ def test_kv_is_as_old_as_the_oldest_block_it_stands_on() -> None:
     scheduler.add(whole)
     step(scheduler)
     assert (whole.cached_tokens, whole.oldest) == (32, 3)
+
+
+def test_an_urgent_prompt_goes_before_others_and_beside_streams_in_small_pieces() -> None:
+    scheduler = make_scheduler(max_batch_tokens=32)
+    scheduler.add(sequence("stream", 10))
+    step(scheduler)
+    scheduler.add(sequence("long", 50))
+    assert step(scheduler) == [("stream", 1), ("long", 31)]
+    scheduler.add(sequence("canary", 20, max_tokens=0, urgent=True))
+    assert step(scheduler) == [("stream", 1), ("long", 19), ("canary", 8)]
+    scheduler.add(sequence("longer", 70))
+    assert step(scheduler) == [("stream", 1), ("long", 1), ("canary", 8), ("longer", 22)]
+    assert step(scheduler) == [("stream", 1), ("long", 1), ("canary", 4), ("longer", 26)]
+    alone = make_scheduler()
+    alone.add(sequence("canary", 20, max_tokens=0, urgent=True))
+    assert step(alone) == [("canary", 20)]

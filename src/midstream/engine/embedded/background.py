@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-#: Beside steps that keep every core busy: about a third of a core.
-NICENESS = 3
+#: Beside steps that keep every core busy: under half a core.
+NICENESS = 1
 
 Job = Callable[[], None]
 

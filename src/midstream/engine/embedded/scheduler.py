@@ -5,7 +5,7 @@ Always holds:
 - A sequence's tokens are prompt + generated; KV is valid for positions 0..computed-1, in its own blocks or shared ones.
 - Sequences with one token to compute (decode) go first, so a long prompt never keeps a stream out of a step; what is
   left of the token budget goes to prefills in arrival order, beside a decode at most `max_prefill_tokens` of it, so that
-  a long prompt never makes a stream's step long either.
+  a long prompt never makes a stream's step long either. An urgent prefill goes first, in small pieces beside a decode.
 - When blocks run out a running sequence is preempted, the youngest that has not crossed a swap if there is one: its
   blocks are released, its tokens stay, and it recomputes later. Nothing already reported changes.
 - An admitted sequence can always finish: a request that could outgrow the pool is refused by `check_fits`.
@@ -24,6 +24,9 @@ from midstream.types import GenerateRequest, TopLogprob
 
 if TYPE_CHECKING:
     from midstream.engine.embedded.constraint import Matcher
+
+#: Of an urgent prefill beside decodes: a swap's canary must not hold up the streams that crossed it.
+URGENT_TOKENS = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -157,8 +160,8 @@ class Scheduler:
                 budget -= 1
         if decodes:
             budget = min(budget, self._prefill_budget)
-        for seq in unfinished:
-            size = min(budget, len(seq.tokens) - seq.cursor)
+        for seq in sorted(unfinished, key=lambda seq: not seq.request.urgent):
+            size = min(budget, _piece(seq, beside=decodes))
             if size > 0 and self._has_room(seq, size):
                 (decodes if size == 1 else prefills).append(_work(seq, size))
                 budget -= size
@@ -167,7 +170,7 @@ class Scheduler:
             seq = self.waiting[0]
             if not (seq.request.urgent or len(self.running) < self._max_running) or not self._admit(seq):
                 break
-            size = min(budget, len(seq.tokens) - seq.cursor)
+            size = min(budget, _piece(seq, beside=decodes))
             budget -= size
             (decodes if size == 1 else prefills).append(_work(seq, size))
         works = decodes + prefills
@@ -279,6 +282,12 @@ class Scheduler:
             self.pool.release(block)
         seq.blocks = []
         seq.indexed = seq.computed = seq.cursor = 0
+
+
+def _piece(seq: Sequence, beside: list[Work]) -> int:
+    """How much of what is left of a prefill may go into a step beside these decodes, budgets aside."""
+    left = len(seq.tokens) - seq.cursor
+    return min(left, URGENT_TOKENS) if beside and seq.request.urgent else left
 
 
 def _work(seq: Sequence, size: int) -> Work:
