@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -130,8 +131,12 @@ class _Api:
         newest = await self._ledger.transitions(name, newest=limit + 1)
         snapshots = await self._ledger.snapshots(name)
         state = await self._ledger.state(name)
-        body = ledger_body(state, snapshots, newest[-limit:])
-        return JSONResponse({**body, "older_transitions_left_out": len(newest) > limit})
+
+        def shown() -> bytes:  # of a long run it is many megabytes: beside the loop, whose streams would wait
+            body = ledger_body(state, snapshots, newest[-limit:])
+            return msgspec.json.encode({**body, "older_transitions_left_out": len(newest) > limit})
+
+        return Response(await asyncio.to_thread(shown), media_type="application/json")
 
     async def reset_ledger(self, request: Request) -> Response:
         deployment = self._deployments.get(self._named(request))
