@@ -26,6 +26,7 @@ HEADER_FAILOVER = "x-midstream-failover"
 FAILOVER_MODES = ("exact", "any", "off")
 PATH_RESUME = "/replica/resume"
 MARK = b": m "
+LAST = b"end"  # the line that comes with [DONE]
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -43,7 +44,8 @@ class Step(
 ):
     """An event of the engine that was taken, less its numbers. snapshot: the label of the tokens; "" as for the last ones.
 
-    kv: which snapshots computed the choice's KV, as in GenerationEvent.kv_snapshots.
+    kv: which snapshots computed the choice's KV, as in GenerationEvent.kv_snapshots. over: it was the last of its choice,
+    for whatever reason.
     """
 
     choice: int
@@ -52,6 +54,7 @@ class Step(
     cached: int | None = None
     kv: tuple[tuple[str, int, int], ...] | None = None
     finish: FinishReason | None = None
+    over: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -80,13 +83,13 @@ class Teller:
         self._opening: Opening | None = opening
         self._labels = [""] * choices
 
-    def tell(self, choice: int, event: GenerationEvent) -> bytes:
-        """The lines for one event of the engine, a block of their own in the stream."""
+    def tell(self, choice: int, event: GenerationEvent, over: bool) -> bytes:
+        """The lines for one event of the engine, a block of their own in the stream. over: it ended the choice."""
         tokens, labels = event.tokens, self._labels
         if (
             len(tokens) == 1
             and tokens[0].snapshot == labels[choice]
-            and event.finish is None
+            and not over
             and event.kv_snapshots is None
             and event.cached_tokens is None
         ):
@@ -94,11 +97,15 @@ class Teller:
         lines = b""
         if self._opening is not None:
             lines, self._opening = MARK + _encode(self._opening) + b"\n", None
-        for step in self._steps(choice, event):
+        for step in self._steps(choice, event, over):
             lines += MARK + _encode(step) + b"\n"
         return lines + b"\n"
 
-    def _steps(self, choice: int, event: GenerationEvent) -> Iterable[Step]:
+    def end(self) -> bytes:
+        """What comes with the last write."""
+        return MARK + LAST + b"\n\n"
+
+    def _steps(self, choice: int, event: GenerationEvent, over: bool) -> Iterable[Step]:
         """One for each run of tokens of equal label; what is true of the event as a whole goes with the last."""
         runs: list[tuple[str, list[int]]] = []
         for record in event.tokens:
@@ -108,14 +115,8 @@ class Teller:
         for label, ids in runs[:-1]:
             yield Step(choice, tuple(ids), self._told(choice, label))
         label, ids = runs[-1] if runs else ("", [])
-        yield Step(
-            choice,
-            tuple(ids),
-            self._told(choice, label),
-            event.cached_tokens,
-            event.kv_snapshots,
-            event.finish,
-        )
+        told = self._told(choice, label)
+        yield Step(choice, tuple(ids), told, event.cached_tokens, event.kv_snapshots, event.finish, over)
 
     def _told(self, choice: int, label: str) -> str:
         if label in ("", self._labels[choice]):
@@ -177,9 +178,9 @@ def read_resume(body: bytes) -> Resume:
 
 def snapshot_to_resume_under(state: str) -> str | None:
     """The one snapshot that computed all KV that the stream's unfinished choices stand on; None: there is no such constraint.
-    Choices that ended by a stop string count as unfinished. Raises CannotResume when there are several, InvalidRequest."""
+    Raises CannotResume when there are several, InvalidRequest."""
     told = Told(state, 2**31)
-    found = told.snapshots({step.choice for step in told.steps if step.finish is not None})
+    found = told.snapshots({step.choice for step in told.steps if step.over})
     if len(found) > 1:
         raise CannotResume(
             "a swap of weights lies behind the stream: its KV cannot be computed again as it was"

@@ -128,7 +128,7 @@ class Generation:
 
         def take(choice: Choice, event: GenerationEvent, pieces: list[Piece]) -> None:
             index = choice.index
-            data = b"" if self._teller is None else self._teller.tell(index, event)
+            data = b"" if self._teller is None else self._teller.tell(index, event, choice.finish is not None)
             prompt = self._prompts[index // checked.n]
             for piece in pieces:
                 data += encoder.chunk(index, piece, None if greeted[index] else prompt)
@@ -149,7 +149,8 @@ class Generation:
                         kept[choice.index].keep(piece)
         await self._run(take, sink)
         tail = encoder.usage_chunk(self._snapshot, self._extras()) if checked.include_usage else b""
-        sink.write(tail + DONE)
+        last = b"" if self._teller is None else self._teller.end()
+        sink.write(last + tail + DONE)
 
     def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType) -> bytes:
         extras = Extras()
