@@ -19,6 +19,7 @@ from gateway_harness import (
     staged,
 )
 
+from midstream.gateway.inference import HELD_BYTES_MAX
 from midstream.gateway.upstream import UpstreamConnection
 
 SESSION = "x-multi-turn-session-id: s1\r\n"
@@ -277,15 +278,100 @@ def test_a_replica_that_cannot_take_a_request_without_session_is_passed_over(spl
     run(main)
 
 
-def test_a_session_is_not_taken_from_a_usable_replica_that_is_busy() -> None:
+FULL = b'{"error":{"message":"full","type":"overloaded_error","code":"overloaded_error","param":null}}'
+
+
+def refusing(status: str, body: bytes) -> Handler:
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.respond(body, status, headers="retry-after: 7\r\n")
+
+    return handler
+
+
+REFUSALS = [refusing("503 X", UNAVAILABLE), refusing("429 X", FULL)]
+
+
+def home_of(answer: Message) -> int:
+    return int(answer.headers["x-midstream-replica"][-1])
+
+
+@pytest.mark.parametrize("refuse", REFUSALS, ids=["503", "429"])
+def test_a_session_is_not_taken_from_a_usable_replica_that_is_busy(refuse: Handler) -> None:
     async def main() -> None:
-        async with staged(unavailable(split=False), unavailable(split=False)) as stage:
-            for _ in range(2):
-                answer = await stage.ask(post(headers=SESSION))
-                assert (answer.status, answer.error["message"]) == (503, "not ready")
-                assert answer.headers["retry-after"] == "1"
+        async with staged(respond_ok, respond_ok) as stage:
+            home = home_of(await stage.ask(post(headers=SESSION)))
+            stage.mocks[home].handler = refuse
+            answer = await stage.ask(post(headers=SESSION))
+            assert (answer.status in (429, 503), answer.headers["retry-after"]) == (True, "7")
             assert answer.headers["x-midstream-route-reason"] == "sticky"
-            assert sorted(len(mock.requests) for mock in stage.mocks) == [0, 2]
+            assert stage.mocks[1 - home].requests == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("refuse", REFUSALS, ids=["503", "429"])
+def test_a_session_that_is_new_begins_where_it_is_taken(refuse: Handler) -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            home = home_of(await stage.ask(post(headers=SESSION)))
+        async with staged(respond_ok, respond_ok) as stage:
+            stage.mocks[home].handler = refuse
+            first = await stage.ask(post(headers=SESSION))
+            assert (first.status, home_of(first)) == (200, 1 - home)
+            assert first.headers["x-midstream-route-reason"] == "new"
+            stage.mocks[home].handler = respond_ok
+            again = await stage.ask(post(headers=SESSION))
+            assert (home_of(again), again.headers["x-midstream-route-reason"]) == (1 - home, "sticky")
+
+    run(main)
+
+
+def test_a_session_refused_by_all_lives_nowhere_and_the_last_word_has_its_retry_after() -> None:
+    async def main() -> None:
+        async with staged(*[refusing("429 X", FULL)] * 3) as stage:
+            answer = await stage.ask(post(headers=SESSION))
+            assert (answer.status, answer.headers["retry-after"], answer.error["message"]) == (
+                429,
+                "7",
+                "full",
+            )
+            assert sum(len(mock.requests) for mock in stage.mocks) == 2, "one other is asked, not every one"
+            assert len(stage.gateway.proxy.deployments.default.sessions) == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("status", ["400 X", "401 X", "404 X", "413 X", "422 X", "429 X"])
+def test_what_a_client_does_wrong_never_counts_against_a_replica(status: str) -> None:
+    async def main() -> None:
+        async with staged(refusing(status, FULL)) as stage:
+            client = await stage.connect()
+            for _ in range(20):
+                client.send(post(b"bad", headers=SESSION))
+                assert (await client.message()).status == int(status[:3])
+            stage.mocks[0].handler = respond_ok
+            client.send(post(headers=SESSION))
+            assert (await client.message()).status == 200
+            assert stage.metrics.upstream_errors == {}
+            assert stage.views[0].usable
+
+    run(main)
+
+
+def test_a_session_passed_over_once_and_refused_there_keeps_its_home() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            home = home_of(await stage.ask(post(headers=SESSION)))
+            drop_pools(stage)
+            pool = stage.pool(stage.views[home])
+            connect, pool._connect = pool._connect, failing(OSError(errno.EHOSTUNREACH, "hiccup"))
+            stage.mocks[1 - home].handler = refusing("425 Too Early", FULL)
+            assert (await stage.ask(post(headers=SESSION))).status == 425
+            [other] = stage.mocks[1 - home].requests
+            assert other.headers["x-midstream-placed"] == "0", "for this request alone"
+            pool._connect = connect
+            again = await stage.ask(post(headers=SESSION))
+            assert (home_of(again), again.headers["x-midstream-route-reason"]) == (home, "sticky")
 
     run(main)
 
@@ -329,7 +415,8 @@ def test_another_503_is_passed_on_whole(body: bytes) -> None:
         async with staged(handler, handler) as stage:
             answer = await stage.ask(post())
             assert (answer.start, answer.body) == ("HTTP/1.1 503 Full", body)
-            assert sum(len(mock.requests) for mock in stage.mocks) == 1
+            asked = sum(len(mock.requests) for mock in stage.mocks)
+            assert asked == (1 if len(body) > HELD_BYTES_MAX else 2)
 
     run(main)
 

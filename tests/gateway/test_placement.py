@@ -4,63 +4,75 @@ import math
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from midstream.gateway.placement import (
-    Candidate,
-    Decision,
-    Session,
-    load_limit,
-    place_request,
-    place_session,
-    stays,
-)
+from midstream.gateway.placement import ARRAYS_FROM, Candidate, Decision, Fleet, load_limit, stays
 from midstream.gateway.sessions import SessionTable
+from midstream.types import Session
 
 BOUND = 0.25
 sessions = st.tuples(st.sampled_from(["", "t1", "t2"]), st.text(min_size=1, max_size=8))
 loads = st.lists(st.integers(0, 50), min_size=1, max_size=9)
+weight = st.sampled_from([1.0, 1.0, 0.5, 2.0, 3.7])
+loaded = st.lists(st.tuples(st.integers(0, 50), weight), min_size=1, max_size=9)
 
 
-def candidates(in_flight: list[int]) -> list[Candidate]:
-    return [Candidate(f"replica-{i}", load) for i, load in enumerate(in_flight)]
+def fleet(loads: list[int], weights: list[float] | None = None) -> Fleet[Candidate]:
+    weights = weights or [1.0] * len(loads)
+    return Fleet(Candidate(f"replica-{i}", *both) for i, both in enumerate(zip(loads, weights, strict=True)))
 
 
 def number(replica: str) -> int:
     return int(replica.removeprefix("replica-"))
 
 
-def chosen(decision: Decision | None) -> int:
-    assert decision is not None
-    return number(decision.replica)
+def chosen(found: tuple[Candidate, Decision] | None) -> int:
+    assert found is not None
+    assert found[0].name == found[1].replica
+    return number(found[1].replica)
 
 
-@given(sessions, loads)
-def test_a_new_session_never_exceeds_the_load_limit(session: Session, in_flight: list[int]) -> None:
-    index = chosen(place_session(session, candidates(in_flight), BOUND))
-    assert in_flight[index] + 1 <= math.ceil((1 + BOUND) * (sum(in_flight) + 1) / len(in_flight))
-
-
-@given(sessions, loads, st.randoms())
-def test_equal_gateways_agree_whatever_the_order_they_list_replicas_in(
-    session: Session, in_flight: list[int], random: Random
+@given(sessions, loaded)
+def test_a_new_session_never_exceeds_the_load_limit(
+    session: Session, members: list[tuple[int, float]]
 ) -> None:
-    shuffled = candidates(in_flight)
-    random.shuffle(shuffled)
-    assert place_session(session, shuffled, BOUND) == place_session(session, candidates(in_flight), BOUND)
+    loads, weights = [load for load, _ in members], [weight for _, weight in members]
+    index = chosen(fleet(loads, weights).place_session(session, BOUND))
+    assert loads[index] + 1 <= math.ceil((1 + BOUND) * (sum(loads) + 1) * weights[index] / sum(weights))
+
+
+@given(sessions, loaded, st.randoms())
+def test_equal_gateways_agree_whatever_the_order_they_list_replicas_in(
+    session: Session, members: list[tuple[int, float]], random: Random
+) -> None:
+    listed = [Candidate(f"replica-{i}", load, weight) for i, (load, weight) in enumerate(members)]
+    first, turned = Fleet(listed), Fleet(random.sample(listed, len(listed)))
+    assert first.place_session(session, BOUND) == turned.place_session(session, BOUND)
+    assert first.place_request(3) == turned.place_request(3)
+
+
+@given(sessions, st.lists(st.tuples(st.integers(0, 9), weight), min_size=ARRAYS_FROM, max_size=ARRAYS_FROM))
+def test_a_large_fleet_is_decided_upon_as_a_small_one_is(
+    session: Session, members: list[tuple[int, float]]
+) -> None:
+    large = fleet([load for load, _ in members], [weight for _, weight in members])
+    assert large._arrays is not None
+    by_arrays = large.place_session(session, BOUND)
+    large._arrays = None
+    assert large.place_session(session, BOUND) == by_arrays
 
 
 @given(sessions, st.integers(2, 9), st.data())
 def test_among_idle_replicas_only_the_leavers_sessions_move(
     session: Session, count: int, data: st.DataObject
 ) -> None:
-    everyone = candidates([0] * count)
-    home = chosen(place_session(session, everyone, BOUND))
+    everyone = fleet([0] * count)
+    home = chosen(everyone.place_session(session, BOUND))
     leaver = data.draw(st.integers(0, count - 1))
-    rest = [candidate for candidate in everyone if number(candidate.name) != leaver]
-    again = chosen(place_session(session, rest, BOUND))
+    again = chosen(everyone.only(lambda one: number(one.name) != leaver).place_session(session, BOUND))
     assert again != leaver
     assert leaver == home or again == home
 
@@ -68,43 +80,66 @@ def test_among_idle_replicas_only_the_leavers_sessions_move(
 @given(loads, st.integers(0, 1000))
 def test_a_request_without_session_goes_to_the_least_loaded_in_turn(in_flight: list[int], turn: int) -> None:
     least = [i for i, load in enumerate(in_flight) if load == min(in_flight)]
-    picks = [chosen(place_request(candidates(in_flight), turn + n)) for n in range(len(least))]
+    picks = [chosen(fleet(in_flight).place_request(turn + n)) for n in range(len(least))]
     assert sorted(picks) == least
 
 
+def test_requests_without_session_fill_replicas_by_weight() -> None:
+    loads = [0, 0]
+    for turn in range(30):
+        loads[chosen(fleet(loads, [2.0, 1.0]).place_request(turn))] += 1
+    assert loads == [20, 10]
+
+
+def test_a_known_prompt_is_followed_up_to_the_load_limit() -> None:
+    found = fleet([4, 0]).place_prefix("replica-0", 0.75, 1.0)
+    assert found is not None
+    assert found[1] == Decision(
+        "replica-0", "prefix", "75% of its prompt is known on replica-0, load 4, limit 5"
+    )
+    assert fleet([5, 0]).place_prefix("replica-0", 0.75, 0.25) is None
+    assert fleet([0, 0]).place_prefix("replica-2", 0.75, 0.25) is None
+
+
 def test_no_candidates_no_decision() -> None:
-    assert place_session(("", "s"), [], BOUND) is None
-    assert place_request([], 0) is None
+    assert fleet([]).place_session(("", "s"), BOUND) is None
+    assert fleet([]).place_request(0) is None
+    assert fleet([]).place_prefix("replica-0", 1.0, BOUND) is None
 
 
 def test_decisions_explain_themselves() -> None:
-    assert place_request(candidates([3, 1]), 7) == Decision(
-        "replica-1", "balanced", "no session: 1 in flight, the least of 2"
-    )
+    request = fleet([3, 1]).place_request(7)
+    assert request is not None
+    assert request[1] == Decision("replica-1", "balanced", "no session: load 1, the least of 2")
     assert stays("r1", ["r0", "r1"]) == Decision("r1", "sticky", "session is known on r1")
     assert stays("r1", ["r0"]) is None
     assert stays(None, ["r0"]) is None
-    moved = place_session(("", "s"), candidates([9, 0]), BOUND, home="replica-2")
+    moved = fleet([9, 0]).place_session(("", "s"), BOUND, home="replica-2")
     assert moved is not None
-    assert (moved.replica, moved.reason) == ("replica-1", "moved")
-    assert moved.explanation.startswith("replica-2 cannot serve it: rendezvous candidate ")
-    assert moved.explanation.endswith(" of 2, 0 in flight, limit 7")
+    assert (moved[1].replica, moved[1].reason) == ("replica-1", "moved")
+    assert moved[1].explanation.startswith("replica-2 cannot serve it: rendezvous candidate ")
+    assert moved[1].explanation.endswith(" of 2, load 0, limit 7")
 
 
 def test_tenant_and_key_are_never_confused() -> None:
     picks = [
-        tuple(chosen(place_session(s, candidates([0] * 64), BOUND)) for s in ((f"a{n}", "b"), ("a", f"{n}b")))
+        tuple(chosen(fleet([0] * 64).place_session(s, BOUND)) for s in ((f"a{n}", "b"), ("a", f"{n}b")))
         for n in range(20)
     ]
     assert any(a != b for a, b in picks)
 
 
-def test_many_idle_sessions_spread_evenly() -> None:
-    counts = Counter(chosen(place_session(("", f"s{n}"), candidates([0] * 4), BOUND)) for n in range(4000))
-    assert max(counts.values()) / 1000 < 1.1
+@pytest.mark.parametrize("weights", [[1.0] * 4, [4.0, 2.0, 1.0, 1.0], [1.0] * 64])
+def test_many_idle_sessions_spread_by_weight(weights: list[float]) -> None:
+    everyone = fleet([0] * len(weights), weights)
+    each = 1000
+    counts = Counter(chosen(everyone.place_session(("", f"s{n}"), 1e9)) for n in range(each * len(weights)))
+    for index, weight in enumerate(weights):
+        share = each * len(weights) * weight / sum(weights)
+        assert abs(counts[index] - share) < 4.5 * math.sqrt(share)
 
 
-class Fleet(RuleBasedStateMachine):
+class Traffic(RuleBasedStateMachine):
     """Sessions come, finish and come again while replicas leave and return."""
 
     @initialize(count=st.integers(1, 6))
@@ -119,10 +154,13 @@ class Fleet(RuleBasedStateMachine):
     def request(self, session: Session) -> None:
         home = self.table.home(session)
         assert home == self.homes.get(session)
-        up = [candidate for candidate in candidates(self.in_flight) if candidate.name in self.up]
-        limit = load_limit([candidate.in_flight for candidate in up], BOUND)
-        decision = stays(home, self.up) or place_session(session, up, BOUND, home)
-        assert decision is not None
+        up = fleet(self.in_flight).only(lambda one: one.name in self.up)
+        limit = load_limit(sum(one.load for one in up.members), BOUND, 1.0, len(up))
+        decision = stays(home, self.up)
+        if decision is None:
+            found = up.place_session(session, BOUND, home)
+            assert found is not None
+            decision = found[1]
         if home in self.up:
             assert (decision.replica, decision.reason) == (home, "sticky")
         else:
@@ -148,4 +186,4 @@ class Fleet(RuleBasedStateMachine):
         assert len(self.table) == len(self.homes)
 
 
-TestFleet = Fleet.TestCase
+TestTraffic = Traffic.TestCase

@@ -1,9 +1,11 @@
 """One request to a replica: placed by session and load, and what happens when that replica fails.
 
 Always holds:
-- A request is sent to another replica only while no response byte has arrived (a whole 503 that says the replica could
-  not take it counts as none), and never to more than LOST_SENDS_MAX replicas that then failed with it.
-- A session whose first request there was refused for a swap (425) has no home yet.
+- A request is sent to another replica only while no response byte has arrived (a whole 503 or 429 counts as none), and
+  never to more than LOST_SENDS_MAX replicas that then failed with it. After a 429 it is sent to one more.
+- A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable.
+- A session whose first request there was refused (425, 429, 503) has no home yet.
+- While replicas may still have to say which sessions they hold, a request whose session is not known waits for that.
 """
 
 from __future__ import annotations
@@ -12,24 +14,24 @@ import logging
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from midstream.errors import MidstreamError, ReplicaUnavailable, SnapshotTransition
+from midstream.errors import MidstreamError, Overloaded, ReplicaUnavailable, SnapshotTransition
 from midstream.gateway.exchange import ControlExchange
-from midstream.gateway.placement import Decision, Session
-from midstream.gateway.replicas import ReplicaView
 from midstream.gateway.sessions import session_key
+from midstream.gateway.view import ReplicaView
 from midstream.http1 import ClientConnection, Request
-from midstream.types import HEADER_SESSION
+from midstream.types import HEADER_PLACED, HEADER_SESSION, Session
 
 if TYPE_CHECKING:
-    from midstream.gateway.proxy import Proxy
+    from midstream.gateway.proxy import Placed, Proxy
 
 logger = logging.getLogger(__name__)
 
 LOST_SENDS_MAX = 2  # a request that two replicas died on may be what kills them: it is not shown to a third
-HELD_BYTES_MAX = 64 * 2**10  # of a 503 that is looked at before it is passed on
+HELD_BYTES_MAX = 64 * 2**10  # of a 503 or 429 that is held back until it is known to be whole
 
 _SESSION = HEADER_SESSION.encode()
-_COULD_NOT_TAKE_IT = b'"code":"%b"' % ReplicaUnavailable.code.encode()
+_PLACED = HEADER_PLACED.encode()
+_REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
 
 
 class InferenceExchange(ControlExchange):
@@ -40,11 +42,13 @@ class InferenceExchange(ControlExchange):
         self._session: Session | None = None
         self._deployment = proxy.deployments.default
         self._view: ReplicaView | None = None  # the last one chosen
-        self._decision: Decision | None = None
+        self._placed: Placed | None = None
+        self._waits = False  # for replicas to say which sessions they hold
         self._on_view = False  # counted in the view's in_flight
         self._tried: set[str] = set()
         self._lost_sends = 0  # replicas that failed with this request
-        self._held: tuple[int, bytes, list[tuple[bytes, bytes]]] | None = None  # the head of a 503
+        self._overloaded = False  # one had too much to do to take it
+        self._held: tuple[int, bytes, list[tuple[bytes, bytes]]] | None = None  # the head of a 503 or 429
         self._held_body = b""
 
     def start(self) -> None:
@@ -74,9 +78,9 @@ class InferenceExchange(ControlExchange):
     def response_head(
         self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> None:
-        if status == SnapshotTransition.status:
+        if status in _REFUSALS:
             self._not_begun()
-        if status == ReplicaUnavailable.status and self._may_go_elsewhere():
+        if status in _REFUSALS and self._may_go_elsewhere(status):
             self._held, self._held_body = (status, reason, headers), body
         else:
             super().response_head(status, reason, headers, body)
@@ -90,9 +94,10 @@ class InferenceExchange(ControlExchange):
             self._release()
 
     def response_end(self) -> None:
-        if self._held is not None and _COULD_NOT_TAKE_IT in self._held_body and self._may_go_elsewhere():
-            self._held = self._connection = None
-            self._lost_here = True  # it may have failed while it worked on the request
+        if self._held is not None and self._may_go_elsewhere(self._held[0]):
+            status, self._held, self._connection = self._held[0], None, None
+            self._overloaded = self._overloaded or status == Overloaded.status
+            self._lost_here = status != Overloaded.status  # it may have failed while it worked on the request
             self._go_elsewhere()
             return
         self._release()
@@ -107,11 +112,15 @@ class InferenceExchange(ControlExchange):
 
     def _send_to_a_replica(self) -> None:
         self._left()
-        placed = self._proxy.place(self._deployment, self._session, self._tried)
+        if self._deployment.replicas.learning and self._may_be_told():
+            self._waits = True
+            self._deployment.replicas.wait(self._send_to_a_replica)
+            return
+        placed = self._placed = self._proxy.place(self._deployment, self._session, self._tried)
         if placed is None:
             self._fail(ReplicaUnavailable("no replica can take the request now"))
             return
-        self._view, self._decision = placed
+        self._view = placed.view
         self._view.in_flight += 1
         upstream = self._proxy.upstream(self._view)
         upstream.exchanges.add(self)
@@ -121,22 +130,31 @@ class InferenceExchange(ControlExchange):
         self._send()
 
     def _not_begun(self) -> None:
-        """A replica refused this request for a swap: a session that has nothing there yet may begin elsewhere."""
-        assert self._decision is not None
-        if self._session is not None and self._decision.reason != "sticky":
-            self._deployment.sessions.forget(self._session)
+        """A replica refused this request: a session that has nothing there yet may begin elsewhere."""
+        assert self._placed is not None
+        if self._session is not None and self._placed.stamp:
+            self._deployment.sessions.forget(self._session, self._placed.view.name)
 
-    def _may_go_elsewhere(self) -> bool:
+    def _may_be_told(self) -> bool:
+        """A replica may yet say that it holds the session, or become usable."""
+        replicas, session = self._deployment.replicas, self._session
+        if session is None:
+            return not replicas.fleet.members
+        home = self._deployment.sessions.home(session)
+        view = None if home is None else replicas.named(home)
+        return view is None or not view.usable
+
+    def _may_go_elsewhere(self, status: int) -> bool:
         """A replica that says it cannot take the request need not have the last word."""
-        view = self._view
+        view, placed = self._view, self._placed
         assert view is not None
+        assert placed is not None
+        if status == SnapshotTransition.status or (status == Overloaded.status and self._overloaded):
+            return False
         return (
-            (self._session is None or not view.usable)
-            and self._lost_sends + 1 < LOST_SENDS_MAX
-            and any(
-                v.usable and v is not view and v.name not in self._tried
-                for v in self._deployment.replicas.views
-            )
+            (self._session is None or placed.stamp is not None or not view.usable)
+            and (status == Overloaded.status or self._lost_sends + 1 < LOST_SENDS_MAX)
+            and self._proxy.has_another(self._deployment, {*self._tried, view.name})
         )
 
     def _refused(self) -> None:
@@ -160,6 +178,9 @@ class InferenceExchange(ControlExchange):
         self._send_to_a_replica()
 
     def _left(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._deployment.replicas.wait_no_more(self._send_to_a_replica)
         if self._on_view and self._view is not None:
             self._on_view = False
             self._view.in_flight -= 1
@@ -172,12 +193,14 @@ class InferenceExchange(ControlExchange):
         if self._session is not None:
             key = quote(self._session[1], safe="", errors="surrogatepass")
             lines.append(_SESSION + b": " + key.encode())
+            if self._placed is not None and self._placed.stamp is not None:
+                lines.append(_PLACED + b": %d" % self._placed.stamp)
         return lines
 
     def _response_headers(self) -> bytes:
         assert self._view is not None
-        assert self._decision is not None
-        reason = self._decision.reason
+        assert self._placed is not None
+        reason = self._placed.decision.reason
         return f"x-midstream-replica: {self._view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()
 
     def _where(self) -> str:

@@ -1,35 +1,57 @@
 """Which replica a request goes to: pure decisions, explained.
 
 A known session stays where its KV cache is. A new session goes to its highest rendezvous-hash candidate that is not
-overloaded. A request without a session goes to the replica with the least in flight.
+overloaded. A request without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else
+to the replica with the least load.
 
 Always holds:
 - Same session, same replica, while that replica is usable; when it is not, only its sessions move, and they stay where
   they moved. (Whoever asks remembers homes, and keeps one that failed a single request.)
-- A new or moved session, counted in, raises no replica above ceil((1 + bound) x mean in-flight requests), so that no
-  replica is buried however the hashes fall.
-- Equal inputs give equal decisions: gateways that see equal loads agree without talking to each other.
+- A new or moved session, counted in, raises no replica above ceil((1 + bound) x its share of the load), so that no replica
+  is buried however the hashes fall. Shares are in proportion to weights.
+- Equal inputs give equal decisions, in whatever order replicas are listed: gateways that see equal loads agree without
+  talking to each other.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-RouteReason = Literal["sticky", "new", "moved", "balanced"]
-Session = tuple[str, str]  # (tenant, key): two tenants' equal keys are different sessions
+from midstream.types import Session
+
+RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
+
+ARRAYS_FROM = 48  # candidates from which numpy is quicker
+_MASK = 2**64 - 1
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
+
+
+class Member(Protocol):
+    """What placement needs to know of a usable replica. load: requests on it; weight: above 0, its part of the work."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def load(self) -> int: ...
+
+
+M = TypeVar("M", bound=Member)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What placement needs to know of one usable replica."""
+    """A member of numbers only."""
 
     name: str
-    in_flight: int
+    load: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,46 +65,144 @@ def stays(home: str | None, usable: Collection[str]) -> Decision | None:
     """The decision for a session whose replica is known and usable; None when it must be placed."""
     if home is None or home not in usable:
         return None
-    return _sticky(home)
+    return sticky(home)
 
 
-def place_session(
-    session: Session, candidates: Sequence[Candidate], bound: float, home: str | None = None
-) -> Decision | None:
-    """Place a session whose home, if it has one, cannot serve this request. None: no candidates."""
-    if not candidates:
-        return None
-    limit = load_limit([candidate.in_flight for candidate in candidates], bound)
-    ranked = sorted(candidates, key=lambda candidate: (-rendezvous(session, candidate.name), candidate.name))
-    rank, chosen = next((i, c) for i, c in enumerate(ranked) if c.in_flight < limit)
-    why = f"rendezvous candidate {rank + 1} of {len(ranked)}, {chosen.in_flight} in flight, limit {limit}"
-    if home is None:
-        return Decision(chosen.name, "new", f"new session: {why}")
-    return Decision(chosen.name, "moved", f"{home} cannot serve it: {why}")
+@lru_cache(65536)  # the common case allocates nothing
+def sticky(home: str) -> Decision:
+    return Decision(home, "sticky", f"session is known on {home}")
 
 
-def place_request(candidates: Sequence[Candidate], turn: int) -> Decision | None:
-    """Place a request without a session: least in flight; `turn` (grows by one per call) rotates ties."""
-    if not candidates:
-        return None
-    least = min(candidate.in_flight for candidate in candidates)
-    tied = [candidate for candidate in candidates if candidate.in_flight == least]
-    chosen = tied[turn % len(tied)]
-    return Decision(chosen.name, "balanced", f"no session: {least} in flight, the least of {len(candidates)}")
+class Fleet(Generic[M]):
+    """Candidates for new work. What does not change with load is computed once; loads are read at each decision."""
+
+    def __init__(self, members: Iterable[M]) -> None:
+        self.members: tuple[M, ...] = tuple(sorted(members, key=lambda member: member.name))
+        self._weights = [member.weight for member in self.members]
+        self._all = sum(self._weights)
+        self._even = len(set(self._weights)) <= 1
+        self._seeds = [_seed(member.name) for member in self.members]
+        self._places = {member.name: place for place, member in enumerate(self.members)}
+        self._arrays: _Arrays | None = None
+        if len(self.members) >= ARRAYS_FROM:
+            self._arrays = _Arrays(self._seeds, self._weights, self._even)
+
+    def __repr__(self) -> str:
+        return f"Fleet({len(self.members)} members)"
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def only(self, wanted: Callable[[M], bool]) -> Fleet[M]:
+        """Of those that are wanted."""
+        return Fleet(member for member in self.members if wanted(member))
+
+    def place_session(
+        self, session: Session, bound: float, home: str | None = None
+    ) -> tuple[M, Decision] | None:
+        """Place a session whose home, if it has one, cannot serve this request. None: no members."""
+        if not self.members:
+            return None
+        loads = [member.load for member in self.members]
+        if self._arrays is None:
+            place, rank, limit = self._best(_hash(*session), loads, bound)
+        else:
+            place, rank, limit = self._arrays.best(_hash(*session), loads, bound)
+        chosen = self.members[place]
+        why = f"rendezvous candidate {rank} of {len(loads)}, load {loads[place]}, limit {limit}"
+        if home is None:
+            return chosen, Decision(chosen.name, "new", f"new session: {why}")
+        return chosen, Decision(chosen.name, "moved", f"{home} cannot serve it: {why}")
+
+    def place_request(self, turn: int) -> tuple[M, Decision] | None:
+        """Place a request without a session: least load for its weight; `turn` (grows by one per call) rotates ties."""
+        if not self.members:
+            return None
+        loads = [member.load for member in self.members]
+        if self._even:
+            least: float = min(loads)
+            tied = [place for place, load in enumerate(loads) if load == least]
+        else:
+            filled = [(load + 1) / weight for load, weight in zip(loads, self._weights, strict=True)]
+            least = min(filled)
+            tied = [place for place, full in enumerate(filled) if full == least]
+        place = tied[turn % len(tied)]
+        chosen = self.members[place]
+        why = f"no session: load {loads[place]}, the least of {len(loads)}"
+        return chosen, Decision(chosen.name, "balanced", why)
+
+    def place_prefix(self, replica: str, share: float, bound: float) -> tuple[M, Decision] | None:
+        """Place a request without a session where `share` of its prompt is known; None when that replica is overloaded."""
+        place = self._places.get(replica)
+        if place is None:
+            return None
+        loads = [member.load for member in self.members]
+        limit = load_limit(sum(loads), bound, self._weights[place], self._all)
+        if loads[place] >= limit:
+            return None
+        why = f"{share:.0%} of its prompt is known on {replica}, load {loads[place]}, limit {limit}"
+        return self.members[place], Decision(replica, "prefix", why)
+
+    def _best(self, session: int, loads: Sequence[int], bound: float) -> tuple[int, int, int]:
+        """(place, rank from 1, limit) of the first in rendezvous order that is under its limit."""
+        total = sum(loads)
+        limits = [load_limit(total, bound, weight, self._all) for weight in self._weights]
+        scores = [_mix(session ^ seed) for seed in self._seeds]
+        if self._even:
+            keys: list[float] = [-score for score in scores]
+        else:
+            keys = [-math.log((s + 0.5) / 2**64) / w for s, w in zip(scores, self._weights, strict=True)]
+        free = [place for place, load in enumerate(loads) if load < limits[place]]
+        place = min(free, key=lambda at: (keys[at], at))
+        rank = 1 + sum(key < keys[place] for key in keys)
+        return place, rank, limits[place]
 
 
-def load_limit(in_flight: Sequence[int], bound: float) -> int:
-    """Most requests one replica may hold after the next one is placed; at least one replica is below it."""
-    return math.ceil((1 + bound) * (sum(in_flight) + 1) / len(in_flight))
+class _Arrays:
+    """The same decision by numpy, for fleets of hundreds."""
+
+    def __init__(self, seeds: Sequence[int], weights: Sequence[float], even: bool) -> None:
+        import numpy as np  # only such fleets pay for it
+
+        self._np: Any = np
+        self._seeds = np.array(seeds, np.uint64)
+        self._weights = np.array(weights, np.float64)
+        self._all = sum(weights)
+        self._even = even
+
+    def best(self, session: int, loads: Sequence[int], bound: float) -> tuple[int, int, int]:
+        np = self._np
+        limits = np.ceil((1 + bound) * (sum(loads) + 1) * self._weights / self._all)
+        x = self._seeds ^ np.uint64(session)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+        x ^= x >> np.uint64(31)
+        keys = ~x if self._even else -np.log((x.astype(np.float64) + 0.5) / 2**64) / self._weights
+        free = np.flatnonzero(np.array(loads) < limits)
+        place = int(free[np.argmin(keys[free])])
+        rank = 1 + int(np.count_nonzero(keys < keys[place]))
+        return place, rank, int(limits[place])
 
 
-def rendezvous(session: Session, replica: str) -> int:
-    """The weight of a replica for a session: the highest wins, so a leaver moves its own sessions only."""
-    parts = (part.encode("utf-8", "surrogatepass") for part in (*session, replica))
-    data = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+def load_limit(total: int, bound: float, weight: float, weights: float) -> int:
+    """Most load one replica may have after the next request is placed, when all have `total` before it; its weight, and that
+    of all. At least one replica is below its own."""
+    return math.ceil((1 + bound) * (total + 1) * weight / weights)
+
+
+@lru_cache(65536)
+def _seed(name: str) -> int:
+    return _hash(name)
+
+
+def _hash(*parts: str) -> int:
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    data = b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-@lru_cache(4096)  # the common case allocates nothing
-def _sticky(home: str) -> Decision:
-    return Decision(home, "sticky", f"session is known on {home}")
+def _mix(x: int) -> int:
+    """The score of a replica for a session: the highest wins, so a leaver moves its own sessions only."""
+    x = (x ^ (x >> 30)) * _MIX_1 & _MASK
+    x = (x ^ (x >> 27)) * _MIX_2 & _MASK
+    return x ^ (x >> 31)

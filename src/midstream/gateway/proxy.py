@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from midstream.config import GatewaySettings
 from midstream.errors import MidstreamError
@@ -23,12 +24,14 @@ from midstream.gateway.auth import Authenticator
 from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
 from midstream.gateway.inference import InferenceExchange
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.placement import Candidate, Decision, Session, place_request, place_session, stays
+from midstream.gateway.placement import Decision, Fleet, sticky
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaView, token_header
+from midstream.gateway.replicas import ReplicaSet, token_header
 from midstream.gateway.sessions import body_model
 from midstream.gateway.upstream import UpstreamPool
+from midstream.gateway.view import ReplicaView
 from midstream.http1 import ClientConnection, Exchange, Request
+from midstream.types import Session
 
 logger = logging.getLogger(__name__)
 
@@ -165,37 +168,61 @@ class Proxy:
         return found
 
     def place(
-        self, deployment: Deployment, session: Session | None, tried: Collection[str]
-    ) -> tuple[ReplicaView, Decision] | None:
-        """Choose a replica that is usable and not in `tried`; whoever needs not stay avoids those that take nothing new.
+        self,
+        deployment: Deployment,
+        session: Session | None,
+        tried: Collection[str] = (),
+        eligible: Callable[[ReplicaView], bool] | None = None,
+    ) -> Placed | None:
+        """Choose a replica that is usable, not in `tried`, and `eligible`; whoever needs not stay avoids those that take
+        nothing new.
 
-        It becomes the session's home, unless the session has a usable one that failed this request only.
+        It becomes the session's home, unless the session has a usable one that cannot serve this request only.
         """
-        usable = {view.name: view for view in deployment.replicas.views if view.usable}
-        ready = {name: view for name, view in usable.items() if name not in tried} if tried else usable
+        replicas = deployment.replicas
         home = None if session is None else deployment.sessions.home(session)
-        decision = stays(home, ready)
-        if decision is None:
-            loads = _candidates(ready.values())
+        at_home = None if home is None else replicas.named(home)
+        if at_home is not None and not at_home.usable:
+            at_home = None
+        if at_home is not None and at_home.name not in tried and (eligible is None or eligible(at_home)):
+            placed = Placed(at_home, sticky(at_home.name))
+        else:
+            fleet = replicas.fleet
+            if tried or eligible is not None:
+                fleet = _rest(replicas, tried, eligible)
             if session is None:
-                decision = place_request(loads, self._turn)
+                found = fleet.place_request(self._turn)
                 self._turn += 1
             else:
-                decision = place_session(session, loads, self._bound, home)
-                if decision is not None and home not in usable:
-                    deployment.sessions.settle(session, decision.replica)
-        if decision is None:
-            return None
-        view = ready[decision.replica]
-        self.metrics.routes[decision.reason] += 1
+                found = fleet.place_session(session, self._bound, home)
+            if found is None:
+                return None
+            placed = Placed(*found)
+            if session is not None:
+                stays = at_home is not None
+                placed.stamp = 0 if stays else deployment.sessions.settle(session, placed.view.name)
+        self.metrics.routes[placed.decision.reason] += 1
         if logger.isEnabledFor(logging.DEBUG):
-            self._log(session, view, decision)
-        return view, decision
+            self._log(session, placed.view, placed.decision)
+        return placed
+
+    def has_another(self, deployment: Deployment, tried: Collection[str]) -> bool:
+        """A replica that is usable and not in `tried`."""
+        return any(view.usable and view.name not in tried for view in deployment.replicas.views)
 
     def _log(self, session: Session | None, view: ReplicaView, decision: Decision) -> None:
         key = "-" if session is None else session[1]
         logger.debug("Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
         logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
+
+
+@dataclass(slots=True)
+class Placed:
+    """Where a request goes. stamp: of a session that is placed there, 0 if for this request alone; None: nothing is placed."""
+
+    view: ReplicaView
+    decision: Decision
+    stamp: int | None = None
 
 
 class Upstream:
@@ -212,10 +239,16 @@ class Upstream:
         return f"Upstream({len(self.exchanges)} exchanges, {self.pool})"
 
 
-def _candidates(views: Collection[ReplicaView]) -> list[Candidate]:
-    """Those that take new requests now; all of them when none does (a synchronous swap on every replica)."""
-    admitting = [view for view in views if view.report is not None and view.report.admitting]
-    return [Candidate(view.name, view.in_flight) for view in admitting or views]
+def _rest(
+    replicas: ReplicaSet, tried: Collection[str], eligible: Callable[[ReplicaView], bool] | None
+) -> Fleet[ReplicaView]:
+    """Who may take a request that not all may take."""
+    left = [
+        view
+        for view in replicas.views
+        if view.usable and view.name not in tried and (eligible is None or eligible(view))
+    ]
+    return Fleet([view for view in left if view.admitting] or left)
 
 
 def _decoded(value: bytes | None) -> str | None:

@@ -19,6 +19,7 @@ from midstream.errors import InvalidRequest, NotFound
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.sessions import SessionTable
 from midstream.names import ServedNames
+from midstream.types import SessionsTold
 
 DEPLOYMENT_HEADER = "fireworks-deployment"
 MODEL_HEADER = "fireworks-model"
@@ -37,6 +38,9 @@ class Deployment:
     drain_s: float = 300.0  # how long requests on a replica that leaves may go on
     problems: dict[str, str] = field(default_factory=dict)  # replica -> why it cannot be started
 
+    def __post_init__(self) -> None:
+        self.replicas.on_sessions = self._told
+
     @property
     def name(self) -> str:
         """accounts/A/deployments/D"""
@@ -53,6 +57,12 @@ class Deployment:
         views = ((view.name, view.report) for view in self.replicas.views)
         down = {name: report.error for name, report in views if report and not report.ready and report.error}
         return down | self.problems
+
+    def _told(self, replica: str, told: SessionsTold) -> None:
+        for session, stamp in told.held:
+            self.sessions.learn(session, replica, stamp)
+        for session in told.closed:
+            self.sessions.forget(session, replica)
 
     async def run(self) -> None:
         """Hear the replicas and keep them at what is desired, until cancelled."""

@@ -8,6 +8,8 @@ Always holds:
   event stream broke), is silent for `silence_s`, or sends what is not a report of it; and, when a broken event stream
   cannot be opened again, `grace_s` after it broke. One broken connection alone moves nobody.
 - A new boot of a replica is not admitted until control/ admits it.
+- While it is `learning`, after the gateway's start, replicas may still have to say which sessions they hold; a replica tells
+  that before its first report. It ends when every member is usable, and in any case after `learn_s`.
 - The token that replicas ask for is sent to replicas only, and shown nowhere.
 - Subscribers are called after changes, at most once per turn of the event loop, never from within a change.
 """
@@ -18,13 +20,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import msgspec
 
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.httpcall import CallFailed, ResponseStream, call, open_stream
-from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport
+from midstream.gateway.placement import Fleet
+from midstream.gateway.view import ReplicaView as ReplicaView
+from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport, SessionsTold, Trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +37,17 @@ OF_A_KIND = b'{"kind":'  # how lines begin that are no report
 SILENCE_CHECKS = 6  # a silent period is counted in so many parts: one stall of this loop is not silence
 
 
-@dataclass(eq=False)
-class ReplicaView:
-    """What the gateway knows of one replica."""
+class Member(NamedTuple):
+    """A replica there should be. own: started by our supervisor under that name; another one goes by the name it has here,
+    whatever it calls itself."""
 
-    index: int  # its place among the members now: an order to show them in, not a key
-    name: str  # unique in the whole gateway
+    name: str
     url: str
-    report: ReplicaReport | None = None  # None: unreachable
-    admitted: bool = False  # placement may use it; set by control/, cleared here on a new boot
-    in_flight: int = 0  # requests this gateway has on it now
-    standing: Literal["member", "leaving", "gone"] = "member"
+    weight: float = 1.0
+    own: bool = True
 
-    @property
-    def usable(self) -> bool:
-        """Placement may send requests to it."""
-        return self.admitted and self.report is not None and self.report.ready and self.standing == "member"
+
+Listener = Callable[[str, SessionsTold], None]  # name of the replica, what it told
 
 
 class ReplicaSet:
@@ -66,12 +65,13 @@ class ReplicaSet:
         backoff_s_max: float = 0.5,
         call_timeout_s: float = 5.0,
         grace_s: float = 1.0,
+        learn_s: float = 0.0,
         token: str | None = None,
     ) -> None:
         """`replicas`: of set_members, which see.
 
-        grace_s: how long a report outlives its event stream while nothing proves the replica dead.
-        token: the secret that replicas ask for, if they do.
+        grace_s: how long a report outlives its event stream while nothing proves the replica dead. learn_s: how long after the
+        start of `run` it may be `learning`. token: the secret that replicas ask for, if they do.
         """
         self.views: tuple[ReplicaView, ...] = ()
         self.leaving: tuple[ReplicaView, ...] = ()
@@ -80,7 +80,14 @@ class ReplicaSet:
         self._backoff_s_max = backoff_s_max
         self._call_timeout_s = call_timeout_s
         self._grace_s = grace_s
+        self._learn_s = learn_s
+        self.learning = learn_s > 0
+        self.on_sessions: Listener = lambda replica, told: None  # hears what replicas tell of their sessions
         self._header = token_header(token)
+        self._named: dict[str, ReplicaView] = {}
+        self._fleet: Fleet[ReplicaView] | None = None
+        self._waiting: dict[Callable[[], None], None] = {}
+        self._waking: asyncio.Handle | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._notice: asyncio.Handle | None = None
         self._ears: dict[ReplicaView, _Ear] = {}
@@ -92,7 +99,28 @@ class ReplicaSet:
         usable = sum(view.usable for view in self.views)
         return f"ReplicaSet({len(self.views)} replicas, {reachable} reachable, {usable} usable)"
 
-    def set_members(self, replicas: Sequence[tuple[str, str]], leaving: Collection[str] = ()) -> None:
+    @property
+    def fleet(self) -> Fleet[ReplicaView]:
+        """Those that take new work now; those that are usable when none does (a synchronous swap on every replica)."""
+        if self._fleet is None:
+            usable = [view for view in self.views if view.usable]
+            self._fleet = Fleet([view for view in usable if view.admitting] or usable)
+        return self._fleet
+
+    def named(self, name: str) -> ReplicaView | None:
+        """A member by its name."""
+        return self._named.get(name)
+
+    def wait(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, after the next change of who is usable, of any report, or of `learning`."""
+        self._waiting[callback] = None
+
+    def wait_no_more(self, callback: Callable[[], None]) -> None:
+        self._waiting.pop(callback, None)
+
+    def set_members(
+        self, replicas: Sequence[tuple[str, str] | Member], leaving: Collection[str] = ()
+    ) -> None:
         """The replicas there are from now on: (name, base URL) of each, e.g. ("replica-0", "http://127.0.0.1:18081").
 
         leaving: names of those that take no new requests. Whoever is not listed is gone. The same list changes nothing; a
@@ -101,9 +129,12 @@ class ReplicaSet:
         known = {(view.name, view.url): view for view in self._ears}
         stay: list[ReplicaView] = []
         leave: list[ReplicaView] = []
-        for name, url in replicas:
-            view = known.pop((name, url.rstrip("/")), None) or self._met(name, url.rstrip("/"))
-            (leave if name in leaving else stay).append(view)
+        for member in (Member(*replica) for replica in replicas):
+            view = known.pop((member.name, member.url.rstrip("/")), None) or self._met(member)
+            if view.weight != member.weight:
+                view.weight = member.weight
+                self._fleet = None
+            (leave if member.name in leaving else stay).append(view)
         if (tuple(stay), tuple(leave)) == (self.views, self.leaving) and not known:
             return
         for index, view in enumerate(stay):
@@ -111,13 +142,15 @@ class ReplicaSet:
         for view in leave:
             view.standing = "leaving"
         self.views, self.leaving = tuple(stay), tuple(leave)
+        self._named = {view.name: view for view in stay}
+        self._fleet = None
         for view in known.values():
             self._part(view)
         self._changed()
 
-    def _met(self, name: str, url: str) -> ReplicaView:
-        view = ReplicaView(0, name, url)
-        self._ears[view] = _Ear()
+    def _met(self, member: Member) -> ReplicaView:
+        view = ReplicaView(0, member.name, member.url.rstrip("/"), member.weight, self._use_changed)
+        self._ears[view] = _Ear(own=member.own)
         if self._tasks is not None:
             self._listen(self._tasks, view)
         return view
@@ -167,6 +200,7 @@ class ReplicaSet:
 
     async def run(self) -> None:
         """Watch all event streams, of those that join meanwhile too, until cancelled."""
+        learned = asyncio.get_running_loop().call_later(self._learn_s, self._learned)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -175,6 +209,7 @@ class ReplicaSet:
                 await asyncio.Event().wait()
         finally:
             self._tasks = None
+            learned.cancel()
 
     def _listen(self, tasks: asyncio.TaskGroup, view: ReplicaView) -> None:
         self._ears[view].watch = tasks.create_task(self._watch(view), name=f"events of {view.name}")
@@ -221,10 +256,13 @@ class ReplicaSet:
             stream.abort()
 
     def _heard(self, view: ReplicaView, line: bytes) -> None:
-        if line.startswith(OF_A_KIND):
-            return
         try:
+            if line.startswith(OF_A_KIND):
+                self._told(view, msgspec.json.decode(line, type=SessionsTold | Trajectories))
+                return
             report = msgspec.json.decode(line, type=ReplicaReport)
+            if not self._ears[view].own:
+                report = msgspec.structs.replace(report, replica=view.name)
             if report.replica != view.name:
                 raise ValueError(f"{view.url} is {report.replica}, expected {view.name}")
         except (msgspec.MsgspecError, ValueError):
@@ -239,6 +277,12 @@ class ReplicaSet:
             view.report = report
             self._changed()
 
+    def _told(self, view: ReplicaView, told: SessionsTold | Trajectories) -> None:
+        if isinstance(told, SessionsTold):
+            self.on_sessions(view.name, told)
+        else:
+            view.trajectories = told
+
     def _doubt(self, view: ReplicaView) -> None:
         """The event stream is gone: the report goes too, unless another one comes in time."""
         ear = self._ears[view]
@@ -252,7 +296,29 @@ class ReplicaSet:
             view.report = None
             self._changed()
 
+    def _use_changed(self) -> None:
+        """Who is usable is another than before."""
+        self._fleet = None
+        if self.learning and self.views and all(view.usable for view in self.views):
+            self.learning = False
+        self._wake()
+
+    def _learned(self) -> None:
+        self.learning = False
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting and self._waking is None:
+            self._waking = asyncio.get_running_loop().call_soon(self._call_waiting)
+
+    def _call_waiting(self) -> None:
+        self._waking = None
+        waiting, self._waiting = self._waiting, {}
+        for callback in waiting:
+            callback()
+
     def _changed(self) -> None:
+        self._wake()
         if self._notice is None and self._callbacks:
             self._notice = asyncio.get_running_loop().call_soon(self._notify)
 
@@ -266,6 +332,7 @@ class ReplicaSet:
 class _Ear:
     """How one replica is heard."""
 
+    own: bool = True  # of Member
     watch: asyncio.Task[None] | None = None
     stream: ResponseStream | None = None  # the last event stream
     boot: str | None = None  # the last one heard of

@@ -9,14 +9,15 @@ is not recognised.
 from __future__ import annotations
 
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from midstream.gateway.bodies import NOT_JSON
-from midstream.gateway.placement import Session
 from midstream.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, session_from_body, session_from_headers
+from midstream.types import Session
 
 _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
 
@@ -72,11 +73,16 @@ def _text(value: bytes) -> str:
 
 
 class SessionTable:
-    """(tenant, key) -> name of a replica, bounded."""
+    """(tenant, key) -> name of a replica and the stamp of its placing there, bounded.
 
-    def __init__(self, max_sessions: int) -> None:
+    Stamps order the placings of a session, whichever gateway did them: milliseconds since the epoch, and in any case more than
+    that of the placing before. clock: seconds since the epoch.
+    """
+
+    def __init__(self, max_sessions: int, clock: Callable[[], float] = time.time) -> None:
         self._max_sessions = max_sessions
-        self._homes: OrderedDict[Session, str] = OrderedDict()
+        self._clock = clock
+        self._homes: OrderedDict[Session, tuple[str, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -86,18 +92,37 @@ class SessionTable:
 
     def home(self, session: Session) -> str | None:
         """Where the session lives; asking counts as use."""
-        home = self._homes.get(session)
-        if home is not None:
-            self._homes.move_to_end(session)
-        return home
+        found = self._homes.get(session)
+        if found is None:
+            return None
+        self._homes.move_to_end(session)
+        return found[0]
 
-    def forget(self, session: Session) -> None:
-        """The session lives nowhere."""
-        self._homes.pop(session, None)
+    def forget(self, session: Session, replica: str | None = None) -> bool:
+        """The session lives nowhere, or not on `replica` any more. Whether that is news."""
+        found = self._homes.get(session)
+        if found is None or (replica is not None and found[0] != replica):
+            return False
+        del self._homes[session]
+        return True
 
-    def settle(self, session: Session, replica: str) -> None:
-        """The session lives on `replica` from now on."""
-        self._homes[session] = replica
+    def settle(self, session: Session, replica: str) -> int:
+        """The session lives on `replica` from now on. The stamp of that."""
+        stamp = round(self._clock() * 1000)
+        before = self._homes.get(session)
+        if before is not None:
+            stamp = max(stamp, before[1] + 1)
+        self._set(session, replica, stamp)
+        return stamp
+
+    def learn(self, session: Session, replica: str, stamp: int) -> None:
+        """`replica` says that it holds the session: it lives there unless a later placing brought it elsewhere."""
+        before = self._homes.get(session)
+        if before is None or (stamp, replica) > (before[1], before[0]):
+            self._set(session, replica, stamp)
+
+    def _set(self, session: Session, replica: str, stamp: int) -> None:
+        self._homes[session] = (replica, stamp)
         self._homes.move_to_end(session)
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)

@@ -40,6 +40,7 @@ from midstream.ledger.records import DeploymentChange
 from midstream.names import ServedNames
 from midstream.types import TransitionType
 
+LEARN_S = 1.5  # requests of unknown sessions wait so long at most for replicas to say what they hold
 _SAID = "_settings"  # of the default deployment: what the settings said of it when it was last started
 
 
@@ -113,7 +114,7 @@ async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow
 
 
 def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployment:
-    replicas = ReplicaSet(token=spec.token)
+    replicas = ReplicaSet(token=spec.token, learn_s=LEARN_S)
     return Deployment(
         ServedNames(row.model, row.name),
         replicas,

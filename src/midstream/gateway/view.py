@@ -1,0 +1,105 @@
+"""What the gateway knows of one replica, and whether placement may use it.
+
+Always holds: `usable` and `admitting` are what `admitted`, `report` and `standing` make of them, and whoever asked to be told
+is told when they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from midstream.types import ReplicaReport, Trajectories
+
+Standing = Literal["member", "leaving", "gone"]
+
+
+class ReplicaView:
+    """One replica at one address.
+
+    index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
+    report: the last one; None: unreachable. admitted: placement may use it; set by control/, cleared on a new boot.
+    in_flight: requests this gateway has on it now. weight: its part of new work. trajectories: what its turns were like.
+    """
+
+    __slots__ = (
+        "_admitted",
+        "_on_change",
+        "_report",
+        "_reported",
+        "_standing",
+        "admitting",
+        "in_flight",
+        "index",
+        "name",
+        "trajectories",
+        "url",
+        "usable",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        url: str,
+        weight: float = 1.0,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.url = url
+        self.weight = weight
+        self.in_flight = 0
+        self.trajectories: Trajectories | None = None
+        self.usable = False  # placement may send requests to it
+        self.admitting = False  # it takes new requests, as far as is known
+        self._on_change = on_change
+        self._report: ReplicaReport | None = None
+        self._reported = 0
+        self._admitted = False
+        self._standing: Standing = "member"
+
+    def __repr__(self) -> str:
+        return f"ReplicaView({self.name}, {self.url}, {self.standing}, usable={self.usable}, {self.in_flight} in flight)"
+
+    @property
+    def load(self) -> int:
+        """Requests on it: this gateway's, or all that it reported if those are more."""
+        return max(self.in_flight, self._reported)
+
+    @property
+    def report(self) -> ReplicaReport | None:
+        return self._report
+
+    @report.setter
+    def report(self, report: ReplicaReport | None) -> None:
+        self._report = report
+        self._reported = 0 if report is None else report.in_flight
+        self._settle()
+
+    @property
+    def admitted(self) -> bool:
+        return self._admitted
+
+    @admitted.setter
+    def admitted(self, admitted: bool) -> None:
+        self._admitted = admitted
+        self._settle()
+
+    @property
+    def standing(self) -> Standing:
+        return self._standing
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        self._standing = standing
+        self._settle()
+
+    def _settle(self) -> None:
+        report = self._report
+        usable = self._admitted and report is not None and report.ready and self._standing == "member"
+        admitting = report is not None and report.admitting
+        if (usable, admitting) != (self.usable, self.admitting):
+            self.usable, self.admitting = usable, admitting
+            self._on_change()
