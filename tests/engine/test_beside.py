@@ -29,7 +29,7 @@ from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.runner import dispose
 from midstream.engine.embedded.staging import DROPPED, Stager
 from midstream.engine.embedded.worker import CALM_STEPS, Worker
-from midstream.types import SwapTiming
+from midstream.types import EngineStats, SwapTiming
 
 SETTINGS = EngineSettings(kv_cache_tokens=256, threads=1)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -215,8 +215,16 @@ class Steps:
     def weights(self) -> list[Any]:
         return []
 
+    def step(self) -> list[Any]:
+        self.log.append("step")
+        return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
     def send(self, reply: object) -> None:
-        pass
+        if isinstance(reply, m.Done):
+            self.log.append("done")
 
 
 def test_after_a_switch_some_steps_run_before_anything_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +236,8 @@ def test_after_a_switch_some_steps_run_before_anything_else_does(monkeypatch: py
     worker._handle(m.DigestWeights(2))
     for _ in range(CALM_STEPS + 1):
         worker._begin_jobs()
-        core.log.append("step")
-        worker._calm -= 1
-    assert core.log == ["commit", *["step"] * CALM_STEPS, "job", "job", "step"]
+        worker._step()
+    assert core.log == ["commit", "step", "done", *["step"] * (CALM_STEPS - 1), "job", "job", "step"]
     worker._staged = "newer"
     worker._handle(m.Commit(3, "newer"))
     core.idle = True  # nobody waits for a step
