@@ -1,0 +1,234 @@
+"""Gateways that come to know, or agree on, where sessions live: from replicas that hold a real session table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from urllib.parse import unquote
+
+import msgspec
+from gateway_harness import NAMES, Message, MockReplica, Peer, Stage, post, reconciler, run
+
+from midstream.config import GatewaySettings
+from midstream.gateway.app import control_app
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.server import Gateway
+from midstream.replica.sessions import Sessions, stamp_of
+from midstream.types import HEADER_SESSION, ReplicaReport
+
+
+class Holder:
+    """A mock replica with a session table and an event stream."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sessions = Sessions(on_change=self._change)
+        self.mock = MockReplica(self._handle)
+        self.speaks = asyncio.Event()
+        self.speaks.set()
+        self._changed = asyncio.Event()
+
+    def _change(self) -> None:
+        self._changed.set()
+
+    async def _handle(self, request: Message, peer: Peer) -> None:
+        if request.start.startswith("GET /replica/events "):
+            await self._tell(peer)
+            return
+        key = request.headers.get(HEADER_SESSION)
+        with self.sessions.turn(None if key is None else ("", unquote(key)), stamp_of(request.headers)):
+            self._change()
+            peer.respond()
+
+    async def _tell(self, peer: Peer) -> None:
+        peer.start_stream("application/x-ndjson")
+        await self.speaks.wait()
+        report = msgspec.json.encode(ReplicaReport(replica=self.name, boot="b1", ready=True)) + b"\n"
+        with self.sessions.feed() as feed:
+            while not peer.writer.is_closing():
+                self._changed.clear()
+                for line in self.sessions.told(feed):
+                    peer.chunk(line)
+                peer.chunk(report)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.3):
+                        await self._changed.wait()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Every turn of the loop is a look; the test has a deadline."""
+    for _ in iter(holds, True):
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def holders(count: int) -> AsyncIterator[list[Holder]]:
+    made = [Holder(f"replica-{number}") for number in range(count)]
+    for holder in made:
+        await holder.mock.start()
+    try:
+        yield made
+    finally:
+        for holder in made:
+            holder.mock.stop()
+
+
+@contextlib.asynccontextmanager
+async def gateway(made: Sequence[Holder], learn_s: float = 0.0) -> AsyncIterator[Stage]:
+    """One that admits every replica it hears of, as control/ would."""
+    members = [(holder.name, f"http://127.0.0.1:{holder.mock.port}") for holder in made]
+    replicas = ReplicaSet(members, learn_s=learn_s)
+
+    def admit() -> None:
+        for view in replicas.views:
+            view.admitted = view.report is not None
+
+    replicas.subscribe(admit)
+    deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
+    metrics = GatewayMetrics(deployments)
+    server = Gateway(GatewaySettings(), deployments, metrics, control_app(deployments, metrics))
+    stage = Stage(server, await server.start("127.0.0.1", 0), replicas, [holder.mock for holder in made])
+    watching = asyncio.create_task(replicas.run())
+    try:
+        yield stage
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await server.close()
+
+
+async def all_usable(stage: Stage) -> None:
+    await until(lambda: all(view.usable for view in stage.views))
+
+
+async def where(stage: Stage, key: str) -> tuple[str, str]:
+    answer = await stage.ask(post(headers=f"x-session-id: {key}\r\n"))
+    assert answer.status == 200, answer.body
+    return answer.headers["x-midstream-replica"], answer.headers["x-midstream-route-reason"]
+
+
+def home(stage: Stage, key: str) -> str | None:
+    return stage.gateway.proxy.deployments.default.sessions.home(("", key))
+
+
+async def until_known(stage: Stage, key: str, replica: str | None) -> None:
+    await until(lambda: home(stage, key) == replica)
+
+
+KEYS = [f"s{number}" for number in range(30)]
+
+
+def test_a_gateway_that_starts_keeps_every_session_where_it_is_from_its_first_request_on() -> None:
+    async def main() -> None:
+        async with holders(3) as made:
+            async with gateway(made) as stage:
+                await all_usable(stage)
+                before = {key: (await where(stage, key))[0] for key in KEYS}
+            assert len(set(before.values())) == 3
+            made[2].speaks.clear()
+            async with gateway(made, learn_s=1000.0) as stage:
+                asked = [asyncio.create_task(where(stage, key)) for key in KEYS]
+                await until(lambda: sum(view.usable for view in stage.views) == 2)
+                known = [ask for ask, key in zip(asked, KEYS, strict=True) if before[key] != "replica-2"]
+                await asyncio.wait(known)
+                assert not any(ask.done() for ask in asked if ask not in known)
+                made[2].speaks.set()
+                found = await asyncio.gather(*asked)
+            assert found == [(before[key], "sticky") for key in KEYS]
+
+    run(main)
+
+
+def test_a_request_of_a_new_session_waits_no_longer_than_all_replicas_take_to_be_usable() -> None:
+    async def main() -> None:
+        async with holders(2) as made, gateway(made, learn_s=1000.0) as stage:
+            assert (await where(stage, "new"))[1] == "new"
+            assert not stage.gateway.proxy.deployments.default.replicas.learning
+
+    run(main)
+
+
+def test_a_replica_that_says_nothing_holds_requests_up_for_a_while_only() -> None:
+    async def main() -> None:
+        async with holders(2) as made:
+            made[1].speaks.clear()
+            async with gateway(made, learn_s=0.05) as stage:
+                assert await where(stage, "new") == ("replica-0", "new")
+            async with gateway([], learn_s=0.05) as stage:
+                assert (await stage.ask(post())).status == 503
+
+    run(main)
+
+
+def test_a_client_that_leaves_while_its_request_waits_leaves_nothing() -> None:
+    async def main() -> None:
+        async with holders(1) as made:
+            made[0].speaks.clear()
+            async with gateway(made, learn_s=1000.0) as stage:
+                replicas = stage.gateway.proxy.deployments.default.replicas
+                peer = await stage.connect()
+                peer.send(post())
+                await until(lambda: bool(replicas._waiting))
+                peer.abort()
+                await until(lambda: not replicas._waiting)
+                made[0].speaks.set()
+                await all_usable(stage)
+                assert made[0].mock.requests[-1].start.startswith("GET /replica/events ")
+
+    run(main)
+
+
+def test_two_gateways_agree_on_new_sessions_and_on_those_that_one_of_them_moved() -> None:
+    async def main() -> None:
+        async with holders(3) as made, gateway(made) as one, gateway(made) as other:
+            await all_usable(one)
+            await all_usable(other)
+            for key in KEYS:
+                replica, _ = await where(one, key)
+                await until_known(other, key, replica)
+                assert await where(other, key) == (replica, "sticky")
+            moved = home(one, KEYS[0])
+            assert moved is not None
+            next(view for view in one.views if view.name == moved).admitted = False
+            replica, reason = await where(one, KEYS[0])
+            assert (replica != moved, reason) == (True, "moved")
+            await until_known(other, KEYS[0], replica)
+            assert await where(other, KEYS[0]) == (replica, "sticky")
+
+    run(main)
+
+
+def test_a_session_moved_back_is_where_it_was_moved_last_for_every_gateway() -> None:
+    async def main() -> None:
+        async with holders(2) as made, gateway(made) as one, gateway(made) as other:
+            await all_usable(one)
+            await all_usable(other)
+            first, _ = await where(one, "s")
+            await until_known(other, "s", first)
+            views = {view.name: view for view in one.views}
+            views[first].admitted = False
+            second, _ = await where(one, "s")
+            await until_known(other, "s", second)
+            views[first].admitted, views[second].admitted = True, False
+            assert await where(one, "s") == (first, "moved")
+            await until_known(other, "s", first)
+            async with gateway(made, learn_s=1000.0) as third:
+                assert await where(third, "s") == (first, "sticky")
+
+    run(main)
+
+
+def test_a_session_that_its_replica_closes_is_new_again() -> None:
+    async def main() -> None:
+        async with holders(2) as made, gateway(made) as stage:
+            await all_usable(stage)
+            replica, _ = await where(stage, "s")
+            holder = next(holder for holder in made if holder.name == replica)
+            holder.sessions.close(("", "s"))
+            await until_known(stage, "s", None)
+            assert (await where(stage, "s"))[1] == "new"
+
+    run(main)
