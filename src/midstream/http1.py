@@ -22,12 +22,15 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 import msgspec
 
 from midstream.errors import HeadersTooLarge, InvalidRequest, MidstreamError, PayloadTooLarge, RequestTimeout
+
+if TYPE_CHECKING:
+    from midstream.gateway.wire import WireTransport
 
 QUEUED_REQUESTS_MAX = 16  # pipelined requests read ahead before reading pauses
 QUEUED_BYTES_MAX = 2**20
@@ -49,6 +52,9 @@ class Request:
     body: bytes
     http10: bool
     keep_alive: bool
+    lines: bytes | None = (
+        None  # of a request read by a wire, instead of `headers`: what is to be sent on, as lines
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,6 +126,7 @@ class ClientConnection(asyncio.Protocol):
         self._owes_continue = False
         self._offers_upgrade = False  # the head just parsed will be parsed again without its Upgrade header
         self._transport: asyncio.Transport
+        self.wire: WireTransport | None = None  # a transport that reads plain requests by itself
         self._headers: list[tuple[bytes, bytes]]
         self._first: dict[bytes, bytes]
         self._body: list[bytes]
@@ -136,6 +143,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         self._transport = transport
+        self.wire = transport.get_extra_info("wire")
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -182,6 +190,49 @@ class ClientConnection(asyncio.Protocol):
         if self._in_message and self._head_done and self._exchange is None:
             self.deadline = self._now() + self._limits.body_idle_s
         self._pump()
+
+    # -- a wire's calls
+
+    def raw_received(self, data: bytes) -> bool:
+        """Bytes that the wire does not read by itself. Whether what follows is a new request."""
+        self.data_received(data)
+        return not self._in_message
+
+    def request_begun(self, target: bytes, first: Mapping[bytes, bytes]) -> bool:
+        """The head of a plain request has come and its body only in part. Whether the rest is wanted."""
+        if self._deaf or not self._admits(target, first):
+            return False
+        self._in_message = self._head_done = True
+        if self._exchange is None:
+            self.deadline = self._now() + self._limits.body_idle_s
+        return True
+
+    def request_received(
+        self, target: bytes, first: Mapping[bytes, bytes], lines: bytes, body: bytes
+    ) -> None:
+        """A plain request: a POST that may be kept alive, of HTTP/1.1, within the limits. `lines`: what is to be sent on."""
+        if self._deaf:
+            return
+        if self._in_message:
+            self._in_message = False
+        elif not self._admits(target, first):
+            return
+        request = Request(b"POST", target, [], first, body, False, True, lines)
+        if self._exchange is None and not self._queue:
+            self._begin(request)
+        else:
+            self._queue.append(request)
+            self._queued_bytes += len(body)
+            self._pump()
+
+    def _admits(self, target: bytes, first: Mapping[bytes, bytes]) -> bool:
+        try:
+            self._service.check_head(b"POST", target, first)
+        except MidstreamError as error:
+            self._refuse(error)
+            self._pump()
+            return False
+        return True
 
     # -- the parser's calls
 
@@ -283,6 +334,9 @@ class ClientConnection(asyncio.Protocol):
         """Break the connection so that even a response without framing is seen to be short."""
         self._exchange = None
         self._deaf = True
+        if self.wire is not None:
+            self.wire.reset()
+            return
         sock = self._transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
@@ -292,6 +346,13 @@ class ClientConnection(asyncio.Protocol):
 
     def check_deadline(self, now: float) -> None:
         if now < self.deadline:
+            return
+        if (
+            self.wire is not None
+            and (last := self.wire.last_read())
+            and now < last + self._limits.body_idle_s
+        ):
+            self.deadline = last + self._limits.body_idle_s
             return
         self.deadline = _NEVER
         if self._in_message and not self._deaf:
@@ -304,6 +365,8 @@ class ClientConnection(asyncio.Protocol):
         """Close now when idle; otherwise the response that is under way is the last."""
         if self._exchange is None and not self._queue:
             self._close()
+        elif self.wire is not None:
+            self.wire.close_after()
 
     def cut(self, reason: str) -> None:
         """End whatever is under way, visibly."""
@@ -367,14 +430,17 @@ class ClientConnection(asyncio.Protocol):
                 self._answer_refusal(item)
                 break
             self._queued_bytes -= len(item.body)
-            self._keep_alive = item.keep_alive
-            self.deadline = _NEVER
-            self._exchange = self._service.exchange(item, self)
-            self._exchange.start()
+            self._begin(item)
         self._pumping = False
         if self._exchange is None and not self._deaf:
             self._wait_for_request()
         self._throttle()
+
+    def _begin(self, request: Request) -> None:
+        self._keep_alive = request.keep_alive
+        self.deadline = _NEVER
+        self._exchange = self._service.exchange(request, self)
+        self._exchange.start()
 
     def _wait_for_request(self) -> None:
         if self._owes_continue:

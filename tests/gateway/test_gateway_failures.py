@@ -182,7 +182,7 @@ def test_a_stream_that_dies_inside_an_event_just_breaks(sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("framing", ["content-length: 100", "transfer-encoding: chunked"])
+@pytest.mark.parametrize("framing", ["content-length: 1000000", "transfer-encoding: chunked"])
 def test_a_plain_response_that_dies_breaks_the_connection(version: str, framing: str) -> None:
     async def main() -> None:
         async def handler(request: Message, peer: Peer) -> None:
@@ -225,16 +225,18 @@ def test_a_response_that_cannot_be_framed_is_an_error(response: bytes) -> None:
 def test_bytes_after_the_end_of_a_response_reach_nobody() -> None:
     async def main() -> None:
         head_arrived = asyncio.Event()
-        extra = b"okHTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+        length = 2**20  # enough not to be held until it is whole
+        extra = b"x" * length + b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
         async def handler(request: Message, peer: Peer) -> None:
-            head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+            head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length
             if request.body == b"late":
                 peer.send(head)
                 await head_arrived.wait()
                 peer.send(extra)
             else:
-                peer.send(head + extra)
+                short = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+                peer.send(short + b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
 
         async with staged(handler) as stage:
             client = await stage.connect()

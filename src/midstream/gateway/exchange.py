@@ -46,6 +46,10 @@ class ControlExchange:
         self._proxy = proxy
         self._request = request
         self._client = client
+        self._target, self._body = (
+            request.target,
+            request.body,
+        )  # what is sent; a stream goes on by another request
         self._path_class = path_class
         self._pool = proxy.control
         self._connection: UpstreamConnection | None = None
@@ -58,6 +62,7 @@ class ControlExchange:
         self._chunked = False
         self._tail = b""  # the last bytes written of an event stream
         self._tenant = proxy.tenant(request)
+        self._resumable = False  # the replica is asked to say what another one needs to go on with its stream
 
     # -- http1.Exchange
 
@@ -113,6 +118,15 @@ class ControlExchange:
         if self._event_stream:
             self._tail = data if len(data) > 3 else (self._tail + data)[-4:]
 
+    def relay_begun(self) -> None:
+        self._answered = True
+        self._count(200)
+        self._observe(self._proxy.metrics.first_byte_s)
+
+    def relay_stood(self, *, chunked: bool, events: bool, between_events: bool, marks: bytes | None) -> None:
+        self._chunked, self._event_stream = chunked, events
+        self._tail = b"" if between_events else b"inside"
+
     def response_end(self) -> None:
         self._connection = None
         self._left()
@@ -163,30 +177,54 @@ class ControlExchange:
 
     def _send_over(self, connection: UpstreamConnection) -> None:
         self._connection = connection
-        request = self._request
-        connection.send(self, self._request_head(), request.body, head_request=request.method == b"HEAD")
-        if not self._client.writable:
+        request, client = self._request, self._client
+        head = self._request_head()
+        if (
+            connection.wire is not None
+            and client.wire is not None
+            and client.writable
+            and not client.closes_after_response
+            and request.method == b"POST"
+            and not self._answered
+        ):
+            extra = self._response_headers()
+            connection.relay(self, head, self._body, client.wire, extra, marks=self._resumable)
+            return
+        connection.send(self, head, self._body, head_request=request.method == b"HEAD")
+        if not client.writable:
             connection.pause()
 
     def _request_head(self) -> bytes:
         request = self._request
+        if request.lines is not None:
+            return b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n%b" % (
+                self._target,
+                request.lines,
+                len(self._body),
+                self._added_lines(),
+            )
         dropped = self._proxy.dropped_headers
         listed = request.first.get(b"connection")
         if listed is not None and listed.lower() not in (b"close", b"keep-alive"):
             dropped = dropped | _listed(listed)
-        lines = [request.method + b" " + request.target + b" HTTP/1.1"]
+        lines = [request.method + b" " + self._target + b" HTTP/1.1"]
         lines += [
             b": ".join(header)
             for header in request.headers
             if header[0] not in dropped and not header[0].startswith(b"x-midstream-")
         ]
-        if request.body or request.method in (b"POST", b"PUT", b"PATCH"):
-            lines.append(b"content-length: %d" % len(request.body))
-        if b"x-request-id" not in request.first:
+        if self._body or request.method in (b"POST", b"PUT", b"PATCH"):
+            lines.append(b"content-length: %d" % len(self._body))
+        lines.append(self._added_lines())
+        return b"\r\n".join(lines)
+
+    def _added_lines(self) -> bytes:
+        """What the gateway adds to a request's head, with the empty line that ends it."""
+        lines = self._upstream_headers()
+        if b"x-request-id" not in self._request.first:
             lines.append(b"x-request-id: " + self._proxy.request_id())
         if self._tenant:
             lines.append(_TENANT + b": " + self._tenant.encode())
-        lines += self._upstream_headers()
         lines.append(b"\r\n")
         return b"\r\n".join(lines)
 

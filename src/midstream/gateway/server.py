@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.proxy import Proxy
 from midstream.gateway.registry import Deployments
 from midstream.gateway.upstream import UpstreamPool
+from midstream.gateway.wire import WireLoop
 from midstream.http1 import ClientConnection, Limits
 
 LISTEN_BACKLOG = 4096
@@ -76,7 +77,7 @@ class Gateway:
             replica_token=replica_token,
             unreachable_s=unreachable_s,
         )
-        self._server: asyncio.Server | None = None
+        self._listening: list[Callable[[], None]] = []  # how to stop
         self._timeouts: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -85,24 +86,40 @@ class Gateway:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError when it cannot listen there."""
         try:
-            self._server = await self._loop.create_server(
-                lambda: ClientConnection(self.proxy, self._limits, self._loop),
-                host,
-                port,
-                backlog=LISTEN_BACKLOG,
-            )
+            sockets = await listening_sockets(host, port)
+            for sock in sockets:
+                self._listening.append(sock.close)
+            for sock in sockets:
+                self._listening.append(await self._listen(sock))
             await self._control.start()
         except BaseException:
             await self.close()
             raise
         self._timeouts = asyncio.create_task(self._check_timeouts(), name="client timeouts")
-        actual: int = self._server.sockets[0].getsockname()[1]
+        actual: int = sockets[0].getsockname()[1]
         return actual
+
+    async def _listen(self, sock: socket.socket) -> Callable[[], None]:
+        if isinstance(self._loop, WireLoop):
+            limits = self._limits
+            rules = self._loop.rules(
+                self.proxy.dropped_headers, (), limits.max_header_bytes, limits.max_body_bytes
+            )
+            return self._loop.listen(sock, self._client, rules)
+        server = await self._loop.create_server(self._client, sock=sock, backlog=LISTEN_BACKLOG)
+        return server.close
+
+    def _client(self) -> ClientConnection:
+        return ClientConnection(self.proxy, self._limits, self._loop)
+
+    def _stop_listening(self) -> None:
+        for stop in reversed(self._listening):
+            stop()
+        self._listening.clear()
 
     async def drain(self, seconds: float) -> None:
         """Stop accepting, close idle connections, and let responses under way finish for up to `seconds`."""
-        if self._server is not None:
-            self._server.close()
+        self._stop_listening()
         self.proxy.draining = True
         for client in list(self.proxy.clients):
             client.drain()
@@ -113,8 +130,7 @@ class Gateway:
     async def close(self) -> None:
         """End everything now. Idempotent; after drain() it cuts what did not finish."""
         self.proxy.draining = True
-        if self._server is not None:
-            self._server.close()
+        self._stop_listening()
         for client in list(self.proxy.clients):
             client.cut("the gateway is shutting down")
         with contextlib.suppress(TimeoutError):
@@ -138,8 +154,34 @@ class Gateway:
 
     def _tcp_pool(self, url: str) -> UpstreamPool:
         parts = urlsplit(url)
-        connect = functools.partial(self._loop.create_connection, host=parts.hostname, port=parts.port or 80)
+        open_one: Callable[..., Awaitable[object]] = (
+            self._loop.connect if isinstance(self._loop, WireLoop) else self._loop.create_connection
+        )
+        connect = functools.partial(open_one, host=parts.hostname, port=parts.port or 80)
         return UpstreamPool(connect, self._connect_timeout_s)
+
+
+async def listening_sockets(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address of `host`, all on one port. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    sockets: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in await loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((address[0], port, *address[2:]))
+            sock.listen(LISTEN_BACKLOG)
+            port = sock.getsockname()[1]
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
 
 
 class _ControlServer:

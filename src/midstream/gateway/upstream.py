@@ -13,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
+
+if TYPE_CHECKING:
+    from midstream.gateway.wire import WireTransport
 
 MAX_RESPONSE_HEAD_BYTES = 256 * 2**10
 JOINED_BODY_BYTES_MAX = 16 * 2**10  # below this, one copy is cheaper than a second buffer
@@ -35,6 +38,15 @@ class ResponseSink(Protocol):
     def upstream_lost(self, reason: str, *, answered: bool) -> None:
         """The connection is gone. `answered`: at least one byte of a response had arrived."""
 
+    def relay_begun(self) -> None:
+        """Of a response that a wire relays: it is 200, and its head was passed on."""
+
+    def relay_stood(self, *, chunked: bool, events: bool, between_events: bool, marks: bytes | None) -> None:
+        """Before a relayed response ends early: how it is framed, and whether the client has whole events only.
+
+        marks: what the replica said in the events that the client has; None when they cannot be told.
+        """
+
 
 class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: UpstreamPool) -> None:
@@ -50,6 +62,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._extra = False  # something follows the response
         self._keep_alive = False
         self._paused = False
+        self.wire: WireTransport | None = None
+        self._relaying = False  # the wire passes the response on
         self.in_chunk = False  # the last byte handed on lies within a chunk's data
 
     # -- the transport's calls
@@ -57,6 +71,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         self._transport = transport
+        self.wire = transport.get_extra_info("wire")
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,6 +79,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.closed(self)
+        self._end_relay()
         self._lose(f"connection lost: {exc}" if exc else "connection closed before the response ended")
 
     def data_received(self, data: bytes) -> None:
@@ -75,6 +91,31 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self._head += data
             self._read_head(sink)
+
+    # -- a wire's calls
+
+    def relay_ended(self, begun_now: bool, reusable: bool) -> None:
+        """The response was passed on whole; `begun_now`: just now, with its head."""
+        sink, self._sink = self._sink, None
+        self._relaying = False
+        self.resume()
+        if reusable:
+            self._pool.give_back(self)
+        else:
+            self._transport.abort()
+        if sink is not None:
+            if begun_now:
+                sink.relay_begun()
+            sink.response_end()
+
+    def relay_broken(self, reason: str) -> None:
+        self._end_relay()
+        self._break(reason)
+
+    def relay_left(self, data: bytes) -> None:
+        """The response is not one to relay; `data`: all of it so far."""
+        self._relaying = False
+        self.data_received(data)
 
     # -- the parser's calls
 
@@ -100,16 +141,28 @@ class UpstreamConnection(asyncio.Protocol):
 
     def send(self, sink: ResponseSink, head: bytes, body: bytes, *, head_request: bool) -> None:
         """Send one request and deliver its response to `sink`."""
-        assert self._sink is None
-        self._sink = sink
-        self._head_request = head_request
-        self._in_body = self._complete = self._extra = self.in_chunk = False
-        self._head = b""
-        self._headers = []
+        self._prepare(sink, head_request=head_request)
         if len(body) < JOINED_BODY_BYTES_MAX:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
+
+    def relay(
+        self,
+        sink: ResponseSink,
+        head: bytes,
+        body: bytes,
+        client: WireTransport,
+        extra: bytes,
+        *,
+        marks: bool,
+    ) -> None:
+        """Send one request whose plain response goes straight to `client`, with the header lines `extra`; any other one is
+        delivered to `sink`. Both connections must be on the same wire. `marks`: keep what relay_stood tells."""
+        assert self.wire is not None
+        self._prepare(sink, head_request=False)
+        self._relaying = True
+        self.wire.relay(client, sink, head, body, extra, keeps_marks=marks)
 
     def pause(self) -> None:
         if not self._paused and not self._transport.is_closing():
@@ -124,18 +177,40 @@ class UpstreamConnection(asyncio.Protocol):
 
     def abandon(self) -> None:
         """Close without waiting for the rest: the replica sees the disconnect and stops generating."""
+        self._end_relay()
         self._sink = None
         self._transport.abort()
 
     @property
     def answering(self) -> bool:
         """At least one byte of the response has arrived."""
+        if self._relaying and self.wire is not None:
+            return self.wire.relayed()[0]
         return self._in_body or bool(self._head)
 
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
     # -- inside
+
+    def _prepare(self, sink: ResponseSink, *, head_request: bool) -> None:
+        assert self._sink is None
+        self._sink = sink
+        self._head_request = head_request
+        self._in_body = self._complete = self._extra = self.in_chunk = False
+        self._head = b""
+        self._headers = []
+
+    def _end_relay(self) -> None:
+        """The wire passes no more on: find out how far it came, and tell the sink."""
+        if not self._relaying or self.wire is None:
+            return
+        self._relaying = False
+        arrived, begun, chunked, events, self.in_chunk, between_events, marks = self.wire.relayed()
+        self.wire.leave_relay()
+        self._in_body = arrived
+        if self._sink is not None and begun:
+            self._sink.relay_stood(chunked=chunked, events=events, between_events=between_events, marks=marks)
 
     def _new_parser(self) -> httptools.HttpResponseParser:
         return httptools.HttpResponseParser(self)
