@@ -11,6 +11,7 @@ A step is the median time between two tokens of a stream while nothing is loaded
                            touches pause..resume; median and worst over streams and swaps
     worst_wait_steps       the longest wait of any stream from the signal until ready
     signal_to_ready_s      from the signal (vLLM: the request to pause) until all is served by the new weights
+    fetch_s stage_s check_s  parts of it (midstream only): copied from the bucket, loaded beside the streams, proved
 
     python benchmarks/swaps.py [--swaps 5] [--rounds 3] [--models 10MB 1GB] [--engines midstream vllm] [--write]
 """
@@ -169,7 +170,8 @@ def midstream_swaps(
 
             run, last_swap = asyncio.run(observed(url, model.directory.name, model, seed + i, swap))
             assert last_swap["snapshot"] == identity
-            made.append({**run, "engine_pause_ms": [last_swap["pause_ms"]]})
+            loading = {f"{name}_s": [last_swap[f"{name}_ms"] / 1e3] for name in ("fetch", "stage", "check")}
+            made.append({**run, "engine_pause_ms": [last_swap["pause_ms"]], **loading})
             say(f"{model.name} midstream {identity}: {shown(made[-1])}")
     return made
 
