@@ -368,8 +368,8 @@ def _fallbacks(db: sa.Connection, row: Any) -> Sequence[Any]:
 
 def _deaths(db: sa.Connection, row: Any) -> tuple[Death, ...]:
     query = sa.select(deaths).where(deaths.c.deployment_id == row.id, ~deaths.c.forgiven)
-    newest = db.execute(query.order_by(deaths.c.id.desc()).limit(MAX_DEATHS)).all()
-    return tuple(as_death(death) for death in reversed(newest))
+    newest = db.execute(query.order_by(deaths.c.generation.desc()).limit(MAX_DEATHS))  # as the index has them
+    return tuple(as_death(death) for death in sorted(newest, key=lambda death: death.id))
 
 
 def _disagreement_of(row: Any, replica: str, boot: str) -> Any:
