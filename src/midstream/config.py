@@ -18,6 +18,7 @@ from midstream.errors import ConfigError
 EngineKind = Literal["embedded", "vllm"]
 Dtype = Literal["bfloat16", "float32"]
 Kernels = Literal["auto", "native", "torch"]
+DataPath = Literal["auto", "native", "python"]
 SwapOrder = Literal["together", "one-by-one"]
 
 
@@ -62,6 +63,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_sessions: int = 1_000_000  # placements remembered; the least recently used goes first
     connect_timeout_s: float = 5.0
     keep_alive_s: float = 75.0
+    # Through what requests pass. native: compiled connections or no start; python: uvloop's; auto: compiled where they can be.
+    data_path: DataPath = "auto"
     api_keys: tuple[str, ...] = ()  # empty: no authentication
     chain_max: int = 64  # incremental snapshots on one full snapshot
     # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).

@@ -27,11 +27,12 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import uvloop
 
 from midstream.compiled import NoCompiler, load
+from midstream.config import DataPath
 from midstream.errors import ConfigError
 
 SOURCE = Path(__file__).parent / "native" / "wire.cpp"
@@ -40,7 +41,6 @@ ACCEPT_AGAIN_S = 1.0  # after descriptors or memory ran out
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-DataPath = Literal["auto", "native", "python"]
 logger = logging.getLogger(__name__)
 
 

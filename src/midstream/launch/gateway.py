@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import uvloop
 
 from midstream.control.loop import Reconciler
 from midstream.errors import ConfigError, NotFound
@@ -25,6 +24,7 @@ from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.roster import Roster, Running, replica_count
 from midstream.gateway.server import Gateway
 from midstream.gateway.sessions import SessionTable
+from midstream.gateway.wire import new_event_loop
 from midstream.launch.child import (
     STOP_GRACE_S,
     Announcer,
@@ -130,7 +130,8 @@ def main() -> int:
     configure_logging("gateway", spec.log_level)
     raise_file_limit()
     try:
-        return uvloop.run(serve(spec, announce))
+        with asyncio.Runner(loop_factory=lambda: new_event_loop(spec.settings.data_path)) as runner:
+            return runner.run(serve(spec, announce))
     except (ConfigError, OSError) as error:
         announce(Listening(error=str(error)))
         return 1
