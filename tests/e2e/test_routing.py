@@ -1,0 +1,106 @@
+"""Sessions and their replicas through real processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Server, serve
+
+DEADLINE_S = 60.0
+KEYS = [f"trajectory-{number}" for number in range(16)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("routing") / "state", "--replicas", "2") as running:
+        yield running
+
+
+@pytest.fixture
+def http(served: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as client:
+        yield client
+
+
+def process(server: Server, module: str, name: str = "") -> int:
+    """The pid of the server's child that runs a module; of several, the one that has a snapshot cache of that name."""
+    for pid in server.children():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if module.encode() in words and (not name or holds_cache_of(pid, name)):
+            return pid
+    raise AssertionError(f"{module} {name} does not run")
+
+
+def holds_cache_of(pid: int, name: str) -> bool:
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return any(f"/snapshots/{name}" in str(link.readlink()) for link in links if link.is_symlink())
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def turn(http: httpx.Client, server: Server, key: str | None, prompt: str = "hello") -> httpx.Response:
+    headers = {} if key is None else {"x-session-id": key}
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    return http.post("/v1/completions", json=body, headers=headers)
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    """Ask until it is so; what it said."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            if found := holds():
+                return found
+        except httpx.TransportError:
+            pass
+    raise AssertionError("it did not come to be")
+
+
+def homes(http: httpx.Client, server: Server) -> dict[str, str]:
+    found = {}
+    for key in KEYS:
+        answer = turn(http, server, key)
+        assert answer.status_code == 200, answer.text
+        found[key] = answer.headers["x-midstream-replica"]
+    return found
+
+
+def reachable(http: httpx.Client) -> bool:
+    return http.get("/health").status_code in (200, 503)
+
+
+def test_a_gateway_that_is_killed_keeps_every_session_where_it_was(
+    served: Server, http: httpx.Client
+) -> None:
+    before = homes(http, served)
+    assert set(before.values()) == {"replica-0", "replica-1"}
+    kill(process(served, "midstream.launch.gateway"))
+    until(lambda: reachable(http))  # it listens again: the very first requests count
+    answers = {key: turn(http, served, key) for key in KEYS}
+    assert {a.status_code for a in answers.values()} == {200}
+    assert {key: a.headers["x-midstream-replica"] for key, a in answers.items()} == before
+    assert {a.headers["x-midstream-route-reason"] for a in answers.values()} == {"sticky"}
+
+
+def test_only_the_sessions_of_a_killed_replica_move_and_it_takes_new_ones_when_it_is_back(
+    served: Server, http: httpx.Client
+) -> None:
+    before = homes(http, served)
+    kill(process(served, "midstream.launch.replica", "replica-1"))
+    until(lambda: http.get("/health").json()["usable_replicas"] == 1)
+    after = homes(http, served)
+    assert [key for key in KEYS if before[key] == "replica-0" != after[key]] == []
+    assert [key for key in KEYS if before[key] == "replica-1" == after[key]] == []
+    until(lambda: http.get("/health").json()["usable_replicas"] == 2)
+    assert homes(http, served) == after, "nobody is moved back"
+    fresh = {turn(http, served, f"new-{n}").headers["x-midstream-replica"] for n in range(16)}
+    assert fresh == {"replica-0", "replica-1"}
