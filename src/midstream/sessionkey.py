@@ -19,19 +19,20 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def session_from_headers(headers: Mapping[str, str]) -> str | None:
-    """The key in `headers` (lower-case names), or None. Raises InvalidRequest on a value that cannot be a key."""
+    """The key in `headers` (lower-case names), or None. Raises InvalidRequest on a value that cannot be a key, an empty one
+    too."""
     for name in SESSION_HEADERS:
         value = headers.get(name)
-        if value:  # an empty one counts as absent, as in the body
-            return check_key(value, name)
+        if value is not None:
+            return check_key(value.strip(), name)
     return None
 
 
 def session_from_body(prompt_cache_key: str | None, user: str | None) -> str | None:
-    """The key in the body fields, or None; an empty string counts as absent, as OpenAI clients send it."""
-    if prompt_cache_key:
+    """The key in the body fields, or None. Raises InvalidRequest on a value that cannot be a key, an empty one too."""
+    if prompt_cache_key is not None:
         return check_key(prompt_cache_key, "prompt_cache_key")
-    if user:
+    if user is not None:
         return check_key(user, "user")
     return None
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from replica_fakes import DEPLOYMENT, MODEL, FakeEngine, Running, record, running, sse
 
+from midstream.errors import InvalidRequest
 from midstream.replica.checked import check
 from midstream.replica.schema import parse_completion
 from midstream.replica.service import session_of
@@ -113,18 +114,14 @@ def test_an_unknown_field_is_named_exactly(tmp_path: Path, name: str) -> None:
     play(tmp_path, FakeEngine(), scenario)
 
 
-@pytest.mark.parametrize(
-    ("headers", "key"),
-    [
-        ({"x-multi-turn-session-id": "", "x-session-id": "c"}, "c"),
-        ({"x-session-affinity": ""}, "u"),
-        ({"x-midstream-session": ""}, "u"),
-    ],
-)
-def test_an_empty_session_header_counts_as_absent(headers: dict[str, str], key: str) -> None:
+@pytest.mark.parametrize("name", ["x-multi-turn-session-id", "x-session-affinity", "x-session-id"])
+def test_an_empty_session_header_is_refused_by_name(name: str) -> None:
     body = parse_completion(b'{"model":"m","prompt":"a","user":"u"}')
     checked = check(body, ModelInfo(max_model_len=10, vocab_size=10))
-    assert session_of(checked, headers) == ("", key)
+    with pytest.raises(InvalidRequest) as raised:
+        session_of(checked, {name: ""})
+    assert raised.value.param == name
+    assert session_of(checked, {"x-midstream-session": ""}) == ("", "u"), "the gateway sends none"
 
 
 def test_a_method_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:

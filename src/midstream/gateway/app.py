@@ -21,7 +21,8 @@ from midstream.gateway.accounts import account_routes
 from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from midstream.gateway.proxy import INFERENCE_PATHS
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaView
+from midstream.gateway.trajectories import session_routes
+from midstream.gateway.view import ReplicaView
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def control_app(
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         *account_routes(deployments),
+        *session_routes(deployments),
     ]
     for prefix in ("", "/inference"):
         routes.append(Route(f"{prefix}/v1/models", endpoints.models, methods=["GET"]))

@@ -24,8 +24,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from midstream.gateway.registry import Deployments
-from midstream.gateway.replicas import ReplicaView
-from midstream.types import ReplicaReport
+from midstream.gateway.view import ReplicaView
+from midstream.types import TURN_MEASURES, Distribution, ReplicaReport
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -78,6 +78,16 @@ _REPORT_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] 
 )
 
 
+#: Of TURN_MEASURES.
+_TURN_HELP = {
+    "time_to_first_token_seconds": "from a request's arrival at its replica to its first token",
+    "inter_token_seconds": "mean time between two tokens of a turn",
+    "generation_seconds": "from the first token of a turn to its end",
+    "cached_prompt_share": "part of a turn's prompt tokens whose KV was reused",
+    "turns_per_session": "turns of a session, when it is closed",
+}
+
+
 class Histogram:
     """How many durations fell into each bucket, and their sum."""
 
@@ -124,6 +134,7 @@ class GatewayMetrics(Collector):
         )
         yield _durations("request", "from a whole request to the end of a whole response", self.total_s)
         yield from self._replicas()
+        yield from self._turns()
 
     def _data_path(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -155,6 +166,17 @@ class GatewayMetrics(Collector):
         yield self._per_view("in_flight", "requests on the replica now", lambda view: view.in_flight)
         yield self._per_view("replica_up", "1 when the event stream is up", lambda v: v.report is not None)
         yield self._per_view("replica_usable", "1 when placement may use it", lambda view: view.usable)
+
+    def _turns(self) -> Iterator[Metric]:
+        """What replicas measured of their turns, since their processes began."""
+        told = [(view.name, view.trajectories.measures) for view in self._views() if view.trajectories]
+        for name, help_text in _TURN_HELP.items():
+            family = HistogramMetricFamily(f"midstream_turn_{name}", help_text, labels=["replica"])
+            for replica, measures in told:
+                if name in measures:
+                    found = measures[name]
+                    family.add_metric([replica], _distribution(name, found), found.sum)
+            yield family
 
     def _views(self) -> list[ReplicaView]:
         return [view for deployment in self._deployments for view in deployment.replicas.views]
@@ -190,6 +212,12 @@ class GatewayMetrics(Collector):
                 }
                 info.add_metric([view.name], about)
         yield info
+
+
+def _distribution(name: str, found: Distribution) -> list[tuple[str, float]]:
+    """(upper bound, count at or below it)."""
+    bounds = [*map(str, TURN_MEASURES[name]), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(found.counts)), strict=True))
 
 
 def _durations(name: str, help_text: str, histograms: Mapping[str, Histogram]) -> HistogramMetricFamily:

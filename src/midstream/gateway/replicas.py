@@ -169,16 +169,18 @@ class ReplicaSet:
 
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""
-        body = msgspec.json.encode(desired)
+        await self.post(view, "/replica/desired", msgspec.json.encode(desired), 202)
+
+    async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
+        """A replica's answer. Raises ReplicaUnavailable when its status is another than expected."""
         try:
-            status, answer = await call(
-                view.url, "POST", "/replica/desired", body, self._call_timeout_s, self._header
-            )
+            status, answer = await call(view.url, "POST", path, body, self._call_timeout_s, self._header)
         except CallFailed as error:
             raise ReplicaUnavailable(f"{view.name}: {error}") from error
-        if status != 202:
+        if status != expected:
             text = answer[:500].decode("utf-8", "replace")
             raise ReplicaUnavailable(f"{view.name} answered {status}: {text}")
+        return answer
 
     async def send_hint(self, view: ReplicaView, hint: Hint) -> bool:
         """Tell a replica of files that will be asked for; whether it took note."""
