@@ -39,6 +39,8 @@ def test_a_request_and_its_response_pass_with_the_headers_set(path: str) -> None
             assert request.start == f"POST {path} HTTP/1.1"
             assert request.body == b'{"a":1}'
             assert len(request.headers.pop("x-request-id")) > 16
+            assert request.headers.pop("x-midstream-resumable") == "1"
+            assert int(request.headers.pop("x-midstream-placed")) > 1.7e12  # milliseconds
             assert request.headers == {
                 "host": "test",
                 "content-length": "7",

@@ -116,7 +116,7 @@ class InferenceExchange(ControlExchange):
             self._waits = True
             self._deployment.replicas.wait(self._send_to_a_replica)
             return
-        placed = self._placed = self._proxy.place(self._deployment, self._session, self._tried)
+        placed = self._placed = self._place()
         if placed is None:
             self._fail(ReplicaUnavailable("no replica can take the request now"))
             return
@@ -128,6 +128,9 @@ class InferenceExchange(ControlExchange):
         self._lost_here = False
         self._pool = upstream.pool
         self._send()
+
+    def _place(self) -> Placed | None:
+        return self._proxy.place(self._deployment, self._session, self._tried)
 
     def _not_begun(self) -> None:
         """A replica refused this request: a session that has nothing there yet may begin elsewhere."""

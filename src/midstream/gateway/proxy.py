@@ -27,6 +27,7 @@ from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Decision, Fleet, sticky
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet, token_header
+from midstream.gateway.resume import ResumableExchange
 from midstream.gateway.sessions import body_model
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.view import ReplicaView
@@ -113,7 +114,7 @@ class Proxy:
         path_class = INFERENCE_PATHS.get(path) if request.method == b"POST" else None
         if path_class is None:
             return ControlExchange(self, request, client, _CONTROL)
-        return InferenceExchange(self, request, client, path_class)
+        return ResumableExchange(self, request, client, path_class)
 
     # -- the server's calls
 

@@ -1,0 +1,380 @@
+"""A stream whose replica is lost: its client gets every event once, from another replica where it has to be."""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from gateway_harness import Handler, Message, Peer, Stage, post, read_chunk, read_head, run, staged
+
+from midstream.gateway.resume import GATHERED_BYTES_MAX, UNFINISHED_BYTES_MAX, Passed
+
+SESSION = "x-multi-turn-session-id: s1\r\n"
+OPENING = '{"id":"x","created":1,"seed":7,"prompts":"d"}'
+BODY = b'{"model": "m",  "stream":true, "n": 1.0}'
+EVENTS = 5  # of a whole stream
+DONE = b"data: [DONE]\n\n"
+
+
+def write(number: int) -> bytes:
+    """What a replica writes at a time: comments and an event."""
+    kv = '{"c":0,"t":[100],"s":"base","kv":[["base",0,4]]}'
+    told = f": m {OPENING}\n: m {kv}\n\n" if number == 0 else f": m 0:{100 + number}\n\n"
+    return f'{told}data: {{"n":{number}}}\n\n'.encode()
+
+
+def framed(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+WRITES = [*(framed(write(number)) for number in range(EVENTS)), framed(b": m end\n\n" + DONE)]
+STREAM = b"".join(WRITES)
+
+
+def begin(peer: Peer, more: str = "x-midstream-resumable: 1\r\n") -> None:
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+    peer.send(f"{head}{more}\r\n".encode())
+
+
+async def die(peer: Peer) -> None:
+    await peer.writer.drain()
+    peer.writer.close()
+
+
+def go_on(request: Message, peer: Peer) -> None:
+    """What a replica does that is asked to go on with a stream: the events that the client does not have."""
+    state = json.loads(request.body)["state"].split("\n")
+    assert state[0] == OPENING
+    begin(peer, "")
+    for number in range(len(state) - 1, EVENTS):
+        peer.chunk(b'data: {"n":%d}\n\n' % number)
+    peer.chunk(DONE)
+    peer.end_stream()
+
+
+def losing(data: bytes) -> Handler:
+    """A replica that dies after it has sent `data` of a stream, but goes on with those of others."""
+
+    async def handler(request: Message, peer: Peer) -> None:
+        if "/replica/resume" in request.start:
+            go_on(request, peer)
+        else:
+            begin(peer)
+            peer.send(data)
+            await die(peer)
+
+    return handler
+
+
+def troubled(trouble: Handler, times: int = 1) -> Handler:
+    """Replicas that go on with a stream only after `times` of them had `trouble` with that."""
+    left = [times]
+
+    async def handler(request: Message, peer: Peer) -> None:
+        if "/replica/resume" in request.start and left[0]:
+            left[0] -= 1
+            await trouble(request, peer)
+        else:
+            await losing(WRITES[0] + WRITES[1])(request, peer)
+
+    return handler
+
+
+async def refuse(request: Message, peer: Peer) -> None:
+    peer.respond(b'{"error":{"message":"not here","code":"conflict"}}', "409 Conflict")
+
+
+async def reset(request: Message, peer: Peer) -> None:
+    peer.abort()
+
+
+async def answer(stage: Stage, headers: str = "", version: str = "1.1") -> tuple[list[Any], bool]:
+    """The events that the client gets, and whether the response was complete."""
+    client = await stage.connect()
+    client.send(post(BODY, headers=headers, version=version))
+    head = await read_head(client.reader)
+    assert head.status == 200
+    assert "x-midstream-resumable" not in head.headers
+    body, complete = b"", False
+    try:
+        while chunk := await read_chunk(client.reader):
+            assert chunk.endswith(b"\n\n")
+            body += chunk
+        complete = True
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    client.writer.close()
+    data = re.findall(rb"(?m)^data: (.*)$", body)
+    return [event.decode() if event == b"[DONE]" else json.loads(event) for event in data], complete
+
+
+def numbers(first: int, last: int) -> list[Any]:
+    return [{"n": number} for number in range(first, last)]
+
+
+WHOLE = ([*numbers(0, EVENTS), "[DONE]"], True)
+
+
+def error(events: Sequence[Any]) -> str:
+    problem = events[-1]["error"]
+    assert problem["code"] == "engine_error"
+    return str(problem["message"])
+
+
+def resumes(stage: Stage) -> list[dict[str, Any]]:
+    found = [
+        request for mock in stage.mocks for request in mock.requests if "/replica/resume" in request.start
+    ]
+    return [json.loads(request.body) for request in found]
+
+
+def test_wherever_a_stream_breaks_its_client_gets_every_event_once() -> None:
+    ends = [0]
+    for data in WRITES:
+        ends.append(ends[-1] + len(data))
+
+    async def main() -> None:
+        cuts = sorted({*range(ends[1], len(STREAM), 5), *ends[1:], *(end - 1 for end in ends[2:])})
+        for cut in cuts:
+            async with staged(*[losing(STREAM[:cut])] * 2) as stage:
+                assert await answer(stage) == WHOLE, cut
+                had = sum(end <= cut for end in ends) - 1
+                if had > EVENTS:  # all but the end of the response
+                    assert resumes(stage) == []
+                    continue
+                [asked] = resumes(stage)
+                assert asked["state"].count("\n") == had
+                assert asked["path"] == "/v1/completions"
+                assert (asked["lost"], asked["exact"], asked["body"]) == ("replica-0", True, json.loads(BODY))
+                assert stage.metrics.retries == {"other_replica": 1, "resumed": 1}
+                assert stage.metrics.cut_responses == {}
+
+    run(main)
+
+
+def test_the_request_is_sent_on_as_it_came() -> None:
+    async def main() -> None:
+        async with staged(*[losing(WRITES[0])] * 2, replica_token="secret") as stage:
+            forged = "x-midstream-resumable: 9\r\nx-midstream-placed: 1\r\nx-request-id: r7\r\n"
+            assert await answer(stage, SESSION + forged) == WHOLE
+            lost, other = (mock.requests[0] for mock in stage.mocks)
+            if "resume" in lost.start:
+                lost, other = other, lost
+            assert lost.headers["x-midstream-resumable"] == "1"
+            assert "x-midstream-resumable" not in other.headers
+            for name in ("x-request-id", "x-midstream-token", "x-midstream-session"):
+                assert other.headers[name] == lost.headers[name]
+            assert other.body.endswith(b',"body":' + BODY + b"}")
+            assert int(other.headers["x-midstream-placed"]) > int(lost.headers["x-midstream-placed"])
+
+    run(main)
+
+
+def test_a_session_lives_where_its_stream_was_resumed() -> None:
+    async def main() -> None:
+        async with staged(*[losing(WRITES[0])] * 3) as stage:
+            assert await answer(stage, SESSION) == WHOLE
+            [asked] = resumes(stage)
+            [there] = [
+                i for i, mock in enumerate(stage.mocks) if any("resume" in r.start for r in mock.requests)
+            ]
+            assert f"replica-{there}" != asked["lost"]
+            client = await stage.connect()
+            client.send(post(BODY, headers=SESSION))
+            head = await read_head(client.reader)
+            assert head.headers["x-midstream-replica"] == f"replica-{there}"
+            assert head.headers["x-midstream-route-reason"] == "sticky"
+
+    run(main)
+
+
+def test_one_that_refuses_is_followed_by_the_next_and_the_last_reason_is_told() -> None:
+    async def main() -> None:
+        async with staged(*[troubled(refuse)] * 3) as stage:
+            assert await answer(stage) == WHOLE
+            assert len(resumes(stage)) == 2
+        async with staged(*[troubled(refuse, 9)] * 2) as stage:
+            events, complete = await answer(stage)
+            assert (events[:-1], complete) == (numbers(0, 2), False)
+            assert error(events) == (
+                "replica-0 failed in the middle of the response and no other replica could go on with it: not here"
+            )
+            assert sum(stage.metrics.cut_responses.values()) == 1
+
+    run(main)
+
+
+def test_a_stream_is_shown_to_no_third_replica_but_an_unreachable_one_does_not_count() -> None:
+    async def main() -> None:
+        async with staged(*[troubled(reset)] * 3) as stage:
+            events, complete = await answer(stage)
+            assert (events[:-1], complete) == (numbers(0, 2), False)
+            assert "replicas failed while they worked on this request" in error(events)
+            assert sum(len(mock.requests) for mock in stage.mocks) == 2
+        async with staged(*[losing(WRITES[0])] * 4) as stage:
+            for mock in stage.mocks[1:3]:
+                mock.stop()
+            assert await answer(stage) == WHOLE
+            assert [len(mock.requests) for mock in stage.mocks] == [1, 0, 0, 1]
+
+    run(main)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_stream_that_is_lost_again_after_it_was_resumed_is_seen_to_be_short(inside: bool) -> None:
+    async def main() -> None:
+        async def dying(request: Message, peer: Peer) -> None:
+            if "resume" in request.start:
+                begin(peer, "")
+                peer.chunk(b'data: {"n":1}\n\n')
+                peer.send(b"10\r\ndata:" if inside else b"")
+                await die(peer)
+            else:
+                await losing(WRITES[0])(request, peer)
+
+        async with staged(dying, dying, dying) as stage:
+            events, complete = await answer(stage)
+            assert (events[:2], complete) == (numbers(0, 2), False)
+            if not inside:
+                assert "failed in the middle of the response" in error(events)
+            assert len(resumes(stage)) == 1
+
+    run(main)
+
+
+def test_a_pooled_connection_that_went_stale_is_no_loss() -> None:
+    async def main() -> None:
+        calls: list[str] = []
+
+        async def handler(request: Message, peer: Peer) -> None:
+            calls.append(request.start.split()[1])
+            if calls[-1] == "/replica/resume" and calls.count(calls[-1]) == 1:
+                peer.abort()  # as an idle connection is lost just when it is used
+            elif calls[-1] == "/replica/resume":
+                go_on(request, peer)
+            elif request.body == b"{}":
+                peer.respond()
+            else:
+                await losing(WRITES[0])(request, peer)
+
+        async with staged(handler, handler) as stage:
+            for _ in range(2):
+                assert (await stage.ask(post())).status == 200
+            assert await answer(stage) == WHOLE
+            assert stage.metrics.retries["stale_connection"] == 1
+
+    run(main)
+
+
+def test_off_any_and_what_nobody_knows() -> None:
+    async def main() -> None:
+        async with staged(*[losing(WRITES[0])] * 2) as stage:
+            events, complete = await answer(stage, "x-midstream-failover: off\r\n")
+            assert (events[:-1], complete) == (numbers(0, 1), False)
+            assert error(events) == "replica-0 failed in the middle of the response"
+            assert "x-midstream-resumable" not in stage.mocks[0].requests[0].headers
+            assert await answer(stage, "X-Midstream-Failover: Any\r\n") == WHOLE
+            assert [asked["exact"] for asked in resumes(stage)] == [False]
+            refused = await stage.ask(post(BODY, headers="x-midstream-failover: maybe\r\n"))
+            assert (refused.status, refused.error["param"]) == (400, "x-midstream-failover")
+            await stage.ask(post(b"{}", path="/health", headers="x-midstream-failover: maybe\r\n"))
+
+    run(main)
+
+
+def test_only_replicas_of_the_streams_snapshot_are_asked_unless_any_will_do() -> None:
+    async def main() -> None:
+        async with staged(*[losing(WRITES[0])] * 3) as stage:
+            for view in stage.views[1:]:
+                assert view.report is not None
+                view.report = msgspec.structs.replace(view.report, snapshot="step-2")
+            events, _ = await answer(stage)
+            assert error(events).endswith("no other replica serves snapshot 'base' now")
+            assert resumes(stage) == []
+            assert (await answer(stage, "x-midstream-failover: any\r\n"))[1]
+        swapped = framed(b': m {"c":0,"t":[1],"s":"b","kv":[["base",0,4],["b",4,5]]}\n\ndata: {"n":1}\n\n')
+        async with staged(*[losing(WRITES[0] + swapped)] * 2) as stage:
+            events, _ = await answer(stage)
+            assert "swap" in error(events)
+            assert resumes(stage) == []
+
+    run(main)
+
+
+def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            if "resume" in request.start:
+                go_on(request, peer)
+            else:
+                begin(peer)
+                peer.send(WRITES[0] + WRITES[1][:-3])
+                await peer.closed()  # which is how a stopped process looks
+
+        async with staged(handler, handler, unreachable_s=0.0) as stage:
+            asked = asyncio.create_task(answer(stage))
+            await stage.mocks[0].asked(1)
+            [exchange] = stage.gateway.proxy.upstream(stage.views[0]).exchanges
+            for _ in range(1000):  # turns of the loop
+                if exchange._answered:
+                    break
+                await asyncio.sleep(0)
+            exchange.give_up("nothing was heard of it")
+            assert await asked == WHOLE
+
+    run(main)
+
+
+def test_streams_that_tell_nothing_and_plain_responses_are_as_before() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            begin(peer, "")
+            peer.chunk(b'data: {"n":0}\n\n')
+            await die(peer)
+
+        async with staged(handler, handler) as stage:
+            events, complete = await answer(stage)
+            assert (events[:-1], complete) == (numbers(0, 1), False)
+            assert error(events) == "replica-0 failed in the middle of the response"
+            assert resumes(stage) == []
+
+    run(main)
+
+
+def test_what_passes_is_whole_chunks_and_what_they_tell_is_kept() -> None:
+    for step in (1, 3, 7, 50, len(STREAM)):
+        passed, out = Passed(), b""
+        data = STREAM + b"0\r\n\r\n"
+        for at in range(0, len(data), step):
+            new = passed.take(data[at : at + step])
+            assert new.endswith(b"\r\n") or not new
+            out += new
+        assert out == data
+        told = passed.told()
+        assert told is not None
+        assert told.decode().split("\n")[::5] == [OPENING, "0:104"], step
+        assert told.endswith(b"\n0:104\nend\n")
+
+
+def test_a_long_stream_is_kept_by_what_it_tells_only() -> None:
+    passed = Passed()
+    passed.take(WRITES[0])
+    event = framed(b": m 0:7\n\ndata: " + b"x" * 500 + b"\n\n")
+    for _ in range(1000):
+        assert passed.take(event) == event
+        assert passed._size <= GATHERED_BYTES_MAX + len(event)
+    told = passed.told()
+    assert told is not None
+    assert told.count(b"\n0:7") == 1000
+
+
+def test_an_event_too_long_to_hold_passes_and_is_not_resumable() -> None:
+    passed = Passed()
+    long = b"%x\r\n" % (2 * UNFINISHED_BYTES_MAX) + b"x" * (UNFINISHED_BYTES_MAX + 1)
+    assert passed.take(WRITES[0] + long[:9]) == WRITES[0]
+    assert passed.take(long[9:]) == long
+    assert passed.take(b"more") == b"more"
+    assert passed.told() is None
