@@ -25,6 +25,7 @@ void Py_IncRef(PyObject *);
 void Py_DecRef(PyObject *);
 PyObject *PyBool_FromLong(long);
 PyObject *PyBytes_FromStringAndSize(const char *, Py_ssize_t);
+char *PyBytes_AsString(PyObject *);
 int PyBytes_AsStringAndSize(PyObject *, char **, Py_ssize_t *);
 PyObject *PyCapsule_New(void *, const char *, void (*)(PyObject *));
 void *PyCapsule_GetPointer(PyObject *, const char *);

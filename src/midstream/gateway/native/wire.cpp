@@ -28,6 +28,7 @@
 namespace {
 
 constexpr size_t READ_BYTES = 256 << 10;
+constexpr size_t FIRST_READ_BYTES = 16 << 10;  // of a request: what is longer is read to where it stays
 constexpr size_t HIGH_WATER = 64 << 10, LOW_WATER = 16 << 10;
 constexpr size_t RESPONSE_HEAD_BYTES_MAX = 256 << 10;
 constexpr size_t WHOLE_BYTES_MAX = 256 << 10;  // a response of known length up to this is passed on whole or not at all
@@ -48,10 +49,13 @@ struct Conn {
     double last_read = 0;
     std::string out;
     size_t out_at = 0;
-    // of a request whose body is under way, or of a response whose head is
+    // of a request whose body is under way
+    PyObject *target = nullptr, *first = nullptr, *lines = nullptr, *body = nullptr;
+    char *body_at = nullptr;
+    size_t body_left = 0;
+    // of a response before it is passed on
     std::string in;
     size_t needed = 0;  // bytes of `in` before anything can be done
-    PyObject *target = nullptr, *first = nullptr, *lines = nullptr;
     // of a relay
     Conn *client = nullptr;  // an upstream's: who gets the response
     Conn *upstream = nullptr;  // a client's: whose response it gets
@@ -179,6 +183,7 @@ void bury(Wire &wire) {
             drop(conn->target);
             drop(conn->first);
             drop(conn->lines);
+            drop(conn->body);
             drop(conn->sink);
             delete conn;
         }
@@ -296,49 +301,63 @@ void take_head(Wire &wire, Conn &conn) {
 }
 
 // The whole request of the head taken; `rest` came after it.
-void give_request(Wire &wire, Conn &conn, std::string_view body, std::string_view rest) {
-    PyObject *object = bytes(body), *target = conn.target, *first = conn.first, *lines = conn.lines;
-    conn.target = conn.first = conn.lines = nullptr;
-    conn.needed = 0;
-    tell(wire, conn.owner, words().request_received, target, first, lines, object);
-    drop(object);
+void give_request(Wire &wire, Conn &conn, std::string_view rest) {
+    PyObject *target = conn.target, *first = conn.first, *lines = conn.lines, *body = conn.body;
+    conn.target = conn.first = conn.lines = conn.body = nullptr;
+    tell(wire, conn.owner, words().request_received, target, first, lines, body);
     drop(target);
     drop(first);
     drop(lines);
+    drop(body);
     if (!rest.empty() && conn.state == Conn::OPEN) give_raw(wire, conn, rest);
 }
 
-void read_client(Wire &wire, Conn &conn, std::string_view data) {
-    if (conn.needed > 0) {
-        size_t part = std::min(data.size(), conn.needed - conn.in.size());
-        conn.in.append(data.data(), part);
+// The body is read to where it stays. What follows it is not read before Python has had the request.
+void read_body(Wire &wire, Conn &conn) {
+    while (conn.body_left > 0) {
+        ssize_t count = recv(conn.fd, conn.body_at, conn.body_left, 0);
+        if (count == 0) {
+            conn.ended = true;
+            kill(wire, conn, 0);  // the client left
+            return;
+        }
+        if (count < 0) {
+            if (errno != EAGAIN && errno != EINTR) kill(wire, conn, errno);
+            return;
+        }
+        conn.body_at += count;
+        conn.body_left -= (size_t)count;
         conn.last_read = monotonic();
-        if (conn.in.size() < conn.needed) return;
-        std::string body;
-        body.swap(conn.in);
-        give_request(wire, conn, body, data.substr(part));
-        return;
     }
+    give_request(wire, conn, {});
+}
+
+void read_client(Wire &wire, Conn &conn, std::string_view data) {
     size_t end = data.find("\r\n\r\n");
     if (end == std::string_view::npos || !read_request(data.substr(0, end + 4), *conn.rules, wire.request)) {
         give_raw(wire, conn, data);
         return;
     }
     std::string_view rest = data.substr(end + 4);
+    const size_t length = (size_t)wire.request.length;
     take_head(wire, conn);
-    if (rest.size() >= wire.request.length) {
-        give_request(wire, conn, rest.substr(0, wire.request.length), rest.substr(wire.request.length));
+    if (rest.size() >= length) {
+        conn.body = bytes(rest.substr(0, length));
+        give_request(wire, conn, rest.substr(length));
         return;
     }
-    conn.needed = wire.request.length;
     conn.last_read = monotonic();
-    conn.in.reserve(std::min(conn.needed, READ_BYTES * 4));
-    conn.in.assign(rest.data(), rest.size());
-    if (!tell(wire, conn.owner, words().request_begun, conn.target, conn.first)) {  // refused: the rest is nobody's
-        conn.needed = 0;
-        conn.raw = true;
-        std::string().swap(conn.in);
+    conn.body_left = length - rest.size();
+    if (!tell(wire, conn.owner, words().request_begun, conn.target, conn.first) || conn.state != Conn::OPEN ||
+        (conn.body = returned(wire, PyBytes_FromStringAndSize(nullptr, (Py_ssize_t)length))) == nullptr) {
+        conn.body_left = 0;
+        conn.raw = true;  // refused: the rest is nobody's
+        return;
     }
+    char *const start = PyBytes_AsString(conn.body);
+    memcpy(start, rest.data(), rest.size());
+    conn.body_at = start + rest.size();
+    read_body(wire, conn);
 }
 
 // -- relays
@@ -451,7 +470,12 @@ void read_upstream(Wire &wire, Conn &conn, std::string_view data) {
 // -- events
 
 void readable(Wire &wire, Conn &conn) {
-    ssize_t count = recv(conn.fd, wire.buffer, READ_BYTES, 0);
+    if (conn.body_left > 0 && conn.state == Conn::OPEN) {
+        read_body(wire, conn);
+        return;
+    }
+    const bool first = conn.rules != nullptr && !conn.raw;
+    ssize_t count = recv(conn.fd, wire.buffer, first ? FIRST_READ_BYTES : READ_BYTES, 0);
     if (count < 0) {
         if (errno != EAGAIN && errno != EINTR) kill(wire, conn, errno);
         return;
@@ -468,7 +492,7 @@ void readable(Wire &wire, Conn &conn) {
     std::string_view data(wire.buffer, (size_t)count);
     if (conn.client != nullptr) {
         read_upstream(wire, conn, data);
-    } else if (conn.rules != nullptr && !conn.raw) {
+    } else if (first) {
         read_client(wire, conn, data);
     } else if (conn.rules != nullptr) {
         give_raw(wire, conn, data);
@@ -688,7 +712,7 @@ FUNCTION(pending) {
 FUNCTION(last_read) {  // when a part of a request's body last came; 0: none is under way
     WIRE_AND_CONN;
     (void)wire;
-    return PyFloat_FromDouble(conn.needed ? conn.last_read : 0);
+    return PyFloat_FromDouble(conn.body_left ? conn.last_read : 0);
 }
 
 FUNCTION(close_after) {  // the next response to be relayed says that it is the last
@@ -743,7 +767,7 @@ void end_wire(PyObject *capsule) {
     for (Conn *conn : wire->conns) {
         if (conn == nullptr) continue;
         close(conn->fd);
-        for (PyObject **object : {&conn->owner, &conn->target, &conn->first, &conn->lines, &conn->sink}) drop(*object);
+        for (PyObject **object : {&conn->owner, &conn->target, &conn->first, &conn->lines, &conn->body, &conn->sink}) drop(*object);
         delete conn;
     }
     for (auto &name : wire->names) drop(name.second);
