@@ -61,6 +61,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         0.25  # a new session goes to no replica above (1 + load_bound) x mean in-flight requests
     )
     max_sessions: int = 1_000_000  # placements remembered; the least recently used goes first
+    session_idle_s: float = 3600.0  # a session without a turn for so long is closed by its replica
+    # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
+    follow_prefixes: bool = True
     connect_timeout_s: float = 5.0
     keep_alive_s: float = 75.0
     # Through what requests pass. native: compiled connections or no start; python: uvloop's; auto: compiled where they can be.
@@ -146,6 +149,7 @@ def _checked(settings: Settings) -> Settings:
                 "max_body_bytes",
                 "max_header_bytes",
                 "max_sessions",
+                "session_idle_s",
                 "connect_timeout_s",
                 "keep_alive_s",
                 "chain_max",

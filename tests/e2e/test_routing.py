@@ -78,6 +78,19 @@ def reachable(http: httpx.Client) -> bool:
     return http.get("/health").status_code in (200, 503)
 
 
+def test_conversations_without_a_key_find_their_cache(served: Server, http: httpx.Client) -> None:
+    """Four at a time, so that by load alone turns would alternate between the replicas."""
+    prompts = [f"{number}: " + f"rollout {number} goes on and on. " * 40 for number in range(4)]
+    before = [0] * len(prompts)
+    for turns in range(4):
+        for number, prompt in enumerate(prompts):
+            answer = turn(http, served, None, prompt).json()
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= before[number] // 16 * 16 - 16, f"turn {turns} of conversation {number}"
+            before[number] = answer["usage"]["prompt_tokens"]
+            prompts[number] = prompt + answer["choices"][0]["text"] + f" turn {turns} of {number}" * 20
+
+
 def test_a_gateway_that_is_killed_keeps_every_session_where_it_was(
     served: Server, http: httpx.Client
 ) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from midstream.errors import MidstreamError, Overloaded, ReplicaUnavailable, SnapshotTransition
 from midstream.gateway.exchange import ControlExchange
+from midstream.gateway.prefixes import Prompt, read_prompt
 from midstream.gateway.sessions import session_key
 from midstream.gateway.view import ReplicaView
 from midstream.http1 import ClientConnection, Request
@@ -40,6 +41,7 @@ class InferenceExchange(ControlExchange):
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
         super().__init__(proxy, request, client, path_class)
         self._session: Session | None = None
+        self._prompt: Prompt | None = None  # of a request without a session
         self._deployment = proxy.deployments.default
         self._view: ReplicaView | None = None  # the last one chosen
         self._placed: Placed | None = None
@@ -58,7 +60,10 @@ class InferenceExchange(ControlExchange):
         except MidstreamError as error:
             self._fail(error)
             return
-        self._session = None if key is None else (self._tenant, key)
+        if key is not None:
+            self._session = (self._tenant, key)
+        elif self._proxy.follows_prefixes and len(self._deployment.replicas.views) > 1:
+            self._prompt = read_prompt(self._tenant, self._request.body)
         self._send_to_a_replica()
 
     def give_up(self, reason: str) -> None:
@@ -130,7 +135,7 @@ class InferenceExchange(ControlExchange):
         self._send()
 
     def _place(self) -> Placed | None:
-        return self._proxy.place(self._deployment, self._session, self._tried)
+        return self._proxy.place(self._deployment, self._session, self._tried, prompt=self._prompt)
 
     def _not_begun(self) -> None:
         """A replica refused this request: a session that has nothing there yet may begin elsewhere."""

@@ -25,6 +25,7 @@ from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
 from midstream.gateway.inference import InferenceExchange
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Decision, Fleet, sticky
+from midstream.gateway.prefixes import PrefixTable, Prompt
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet, token_header
 from midstream.gateway.resume import ResumableExchange
@@ -82,6 +83,7 @@ class Proxy:
         if self._auth.required:  # a credential ends where it was checked
             self.dropped_headers |= _CREDENTIALS
         self._bound = settings.load_bound
+        self.follows_prefixes = settings.follow_prefixes
         self._turn = 0
         self._request_ids = itertools.count()
         self._request_prefix = os.urandom(8).hex()
@@ -174,11 +176,13 @@ class Proxy:
         session: Session | None,
         tried: Collection[str] = (),
         eligible: Callable[[ReplicaView], bool] | None = None,
+        prompt: Prompt | None = None,
     ) -> Placed | None:
         """Choose a replica that is usable, not in `tried`, and `eligible`; whoever needs not stay avoids those that take
         nothing new.
 
-        It becomes the session's home, unless the session has a usable one that cannot serve this request only.
+        It becomes the session's home, unless the session has a usable one that cannot serve this request only. prompt: of a
+        request without a session, to be followed to where its beginning is known.
         """
         replicas = deployment.replicas
         home = None if session is None else deployment.sessions.home(session)
@@ -192,8 +196,7 @@ class Proxy:
             if tried or eligible is not None:
                 fleet = _rest(replicas, tried, eligible)
             if session is None:
-                found = fleet.place_request(self._turn)
-                self._turn += 1
+                found = self._place_request(fleet, deployment.prefixes, prompt)
             else:
                 found = fleet.place_session(session, self._bound, home)
             if found is None:
@@ -206,6 +209,18 @@ class Proxy:
         if logger.isEnabledFor(logging.DEBUG):
             self._log(session, placed.view, placed.decision)
         return placed
+
+    def _place_request(
+        self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: Prompt | None
+    ) -> tuple[ReplicaView, Decision] | None:
+        known = None if prompt is None else prefixes.find(prompt)
+        found = None if known is None else fleet.place_prefix(*known, self._bound)
+        if found is None:
+            found = fleet.place_request(self._turn)
+            self._turn += 1
+        if found is not None and prompt is not None:
+            prefixes.learn(prompt, found[0].name)
+        return found
 
     def has_another(self, deployment: Deployment, tried: Collection[str]) -> bool:
         """A replica that is usable and not in `tried`."""

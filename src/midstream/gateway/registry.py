@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from midstream.control.loop import Reconciler
 from midstream.errors import InvalidRequest, NotFound
+from midstream.gateway.prefixes import PrefixTable
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.sessions import SessionTable
 from midstream.names import ServedNames
@@ -33,6 +34,7 @@ class Deployment:
     replicas: ReplicaSet
     reconciler: Reconciler
     sessions: SessionTable = field(default_factory=lambda: SessionTable(1_000_000))
+    prefixes: PrefixTable = field(default_factory=PrefixTable)
     wanted: int = 0  # replicas it should have
     deleting: bool = False  # takes no requests
     drain_s: float = 300.0  # how long requests on a replica that leaves may go on

@@ -1,0 +1,98 @@
+"""Where the beginning of a prompt is cached, for requests that name no session.
+
+The bytes of the body from its `messages` or `prompt` on are cut at fixed bounds, and the end of each piece is hashed with
+what came before it. A turn that continues an earlier one repeats its bytes, so the longest beginning that is known says which
+replica computed it.
+
+Always holds: the table never exceeds its bound (the least recently used beginning goes first); a body is never parsed, and of
+each piece at most PIECE_BYTES are hashed; two tenants' equal prompts are different ones. A wrong guess costs a cache miss,
+nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import OrderedDict
+from dataclasses import dataclass
+
+FOLLOWED_FROM = 0.5  # of a prompt's bytes: below that its beginning decides nothing
+FIRST_BOUND = 512  # bytes; shorter prompts are cheap to compute anywhere
+LAST_BOUND = 2**20  # a longer beginning is not looked at
+PIECE_BYTES = 512
+BEGINNINGS_MAX = 200_000
+
+_VALUE = re.compile(rb'"(?:messages|prompt)"[ \t\r\n]*:')
+
+
+def _bounds() -> tuple[int, ...]:
+    """Each a quarter more than the one before: of a known beginning at most a fifth is missed."""
+    bounds = [FIRST_BOUND]
+    while bounds[-1] < LAST_BOUND:
+        bounds.append(bounds[-1] + (bounds[-1] >> 2))
+    return tuple(bounds)
+
+
+BOUNDS = _bounds()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The beginnings of a prompt, the shortest first, as hashes; size: of the prompt, in bytes."""
+
+    beginnings: tuple[int, ...]
+    size: int
+
+
+def read_prompt(tenant: str, body: bytes) -> Prompt | None:
+    """None when it is too short to matter, or there is none."""
+    if len(body) <= FIRST_BOUND:
+        return None
+    found = _VALUE.search(body)
+    if found is None:
+        return None
+    start = found.end()
+    size = len(body) - start
+    view = memoryview(body)
+    beginnings = []
+    chain, at = hash(tenant), start
+    for bound in BOUNDS[: bisect_left(BOUNDS, size)]:
+        end = start + bound
+        chain = hash((chain, hash(view[max(at, end - PIECE_BYTES) : end])))
+        at = end
+        beginnings.append(chain)
+    return Prompt(tuple(beginnings), min(size, LAST_BOUND)) if beginnings else None
+
+
+class PrefixTable:
+    """Beginning -> name of the replica that computed it last."""
+
+    def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
+        self._max = beginnings_max
+        self._homes: OrderedDict[int, str] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"PrefixTable({len(self._homes)} of at most {self._max} beginnings)"
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def find(self, prompt: Prompt) -> tuple[str, float] | None:
+        """(replica, share of the prompt's bytes that it knows), if that is enough to follow."""
+        for place in range(len(prompt.beginnings) - 1, -1, -1):
+            share = BOUNDS[place] / prompt.size
+            if share < FOLLOWED_FROM:
+                return None
+            home = self._homes.get(prompt.beginnings[place])
+            if home is not None:
+                return home, share
+        return None
+
+    def learn(self, prompt: Prompt, replica: str) -> None:
+        """The replica computes it."""
+        homes = self._homes
+        for beginning in prompt.beginnings:
+            homes[beginning] = replica
+            homes.move_to_end(beginning)
+        while len(homes) > self._max:
+            homes.popitem(last=False)

@@ -1,0 +1,128 @@
+"""Prompts without a session key: followed to where their beginning is known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gateway_harness import Message, Stage, post, respond_ok, run, staged
+
+from midstream.gateway import prefixes
+from midstream.gateway.prefixes import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
+
+
+def chat(*turns: str, **more: Any) -> bytes:
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    return json.dumps({"model": "m", **more, "messages": messages, "temperature": 1}).encode()
+
+
+def text(seed: str, size: int) -> str:
+    return (seed * size)[:size]
+
+
+def test_a_prompt_that_goes_on_is_found_and_another_is_not() -> None:
+    table = PrefixTable()
+    first, second = text("abc", 4000), text("xyz", 3000)
+    prompt = read_prompt("", chat(first))
+    assert prompt is not None
+    table.learn(prompt, "r1")
+    longer = read_prompt("", chat(first, second, top_p=0.5))
+    assert longer is not None
+    found = table.find(longer)
+    assert found is not None
+    assert found[0] == "r1"
+    assert 0.5 <= found[1] <= 4100 / longer.size
+    for other in (chat(text("q", 4000)), chat(first[:1000], text("q", 3000)), chat(first, text("q", 9000))):
+        other_prompt = read_prompt("", other)
+        assert other_prompt is not None
+        assert table.find(other_prompt) is None
+
+
+def test_tenants_do_not_follow_each_other() -> None:
+    table = PrefixTable()
+    mine, theirs = read_prompt("a", chat(text("x", 900))), read_prompt("b", chat(text("x", 900)))
+    assert mine is not None
+    assert theirs is not None
+    table.learn(mine, "r1")
+    assert table.find(theirs) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", chat("short"), b'{"input":"' + b"x" * 2000 + b'"}', b'{"a":1, "prompt" : "short"}' + b" " * 400],
+)
+def test_what_is_short_or_no_prompt_is_not_looked_at(body: bytes) -> None:
+    assert read_prompt("", body) is None
+
+
+def test_beginnings_of_a_huge_prompt_and_the_table_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = read_prompt("", b'{"prompt":"' + b"x" * (3 * prefixes.LAST_BOUND) + b'"}')
+    assert prompt is not None
+    assert len(prompt.beginnings) == len(BOUNDS) < 40
+    table = PrefixTable(10)
+    table.learn(prompt, "r1")
+    assert len(table) == 10
+    assert table.find(prompt) == ("r1", pytest.approx(1, abs=0.3))
+
+
+async def ask(stage: Stage, body: bytes, headers: str = "") -> tuple[str, str]:
+    answer: Message = await stage.ask(post(body, headers=headers))
+    assert answer.status == 200
+    return answer.headers["x-midstream-replica"], answer.headers["x-midstream-route-reason"]
+
+
+def test_turns_without_a_key_stay_together_and_bodies_pass_unchanged() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 4) as stage:
+            for number in range(8):
+                turns = [text(f"question {number} ", 2000)]
+                replica, reason = await ask(stage, chat(*turns))
+                assert reason == "balanced"
+                for turn in range(5):
+                    turns.append(text(f"answer {number}.{turn} ", 600))
+                    body = chat(*turns)
+                    assert await ask(stage, body) == (replica, "prefix")
+                    mock = stage.mocks[int(replica[-1])]
+                    assert mock.requests[-1].body == body
+            assert [len(mock.requests) for mock in stage.mocks] == [12] * 4
+
+    run(main)
+
+
+def test_a_key_wins_over_a_known_prompt_and_a_replica_that_is_gone_is_not_followed() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            body = chat(text("long ", 3000))
+            replica, _ = await ask(stage, body)
+            assert (await ask(stage, body, "x-session-id: s\r\n"))[1] == "new"
+            next(view for view in stage.views if view.name == replica).admitted = False
+            moved, reason = await ask(stage, body)
+            assert (moved != replica, reason) == (True, "balanced")
+            assert await ask(stage, body) == (moved, "prefix")
+
+    run(main)
+
+
+def test_an_overloaded_replica_is_not_followed() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            body = chat(text("long ", 3000))
+            replica, _ = await ask(stage, body)
+            view = next(view for view in stage.views if view.name == replica)
+            view.in_flight += 5
+            assert (await ask(stage, body))[1] == "balanced"
+            view.in_flight -= 5
+
+    run(main)
+
+
+def test_following_can_be_switched_off() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3, follow_prefixes=False) as stage:
+            body = chat(text("long ", 3000))
+            reasons = [(await ask(stage, body))[1] for _ in range(3)]
+            assert reasons == ["balanced"] * 3
+            assert len(body) > FIRST_BOUND
+
+    run(main)
