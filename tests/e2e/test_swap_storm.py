@@ -77,7 +77,7 @@ async def run_turn(http: httpx.AsyncClient, model: str, turn: Turn, session: str
         async for event in events(answer):
             if event == b"data: [DONE]":
                 terminated = True
-            else:
+            elif event.startswith(b"data: "):
                 take(turn, json.loads(event.removeprefix(b"data: ")))
     assert terminated, "the stream ended without [DONE]"
     assert (len(turn.tokens), turn.finish) == (TURN, "length")

@@ -1,0 +1,269 @@
+"""Replicas that are killed, stopped or lose their engine under streams: every client gets what it would have got."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Server, descendants, serve
+
+STREAMS = 32
+TOKENS = 300
+UNDER_WAY = 12  # chunks of every stream that have come when something happens
+DEADLINE_S = 120.0
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "parameters": {"type": "object", "properties": {"to": {"enum": ["a", "b"]}}},
+        },
+    }
+]
+WORDS = {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 99}
+SCHEMA = {"name": "w", "schema": {"type": "object", "properties": {"words": WORDS}, "required": ["words"]}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("failover") / "state", "--replicas", "3") as running:
+        yield running
+
+
+def bodies(model: str) -> list[tuple[str, dict[str, Any]]]:
+    """A request of every kind, again and again with another seed."""
+    completions, chat = "/v1/completions", "/v1/chat/completions"
+    messages = [{"role": "user", "content": "Which way?"}]
+    scored = {"logprobs": True, "include_routing_matrix": True, "return_token_ids": True}
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        (completions, {"prompt": "Once upon a time", **scored}),
+        (completions, {"prompt": ["abc", "de"], "n": 2, "echo": True, **scored, "top_logprobs": 2}),
+        (chat, {"messages": messages, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": True}),
+        (completions, {"prompt": "Stop", "stop": ["zq", "qz"], "presence_penalty": 0.4, "perf_metrics_in_response": True}),
+        (chat, {"messages": messages, "tools": TOOLS, "tool_choice": "required", **scored}),
+        (chat, {"messages": messages, "response_format": {"type": "json_schema", "json_schema": SCHEMA}}),
+        (chat, {"messages": messages, "stream_options": {"include_usage": True}, "n": 2}),
+        (completions, {"prompt": list(range(65, 97)), "min_p": 0.01, "raw_output": True, "echo_last": 4}),
+    ]  # fmt: skip
+    found = []
+    for number in range(STREAMS):
+        path, body = kinds[number % len(kinds)]
+        free = "tools" not in body and "response_format" not in body
+        fixed = {"model": model, "stream": True, "seed": number, "max_tokens": TOKENS, "ignore_eos": free}
+        found.append((path, {**fixed, **body}))
+    return found
+
+
+@dataclass
+class Stream:
+    path: str
+    body: dict[str, Any]
+    replica: str = ""
+    events: list[Any] = field(default_factory=list)
+    text: str = ""
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    async def run(self, http: httpx.AsyncClient, moved: Callable[[], None] = lambda: None) -> None:
+        headers = {"x-session-id": f"stream {self.body.get('seed')}"}
+        async with http.stream("POST", self.path, json=self.body, headers=headers) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            self.replica = answer.headers["x-midstream-replica"]
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    self.complete = True
+                elif line.startswith("data: "):
+                    self._take(json.loads(line.removeprefix("data: ")))
+                    moved()
+
+    def _take(self, event: Any) -> None:
+        """As comparable: less what is random, or a time, or about caches."""
+        assert not self.complete
+        assert "error" not in event, event
+        if seam := event.pop("midstream", None):
+            self.resumed.append(seam["resumed"])
+        for name in ("id", "created", "perf_metrics"):
+            event.pop(name, None)
+        if "usage" in event:
+            del event["usage"]["prompt_tokens_details"]
+        for choice in event["choices"]:
+            for call in choice.get("delta", {}).get("tool_calls", ()):
+                del call["id"]
+        self.events.append(event)
+
+    def by_choice(self) -> dict[int, list[Any]]:
+        """Choices of several prompts overtake each other, so which one ends last, and tells the usage, may differ."""
+        found: dict[int, list[Any]] = {}
+        usage = [event.pop("usage") for event in self.events if "usage" in event]
+        for event in self.events:
+            for choice in event["choices"]:
+                found.setdefault(choice["index"], []).append(event)
+        return {**found, -1: usage}
+
+
+async def whole(http: httpx.AsyncClient, model: str) -> list[dict[int, list[Any]]]:
+    """What undisturbed streams say."""
+    streams = [Stream(*body) for body in bodies(model)]
+    await asyncio.gather(*(stream.run(http) for stream in streams))
+    assert all(stream.complete for stream in streams)
+    assert not any(stream.resumed for stream in streams)
+    return [stream.by_choice() for stream in streams]
+
+
+async def disturbed(
+    http: httpx.AsyncClient, model: str, happen: Callable[[list[Stream]], None], count: int = STREAMS
+) -> list[Stream]:
+    """The same streams, under which something happens once all are under way."""
+    streams = [Stream(*body) for body in bodies(model)[:count]]
+    under_way = asyncio.Event()
+
+    def moved() -> None:
+        if all(stream.complete or len(stream.events) >= UNDER_WAY for stream in streams):
+            under_way.set()
+
+    tasks = [asyncio.create_task(stream.run(http, moved)) for stream in streams]
+    waits = asyncio.create_task(under_way.wait())
+    await asyncio.wait([waits, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    waits.cancel()
+    happen(streams)
+    await asyncio.gather(*tasks)
+    return streams
+
+
+def run(server: Server, main: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            httpx.AsyncClient(
+                base_url=server.url, timeout=DEADLINE_S, limits=limits, trust_env=False
+            ) as http,
+        ):
+            await until_all_serve(http)
+            await main(http)
+
+    asyncio.run(bounded())
+
+
+async def until_all_serve(http: httpx.AsyncClient) -> None:
+    """As many requests without a session as there are replicas go to each of them."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        health = (await http.get("/health")).json()
+        if all(replica["ready"] for replica in health["replicas"]) and len(health["replicas"]) == 3:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"not all replicas serve: {health}")
+
+
+def pid_of(server: Server, replica: str) -> int:
+    for pid in server.children():
+        if replica.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"{replica} does not run")
+
+
+def assert_all_went_on(streams: list[Stream], expected: list[dict[int, list[Any]]], lost: str) -> None:
+    for stream, undisturbed in zip(streams, expected, strict=False):
+        assert stream.complete
+        assert stream.by_choice() == undisturbed
+        assert all(seam["from"] == lost and seam["exact"] for seam in stream.resumed)
+    assert any(stream.resumed for stream in streams)
+
+
+def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Server) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        expected = await whole(http, served.model)
+        path, body = bodies(served.model)[0]
+        body = {**body, "stream": False}
+        plain = (await http.post(path, json=body)).json()["choices"]
+        asked: list[asyncio.Task[httpx.Response]] = []
+
+        def kill(streams: list[Stream]) -> None:
+            asked.extend(asyncio.create_task(http.post(path, json=body)) for _ in range(6))
+            os.kill(pid_of(served, streams[0].replica), signal.SIGKILL)
+
+        streams = await disturbed(http, served.model, kill)
+        lost = streams[0].replica
+        assert_all_went_on(streams, expected, lost)
+        assert sum(len(stream.resumed) for stream in streams) >= 4  # a third of 32 had it for home
+        assert not any(stream.resumed for stream in streams if stream.replica != lost)
+        for answer in await asyncio.gather(*asked):
+            assert answer.json()["choices"] == plain
+
+    run(served, main)
+
+
+def test_streams_of_a_dead_engine_go_on_elsewhere(served: Server) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        expected = await whole(http, served.model)
+
+        def kill(streams: list[Stream]) -> None:
+            [engine] = descendants(pid_of(served, streams[0].replica))
+            os.kill(engine, signal.SIGKILL)
+
+        streams = await disturbed(http, served.model, kill, 8)
+        assert_all_went_on(streams, expected, streams[0].replica)
+
+    run(served, main)
+
+
+def test_streams_of_a_replica_that_does_not_answer_any_more_go_on_elsewhere(served: Server) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        expected = await whole(http, served.model)
+        stopped: list[int] = []
+
+        def stop(streams: list[Stream]) -> None:
+            stopped.append(pid_of(served, streams[0].replica))
+            os.kill(stopped[0], signal.SIGSTOP)
+
+        try:
+            streams = await disturbed(http, served.model, stop, 8)
+            assert_all_went_on(streams, expected, streams[0].replica)
+        finally:
+            os.kill(stopped[0], signal.SIGCONT)
+
+    run(served, main)
+
+
+def test_an_unseeded_stream_keeps_the_seed_it_was_given(served: Server) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        body = {
+            "model": served.model,
+            "prompt": "By chance",
+            "max_tokens": TOKENS,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        stream, seeds = Stream("/v1/completions", body), list[int]()
+
+        def kill() -> None:
+            if len(stream.events) == UNDER_WAY:
+                os.kill(pid_of(served, stream.replica), signal.SIGKILL)
+
+        raw = []
+        async with http.stream("POST", stream.path, json=body) as answer:
+            stream.replica = answer.headers["x-midstream-replica"]
+            async for line in answer.aiter_lines():
+                raw.append(line)
+                if line.startswith(": m {") and "seed" in line:
+                    seeds.append(json.loads(line.removeprefix(": m "))["seed"])
+                if line.startswith("data: {"):
+                    stream._take(json.loads(line.removeprefix("data: ")))
+                    kill()
+        assert raw[-2] == "data: [DONE]"
+        assert len(stream.resumed) == 1
+        again = Stream(stream.path, {**body, "seed": seeds[0]})
+        await again.run(http)
+        assert again.by_choice() == stream.by_choice()
+
+    run(served, main)
