@@ -61,6 +61,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         0.25  # a new session goes to no replica above (1 + load_bound) x mean in-flight requests
     )
     max_sessions: int = 1_000_000  # placements remembered; the least recently used goes first
+    replicas: tuple[str, ...] = ()  # base URLs of replicas of the default deployment that others run
+    replicas_dns: str | None = None  # HOST:PORT: one such replica at each address of the host
+    replica_weights: dict[
+        str, float
+    ] = {}  # part of new work, by name (HOST:PORT of those that others run); else 1
+    allowed_replicas: tuple[str, ...] = ()  # hosts, or HOST:PORT, whose replicas may join through the API
     session_idle_s: float = 3600.0  # a session without a turn for so long is closed by its replica
     # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
     follow_prefixes: bool = True
@@ -68,6 +74,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     keep_alive_s: float = 75.0
     # Through what requests pass. native: compiled connections or no start; python: uvloop's; auto: compiled where they can be.
     data_path: DataPath = "auto"
+    # Files in PEM format, both or neither; with them the port speaks HTTPS only, and requests pass through Python.
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    workers: int = 1  # processes that share the port
     api_keys: tuple[str, ...] = ()  # empty: no authentication
     chain_max: int = 64  # incremental snapshots on one full snapshot
     # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).
@@ -97,10 +107,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gateway: GatewaySettings = GatewaySettings()
 
 
+#: option -> the gateway's setting
+GATEWAY_OPTIONS = {
+    "gateway_workers": "workers",
+    "tls_cert": "tls_cert",
+    "tls_key": "tls_key",
+    "replica_url": "replicas",
+    "replicas_dns": "replicas_dns",
+}
+
+
 def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
     """Settings from `file` (TOML) with `overrides` (None = not given) on top. Raises ConfigError.
 
-    overrides: top-level names, and kv_cache_memory of the embedded engine.
+    overrides: top-level names, kv_cache_memory of the embedded engine, and GATEWAY_OPTIONS.
     """
     values: dict[str, Any] = {}
     if file is not None:
@@ -113,6 +133,9 @@ def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
     given = {name: value for name, value in overrides.items() if value is not None}
     if "kv_cache_memory" in given:
         values["embedded"] = {**values.get("embedded", {}), "kv_cache_memory": given.pop("kv_cache_memory")}
+    ours = {name: given.pop(option) for option, name in GATEWAY_OPTIONS.items() if option in given}
+    if ours:
+        values["gateway"] = {**values.get("gateway", {}), **ours}
     values.update(given)
     try:
         settings = msgspec.convert(values, Settings)
@@ -155,7 +178,15 @@ def _checked(settings: Settings) -> Settings:
                 "chain_max",
             )
         ),
-        (settings.replicas >= 1, f"replicas must be at least 1, got {settings.replicas}"),
+        (
+            settings.replicas
+            >= (0 if gateway.replicas or gateway.replicas_dns or gateway.allowed_replicas else 1),
+            f"replicas must be at least 1, or 0 where others run replicas, got {settings.replicas}",
+        ),
+        (
+            all(0 < weight <= 1e6 for weight in gateway.replica_weights.values()),
+            "gateway.replica_weights must be above 0 and at most 1e6",
+        ),
         (0 <= settings.port <= 65535, f"port must be 0 to 65535, got {settings.port}"),
         (settings.engine in get_args(EngineKind), f"engine must be embedded or vllm, got {settings.engine}"),
         (settings.embedded.threads >= 0, "embedded.threads must be at least 0"),
@@ -179,6 +210,15 @@ def _checked(settings: Settings) -> Settings:
             settings.embedded.kv_cache_tokens >= 2 * settings.embedded.block_size,
             "embedded.kv_cache_tokens must hold at least two blocks",
         ),
+        (
+            (gateway.tls_cert is None) == (gateway.tls_key is None),
+            "gateway.tls_cert and gateway.tls_key go together",
+        ),
+        (
+            gateway.tls_cert is None or gateway.data_path != "native",
+            "gateway.data_path native and gateway.tls_cert exclude each other",
+        ),
+        (1 <= gateway.workers <= 64, f"gateway.workers must be 1 to 64, got {gateway.workers}"),
         (settings.gateway.load_bound > 0, "gateway.load_bound must be above 0"),
     ]
     for holds, message in checks:

@@ -27,6 +27,8 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("[embedded]\nkv_cache_tokens = 8", "must hold at least two blocks"),
         ('[gateway]\napi_keys = ["", "real"]', "empty key"),
         ("[gateway]\nconnect_timeout_s = 0", "gateway.connect_timeout_s must be above 0"),
+        ('[gateway]\ntls_cert = "c"', "gateway.tls_cert and gateway.tls_key go together"),
+        ("[gateway]\nworkers = 0", "gateway.workers must be 1 to 64, got 0"),
         ('account = "a/b"', "account 'a/b'"),
         ('deployment = ""', "deployment ''"),
         ('[embedded]\nkv_cache_memory = "4 gigs"', "expected a number and one of KiB"),
@@ -46,3 +48,11 @@ def test_the_cache_size_on_the_command_line_joins_the_engine_settings_of_the_fil
     file.write_text("[embedded]\nblock_size = 32\n")
     settings = load_settings(str(file), {"kv_cache_memory": "64MiB"})
     assert (settings.embedded.block_size, settings.embedded.kv_cache_memory) == (32, "64MiB")
+
+
+def test_the_gateways_options_join_the_gateways_settings_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text('[gateway]\nkeep_alive_s = 3\ntls_cert = "old"\n')
+    settings = load_settings(str(file), {"gateway_workers": 4, "tls_cert": "c", "tls_key": "k"})
+    gateway = settings.gateway
+    assert (gateway.workers, gateway.tls_cert, gateway.tls_key, gateway.keep_alive_s) == (4, "c", "k", 3)

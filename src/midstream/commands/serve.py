@@ -24,6 +24,8 @@ SERVE_OPTIONS = (
     "state_dir",
     "log_level",
     "kv_cache_memory",
+    "replica_url",
+    "replicas_dns",
 )
 
 
@@ -61,6 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
     )
+    parser.add_argument(
+        "--replica-url",
+        action="append",
+        metavar="URL",
+        help="http://HOST:PORT of a replica that others run; may be repeated. --replicas may be 0 then",
+    )
+    parser.add_argument(
+        "--replicas-dns",
+        metavar="HOST:PORT",
+        help="such a replica at each address of the host, looked up again and again",
+    )
+    parser.add_argument(
+        "--gateway-workers",
+        type=int,
+        metavar="N",
+        help="processes that share the port; one serves tens of thousands of tokens a second (default: 1)",
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain: the port speaks HTTPS only")
+    parser.add_argument("--tls-key", metavar="FILE", help="its private key, without a password")
     parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
 

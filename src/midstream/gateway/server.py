@@ -12,6 +12,7 @@ import functools
 import os
 import shutil
 import socket
+import ssl
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from midstream.config import GatewaySettings
+from midstream.errors import ConfigError
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.proxy import Proxy
 from midstream.gateway.registry import Deployments
@@ -53,6 +55,7 @@ class Gateway:
     ) -> None:
         """`control_app`: an ASGI app, usually gateway.app.control_app(...).
 
+        Raises ConfigError when the certificate or its key cannot be used.
         replica_token: the secret that replicas ask for. unreachable_s: how long a replica may be unheard of before the
         requests on it are given up.
         """
@@ -77,6 +80,7 @@ class Gateway:
             replica_token=replica_token,
             unreachable_s=unreachable_s,
         )
+        self._tls = tls_context(settings)
         self._listening: list[Callable[[], None]] = []  # how to stop
         self._timeouts: asyncio.Task[None] | None = None
 
@@ -100,13 +104,14 @@ class Gateway:
         return actual
 
     async def _listen(self, sock: socket.socket) -> Callable[[], None]:
-        if isinstance(self._loop, WireLoop):
+        if isinstance(self._loop, WireLoop) and self._tls is None:
             limits = self._limits
             rules = self._loop.rules(
                 self.proxy.dropped_headers, (), limits.max_header_bytes, limits.max_body_bytes
             )
             return self._loop.listen(sock, self._client, rules)
-        server = await self._loop.create_server(self._client, sock=sock, backlog=LISTEN_BACKLOG)
+        tls = self._tls
+        server = await self._loop.create_server(self._client, sock=sock, backlog=LISTEN_BACKLOG, ssl=tls)
         return server.close
 
     def _client(self) -> ClientConnection:
@@ -159,6 +164,28 @@ class Gateway:
         )
         connect = functools.partial(open_one, host=parts.hostname, port=parts.port or 80)
         return UpstreamPool(connect, self._connect_timeout_s)
+
+
+def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """None without a certificate. Raises ConfigError."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_password)
+    except (OSError, ValueError) as error:  # SSLError among the first
+        raise ConfigError(
+            f"gateway.tls_cert {settings.tls_cert}, gateway.tls_key {settings.tls_key}: {error.strerror or error}"
+            if isinstance(error, OSError)
+            else f"gateway.tls_key {settings.tls_key}: {error}"
+        ) from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("a key that needs a password cannot be used")
 
 
 async def listening_sockets(host: str, port: int) -> list[socket.socket]:

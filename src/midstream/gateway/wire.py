@@ -32,7 +32,7 @@ from typing import Any
 import uvloop
 
 from midstream.compiled import NoCompiler, load
-from midstream.config import DataPath
+from midstream.config import DataPath, GatewaySettings
 from midstream.errors import ConfigError
 
 SOURCE = Path(__file__).parent / "native" / "wire.cpp"
@@ -42,6 +42,11 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 logger = logging.getLogger(__name__)
+
+
+def data_path(settings: GatewaySettings) -> DataPath:
+    """What new_event_loop is to be asked for: encrypted connections are not a wire's."""
+    return settings.data_path if settings.tls_cert is None else "python"
 
 
 def new_event_loop(data_path: DataPath = "auto") -> asyncio.AbstractEventLoop:

@@ -1,0 +1,101 @@
+"""The gateway's port over TLS: the same requests, streams and refusals; an unusable certificate is said at the start."""
+
+import asyncio
+import datetime
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from gateway_harness import Message, Peer, get, post, read_chunk, read_head, run, staged
+
+from midstream.config import GatewaySettings
+from midstream.errors import ConfigError
+from midstream.gateway.server import tls_context
+from midstream.gateway.wire import data_path
+
+
+def certificate(directory: Path, password: bytes | None = None) -> tuple[str, str]:
+    """Files of a self-signed certificate for localhost and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    cert_file, key_file = directory / "cert.pem", directory / "key.pem"
+    cert_file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    key_file.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, hidden)
+    )
+    return str(cert_file), str(key_file)
+
+
+def test_requests_streams_and_control_pass_over_tls_and_plain_http_does_not(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    trust = ssl.create_default_context(cafile=cert)
+
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            if request.body == b"stream":
+                peer.start_stream()
+                for n in range(3):
+                    peer.chunk(b"data: %d\n\n" % n)
+                peer.end_stream()
+            else:
+                peer.respond(request.body)
+
+        async with staged(handler, tls_cert=cert, tls_key=key) as stage:
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", stage.port, ssl=trust, server_hostname="localhost"
+            )
+            client = Peer(reader, writer)
+            stage.peers.append(client)
+            body = b"x" * 300_000
+            client.send(post(body))
+            assert (await client.message()).body == body
+            client.send(post(b"stream"))
+            assert (await read_head(reader)).headers["transfer-encoding"] == "chunked"
+            chunks = [await read_chunk(reader) for _ in range(4)]
+            assert chunks == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b""]
+            client.send(get("/health"))
+            assert b"deployments" in (await client.message()).body
+            client.send(b"nonsense\r\n\r\n")
+            assert (await client.message()).status == 400
+            assert await client.closed() == b""
+            plain = await stage.connect()
+            plain.send(get("/health"))
+            assert b"HTTP" not in await plain.closed()
+
+    run(main)
+
+
+def test_a_certificate_that_cannot_be_used_says_which_and_why(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    with pytest.raises(ConfigError, match=r"absent.pem.*No such file"):
+        tls_context(GatewaySettings(tls_cert=str(tmp_path / "absent.pem"), tls_key=key))
+    (tmp_path / "other").mkdir()
+    _, other = certificate(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"KEY_VALUES_MISMATCH|key values mismatch"):
+        tls_context(GatewaySettings(tls_cert=cert, tls_key=other))
+    (tmp_path / "hidden").mkdir()
+    cert, key = certificate(tmp_path / "hidden", b"secret")
+    with pytest.raises(ConfigError, match="needs a password"):
+        tls_context(GatewaySettings(tls_cert=cert, tls_key=key))
+
+
+def test_encrypted_connections_are_not_a_wires() -> None:
+    assert data_path(GatewaySettings(tls_cert="c", tls_key="k")) == "python"
+    assert data_path(GatewaySettings(data_path="native")) == "native"
