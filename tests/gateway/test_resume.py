@@ -328,6 +328,52 @@ def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> Non
     run(main)
 
 
+def test_a_reset_between_two_reads_of_the_client_costs_no_event() -> None:
+    async def main() -> None:
+        had = asyncio.Event()
+
+        async def handler(request: Message, peer: Peer) -> None:
+            if "resume" in request.start:
+                go_on(request, peer)
+                return
+            begin(peer)
+            peer.send(WRITES[0] + WRITES[1] + WRITES[2][:7])
+            await had.wait()
+            peer.abort()
+
+        async with staged(handler, handler) as stage:
+            client = await stage.connect()
+            client.send(post(BODY))
+            await read_head(client.reader)
+            got = [await read_chunk(client.reader) for _ in range(2)]
+            assert got == [write(0), write(1)]
+            had.set()
+            while got[-1]:
+                got.append(await read_chunk(client.reader))
+            assert b"".join(got[2:]) == b"".join(b'data: {"n":%d}\n\n' % n for n in range(2, EVENTS)) + DONE
+            [asked] = resumes(stage)
+            assert asked["state"].endswith("\n0:101")
+
+    run(main)
+
+
+def test_a_slow_replica_keeps_its_stream() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            begin(peer)
+            for byte in STREAM:
+                peer.send(bytes([byte]))
+                await asyncio.sleep(0)
+            peer.end_stream()
+
+        async with staged(handler, handler) as stage:
+            assert await answer(stage) == WHOLE
+            assert stage.metrics.retries == {}
+            assert sum(len(mock.requests) for mock in stage.mocks) == 1
+
+    run(main)
+
+
 def test_streams_that_tell_nothing_and_plain_responses_are_as_before() -> None:
     async def main() -> None:
         async def handler(request: Message, peer: Peer) -> None:
@@ -378,3 +424,13 @@ def test_an_event_too_long_to_hold_passes_and_is_not_resumable() -> None:
     assert passed.take(long[9:]) == long
     assert passed.take(b"more") == b"more"
     assert passed.told() is None
+
+
+def test_what_a_stream_tells_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.gateway.resume.TOLD_BYTES_MAX", 1000)
+    passed = Passed()
+    event = framed(b": m 0:7\n\ndata: " + b"x" * 500 + b"\n\n")
+    for _ in range(500):
+        assert passed.take(event) == event
+    assert passed.told() is None
+    assert passed.take(event[:-1]) == b"", "the client has whole events all the same"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GATHERED_BYTES_MAX = 8192  # of a stream, before what it told is picked out of it
+TOLD_BYTES_MAX = 16 * 2**20  # of one stream
 UNFINISHED_BYTES_MAX = (
     2**20
 )  # of one event that is held until it is whole; a stream with a longer one cannot be resumed
@@ -57,12 +58,14 @@ class _Refusal(msgspec.Struct):
 class Passed:
     """What of a resumable stream was passed on: whole chunks only, and what they told."""
 
-    __slots__ = ("_gathered", "_held", "_size", "_told", "lost")
+    __slots__ = ("_gathered", "_held", "_size", "_told", "_told_bytes", "forgotten", "lost")
 
     def __init__(self) -> None:
         self._gathered: list[bytes] = []
         self._size = 0
         self._told: list[bytes] = []
+        self._told_bytes = 0
+        self.forgotten = False  # they told more than is kept
         self._held = b""  # the beginning of a chunk
         self.lost = False  # a chunk was too long to hold; what was passed on may end anywhere
 
@@ -91,12 +94,17 @@ class Passed:
     def told(self) -> bytes | None:
         """The lines so far; None: not known."""
         self._pick_out()
-        return None if self.lost else b"".join(self._told)
+        return None if self.lost or self.forgotten else b"".join(self._told)
 
     def _pick_out(self) -> None:
-        self._told.append(b"".join(_TOLD.findall(b"".join(self._gathered))))
+        told = b"".join(_TOLD.findall(b"".join(self._gathered)))
         self._gathered.clear()
         self._size = 0
+        self._told.append(told)
+        self._told_bytes += len(told)
+        if self._told_bytes > TOLD_BYTES_MAX:
+            self.forgotten = True
+            self._told.clear()
 
 
 class ResumableExchange(InferenceExchange):
