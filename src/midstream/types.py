@@ -277,6 +277,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0  # requests being served
     held: bool = False  # staged, and waiting to be let go
     admitting: bool = True  # False: new requests get 425 until a sync swap is done
+    pinnable: bool = True  # False: a swap waits for requests that are pinned to what serves, and takes no more of them
     check: SnapshotCheck | None = None  # of what serves, once known
     last_swap: SwapTiming | None = None
     engine: EngineStats = EngineStats()
@@ -379,6 +380,15 @@ class SessionsHeld(msgspec.Struct, frozen=True):
     """The answer."""
 
     sessions: tuple[SessionStats, ...]
+
+
+class ReplicaEntry(msgspec.Struct, frozen=True):
+    """What somebody said of one replica. url: where it is, if others than our supervisor run it. weight: its part of new work;
+    None: not said (1). drain: it takes no new requests."""
+
+    url: str | None = None
+    weight: float | None = None
+    drain: bool = False
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

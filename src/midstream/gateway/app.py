@@ -108,12 +108,13 @@ class _Endpoints:
 
 
 def _deployment_summary(deployment: Deployment) -> dict[str, Any]:
-    """failed: the replicas that cannot be started."""
+    """failed: the replicas that cannot be started. elsewhere: how many of the usable ones others run."""
     return {
         "name": deployment.name,
         "model": deployment.model,
         "wanted": deployment.wanted,
         "usable": sum(view.usable for view in deployment.replicas.views),
+        "elsewhere": sum(view.usable and not view.own for view in deployment.replicas.views),
         "failed": sorted(deployment.troubles),
     }
 

@@ -20,7 +20,7 @@ from midstream.gateway.prefixes import PrefixTable
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.sessions import SessionTable
 from midstream.names import ServedNames
-from midstream.types import SessionsTold
+from midstream.types import ReplicaEntry, SessionsTold
 
 DEPLOYMENT_HEADER = "fireworks-deployment"
 MODEL_HEADER = "fireworks-model"
@@ -36,6 +36,7 @@ class Deployment:
     sessions: SessionTable = field(default_factory=lambda: SessionTable(1_000_000))
     prefixes: PrefixTable = field(default_factory=PrefixTable)
     wanted: int = 0  # replicas it should have
+    entries: dict[str, ReplicaEntry] = field(default_factory=dict)  # what was said of single replicas
     deleting: bool = False  # takes no requests
     drain_s: float = 300.0  # how long requests on a replica that leaves may go on
     problems: dict[str, str] = field(default_factory=dict)  # replica -> why it cannot be started
@@ -52,6 +53,11 @@ class Deployment:
     def model(self) -> str:
         """accounts/A/models/M"""
         return self.names.model
+
+    @property
+    def wanted_in_all(self) -> int:
+        """With those that others run."""
+        return self.wanted + sum(entry.url is not None for entry in self.entries.values())
 
     @property
     def troubles(self) -> dict[str, str]:

@@ -138,6 +138,8 @@ class ReplicaSet:
         if (tuple(stay), tuple(leave)) == (self.views, self.leaving) and not known:
             return
         for index, view in enumerate(stay):
+            if view.standing != "member":  # control did not look after it meanwhile
+                view.admitted = False
             view.index, view.standing = index, "member"
         for view in leave:
             view.standing = "leaving"
@@ -149,8 +151,10 @@ class ReplicaSet:
         self._changed()
 
     def _met(self, member: Member) -> ReplicaView:
-        view = ReplicaView(0, member.name, member.url.rstrip("/"), member.weight, self._use_changed)
-        self._ears[view] = _Ear(own=member.own)
+        view = ReplicaView(
+            0, member.name, member.url.rstrip("/"), member.weight, self._use_changed, member.own
+        )
+        self._ears[view] = _Ear()
         if self._tasks is not None:
             self._listen(self._tasks, view)
         return view
@@ -263,7 +267,7 @@ class ReplicaSet:
                 self._told(view, msgspec.json.decode(line, type=SessionsTold | Trajectories))
                 return
             report = msgspec.json.decode(line, type=ReplicaReport)
-            if not self._ears[view].own:
+            if not view.own:
                 report = msgspec.structs.replace(report, replica=view.name)
             if report.replica != view.name:
                 raise ValueError(f"{view.url} is {report.replica}, expected {view.name}")
@@ -334,7 +338,6 @@ class ReplicaSet:
 class _Ear:
     """How one replica is heard."""
 
-    own: bool = True  # of Member
     watch: asyncio.Task[None] | None = None
     stream: ResponseStream | None = None  # the last event stream
     boot: str | None = None  # the last one heard of

@@ -172,7 +172,7 @@ def shown(
     snapshot failed with somewhere.
     """
     views = () if deployment is None else deployment.replicas.views
-    wanted = replica_count(row)
+    wanted = replica_count(row) if deployment is None else deployment.wanted_in_all
     ready = sum(view.usable for view in views)
     reachable = sum(view.report is not None for view in views)
     state, code, message = _condition(row, deployment, stages, error)
@@ -208,7 +208,7 @@ def _condition(
     row: DeploymentRow, deployment: Deployment | None, stages: Collection[str], error: str | None
 ) -> tuple[str, str, str]:
     """(state, status code, message)"""
-    wanted = replica_count(row)
+    wanted = replica_count(row) if deployment is None else deployment.wanted_in_all
     if row.deleting:
         return "DELETING", "OK", ""
     if deployment is None:

@@ -16,13 +16,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from midstream.errors import NotFound
+from midstream.gateway.membership import Resolver, entries_of_row, merged
 from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import Member
+from midstream.gateway.view import ReplicaView
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
+from midstream.types import ReplicaEntry
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +74,19 @@ class Roster:
         make: Callable[[DeploymentRow], Deployment],
         tell: Callable[[Wanted], None],
         *,
+        settings: Mapping[str, ReplicaEntry] = MappingProxyType({}),
         poll_s: float = 1.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """make: the run-time side of a deployment in the ledger. tell: gives the supervisor the list of what should run."""
+        """make: the run-time side of a deployment in the ledger. tell: gives the supervisor the list of what should run.
+        settings: what those say of single replicas; the URLs among them are the default deployment's.
+        """
         self._ledger = ledger
         self._deployments = deployments
         self._make = make
         self._tell = tell
+        self._settings = settings
+        self.resolver: Resolver | None = None
         self._poll_s = poll_s
         self._monotonic = monotonic
         self._running: tuple[RunningReplica, ...] | None = None  # None: not heard of the supervisor yet
@@ -103,6 +113,8 @@ class Roster:
         """Until cancelled. Ends with an exception when something that serves a deployment does: a bug."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            if self.resolver is not None:
+                tasks.create_task(self.resolver.run(), name="DNS name of replicas")
             for deployment in self._deployments:
                 self._start(deployment)
             while True:
@@ -151,9 +163,20 @@ class Roster:
             self._start(deployment)
             logger.info("deployment %s: %d replicas of %s", row.name, replica_count(row), row.model)
         deployment.wanted = replica_count(row)
+        deployment.entries = self._entries(deployment, row)
         if row.deleting != deployment.deleting:
             deployment.deleting = row.deleting
             self._deployments.renamed()
+
+    def _entries(self, deployment: Deployment, row: DeploymentRow) -> dict[str, ReplicaEntry]:
+        if row.deleting:
+            return {}
+        said = entries_of_row(row)
+        if deployment is self._deployments.default:
+            resolved = {} if self.resolver is None else self.resolver.entries
+            return merged(resolved, self._settings, said)
+        weights = {name: entry for name, entry in self._settings.items() if entry.url is None}
+        return merged(weights, said)
 
     def _start(self, deployment: Deployment) -> None:
         if self._tasks is not None and deployment.name not in self._run_tasks:
@@ -189,13 +212,44 @@ class Roster:
         up = sorted((r.name, r.url) for r in running if r.url is not None)
         order = {name: place for place, name in enumerate(names)}
         up.sort(key=lambda one: order.get(one[0], len(order)))
-        members = [(name, url) for name, url in up if url is not None]
-        leaving = {name for name, _ in members if name not in order}
+        entries = deployment.entries
+        weights = {name: entry.weight for name, entry in entries.items() if entry.weight is not None}
+        members = [Member(name, url, weights.get(name, 1.0)) for name, url in up if url is not None]
+        leaving = {member.name for member in members if member.name not in order}
+        leaving |= {name for name, entry in entries.items() if entry.drain}
+        elsewhere = {name: entry.url for name, entry in entries.items() if entry.url is not None}
+        members += [
+            Member(name, url, weights.get(name, 1.0), own=False) for name, url in sorted(elsewhere.items())
+        ]
+        for view in self._finishing(deployment, elsewhere):
+            members.append(Member(view.name, view.url, view.weight, own=False))
+            leaving.add(view.name)
         deployment.replicas.set_members(members, leaving)
-        return names + self._draining(deployment)
+        return [
+            *names,
+            *(view.name for view in self._draining(deployment) if view.name not in order and view.own),
+        ]
 
-    def _draining(self, deployment: Deployment) -> list[str]:
-        """Names of those that leave and have requests left, and time for them."""
+    def _finishing(self, deployment: Deployment, elsewhere: Mapping[str, str]) -> list[ReplicaView]:
+        """Replicas of others that are gone from the list and have requests left, and time for them."""
+        now = self._monotonic()
+        replicas = deployment.replicas
+        gone = [
+            view
+            for view in (*replicas.views, *replicas.leaving)
+            if not view.own and view.name not in elsewhere
+        ]
+        kept = []
+        for view in gone:
+            since = self._leaving_since.setdefault(view.name, now)
+            if view.in_flight and now - since < deployment.drain_s:
+                kept.append(view)
+            else:
+                del self._leaving_since[view.name]
+        return kept
+
+    def _draining(self, deployment: Deployment) -> list[ReplicaView]:
+        """Those that leave and have requests left, and time for them."""
         now = self._monotonic()
         leaving = deployment.replicas.leaving
         for view in deployment.replicas.views:
@@ -204,7 +258,7 @@ class Roster:
         for view in leaving:
             since = self._leaving_since.setdefault(view.name, now)
             if view.in_flight and now - since < deployment.drain_s:
-                kept.append(view.name)
+                kept.append(view)
         return kept
 
 

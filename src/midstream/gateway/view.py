@@ -20,6 +20,7 @@ class ReplicaView:
     index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
     report: the last one; None: unreachable. admitted: placement may use it; set by control/, cleared on a new boot.
     in_flight: requests this gateway has on it now. weight: its part of new work. trajectories: what its turns were like.
+    own: started by our supervisor.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class ReplicaView:
         "in_flight",
         "index",
         "name",
+        "own",
         "trajectories",
         "url",
         "usable",
@@ -45,11 +47,13 @@ class ReplicaView:
         url: str,
         weight: float = 1.0,
         on_change: Callable[[], None] = lambda: None,
+        own: bool = True,
     ) -> None:
         self.index = index
         self.name = name
         self.url = url
         self.weight = weight
+        self.own = own
         self.in_flight = 0
         self.trajectories: Trajectories | None = None
         self.usable = False  # placement may send requests to it

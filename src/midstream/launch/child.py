@@ -37,6 +37,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     engine: EngineSettings
     log_level: str
+    session_idle_s: float = 3600.0
     cache_bytes: int | None = None  # bound of cache_dir; None: what is in use and one snapshot more
 
 

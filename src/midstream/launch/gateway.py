@@ -18,13 +18,14 @@ from midstream.errors import ConfigError, NotFound
 from midstream.gateway.app import control_app
 from midstream.gateway.deployments import deployment_routes
 from midstream.gateway.hotload import hotload_routes
+from midstream.gateway.membership import Resolver, entries_of_settings, membership_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.roster import Roster, Running, replica_count
 from midstream.gateway.server import Gateway
 from midstream.gateway.sessions import SessionTable
-from midstream.gateway.wire import new_event_loop
+from midstream.gateway.wire import data_path, new_event_loop
 from midstream.launch.child import (
     STOP_GRACE_S,
     Announcer,
@@ -49,7 +50,15 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     row = await default_deployment(ledger, spec)
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)
     metrics = GatewayMetrics(deployments)
-    roster = Roster(ledger, deployments, lambda row: _run_time(ledger, spec, row), announce)
+    roster = Roster(
+        ledger,
+        deployments,
+        lambda row: _run_time(ledger, spec, row),
+        announce,
+        settings=entries_of_settings(spec.settings.replicas, spec.settings.replica_weights),
+    )
+    if spec.settings.replicas_dns is not None:
+        roster.resolver = Resolver(spec.settings.replicas_dns, roster.wake)
     routes = [
         *deployment_routes(
             ledger,
@@ -57,6 +66,9 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
             bucket=spec.bucket,
             allowed_buckets=spec.settings.allowed_buckets,
             changed=roster.look_once,
+        ),
+        *membership_routes(
+            ledger, deployments, allowed=spec.settings.allowed_replicas, changed=roster.look_once
         ),
         *hotload_routes(
             ledger,
@@ -130,7 +142,7 @@ def main() -> int:
     configure_logging("gateway", spec.log_level)
     raise_file_limit()
     try:
-        with asyncio.Runner(loop_factory=lambda: new_event_loop(spec.settings.data_path)) as runner:
+        with asyncio.Runner(loop_factory=lambda: new_event_loop(data_path(spec.settings))) as runner:
             return runner.run(serve(spec, announce))
     except (ConfigError, OSError) as error:
         announce(Listening(error=str(error)))

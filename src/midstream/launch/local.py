@@ -151,7 +151,8 @@ class Supervisor:
         """Until cancelled. Raises StartFailed."""
         self.crew.want(self._first())
         await self.gateway.start()
-        url = f"http://{self._settings.host}:{self.gateway.port}"
+        scheme = "http" if self._settings.gateway.tls_cert is None else "https"
+        url = f"{scheme}://{self._settings.host}:{self.gateway.port}"
         async with asyncio.TaskGroup() as group:
             group.create_task(self.gateway.supervise())
             count = await self._all_usable(url)
@@ -205,6 +206,7 @@ class Supervisor:
             token=self._token,
             engine=_engine_settings(settings, len(self.crew)),
             log_level=settings.log_level,
+            session_idle_s=settings.gateway.session_idle_s,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
         )
 
@@ -243,14 +245,17 @@ class Supervisor:
         The number of replicas of the default deployment. Raises StartFailed when one of those cannot be started; another
         deployment's failure is that deployment's alone.
         """
-        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        own = False  # its own gateway's certificate need not be for this address
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=own) as client:
             while True:
                 for replica in self.crew.running().replicas:
                     if replica.error is not None and replica.deployment == self.deployment:
                         raise StartFailed(replica.error)
                 with contextlib.suppress(httpx.TransportError):
                     deployments = (await client.get(f"{url}/health")).json()["deployments"]
-                    if all(d["usable"] + len(d["failed"]) >= d["wanted"] for d in deployments):
+                    if all(
+                        d["usable"] - d["elsewhere"] + len(d["failed"]) >= d["wanted"] for d in deployments
+                    ):
                         return int(deployments[0]["wanted"])
                 await asyncio.sleep(READY_POLL_S)
 

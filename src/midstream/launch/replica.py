@@ -72,6 +72,7 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
         name=spec.name,
         engine=EmbeddedEngine(model_dir, spec.engine),
         text=TextModel.load(model_dir),
+        session_idle_s=spec.session_idle_s,
         requests_max=spec.engine.max_running + spec.engine.max_waiting,
         source=CachedSource(
             ChainFetcher(

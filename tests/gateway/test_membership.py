@@ -1,0 +1,287 @@
+"""Replicas that others run join and leave, weights, draining: the API over a real ledger, the settings, a DNS name."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_harness import reconciler
+
+from midstream.errors import ConfigError
+from midstream.gateway.app import control_app
+from midstream.gateway.membership import (
+    Resolver,
+    entries_of_settings,
+    membership_routes,
+    merged,
+    replica_name,
+)
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.roster import Roster, Running, RunningReplica, Wanted, replica_count
+from midstream.ledger import DeploymentRow, Ledger, sqlite_url
+from midstream.names import ServedNames
+from midstream.types import ReplicaEntry, ReplicaReport
+
+A = "accounts/local"
+DEFAULT, B = f"{A}/deployments/default", f"{A}/deployments/b"
+FAR = "http://10.0.0.7:9000"
+
+
+class Server:
+    """The control side of a gateway with one replica of its own, and a supervisor that runs it."""
+
+    def __init__(self, ledger: Ledger, row: DeploymentRow, settings: dict[str, ReplicaEntry]) -> None:
+        self.ledger = ledger
+        self.told = Wanted()
+        self.now = 0.0
+        self.deployments = Deployments(self._run_time(row))
+        self.roster = Roster(
+            ledger,
+            self.deployments,
+            self._run_time,
+            self._tell,
+            settings=settings,
+            monotonic=lambda: self.now,
+        )
+        routes = membership_routes(
+            ledger, self.deployments, allowed=("10.0.0.7", "other:1"), changed=self.roster.look_once
+        )
+        app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+    def _tell(self, wanted: Wanted) -> None:
+        self.told = wanted
+
+    def _run_time(self, row: DeploymentRow) -> Deployment:
+        replicas = ReplicaSet()
+        names = ServedNames(row.model, row.name)
+        return Deployment(names, replicas, reconciler(replicas), wanted=replica_count(row))
+
+    @property
+    def replicas(self) -> ReplicaSet:
+        return self.deployments.default.replicas
+
+    async def look(self) -> None:
+        running = [
+            RunningReplica(name=r.name, deployment=r.deployment, url=f"http://{r.name}")
+            for r in self.told.replicas
+        ]
+        self.roster.running(Running(tuple(running)))
+        await self.roster.look_once()
+
+    async def ask(
+        self, method: str, path: str = "", status: int = 200, deployment: str = DEFAULT, **body: Any
+    ) -> dict[str, Any]:
+        answer = await self.http.request(method, f"/v1/{deployment}/replicas{path}", json=body or None)
+        assert answer.status_code == status, answer.text
+        shown: dict[str, Any] = answer.json()
+        return shown
+
+
+def serve(
+    path: Path, work: Callable[[Server], Awaitable[None]], settings: dict[str, ReplicaEntry] | None = None
+) -> None:
+    async def main() -> None:
+        ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
+        row = await ledger.ensure_deployment(DEFAULT, f"{A}/models/m", "file:///bucket", "ASYNC", 1)
+        server = Server(ledger, row, settings or {})
+        await server.roster.look_once()
+        await server.look()
+        async with server.http:
+            await work(server)
+        ledger.close()
+
+    asyncio.run(main())
+
+
+def names(server: Server) -> list[str]:
+    return [view.name for view in server.replicas.views]
+
+
+def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path: Path) -> None:
+    async def joins(server: Server) -> None:
+        shown = await server.ask("POST", url=FAR + "/", weight=2.5)
+        assert shown == {
+            "name": "10.0.0.7:9000", "url": FAR, "weight": 2.5, "drain": False, "standing": "member",
+            "usable": False, "in_flight": 0, "snapshot": None,
+        }  # fmt: skip
+        assert names(server) == ["replica-0", "10.0.0.7:9000"]
+        assert [replica.name for replica in server.told.replicas] == ["replica-0"], "not ours to run"
+        assert server.deployments.default.wanted_in_all == 2
+        view = server.replicas.views[1]
+        view.report = ReplicaReport(replica=view.name, boot="b", ready=True)
+        view.admitted = True
+        health = (await server.http.get("/health")).json()["deployments"][0]
+        assert (health["usable"], health["elsewhere"], health["wanted"]) == (1, 1, 1)
+
+    async def knows(server: Server) -> None:
+        assert [one["name"] for one in (await server.ask("GET"))["replicas"]] == [
+            "replica-0",
+            "10.0.0.7:9000",
+        ]
+        assert server.replicas.views[1].weight == 2.5
+
+    serve(tmp_path, joins)
+    serve(tmp_path, knows)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://10.0.0.8:9000",
+        "http://other:2",
+        "https://10.0.0.7:1",
+        "http://10.0.0.7",
+        "http://a@10.0.0.7:1",
+        5,
+    ],
+)
+def test_a_url_that_is_not_allowed_is_refused(tmp_path: Path, url: Any) -> None:
+    async def work(server: Server) -> None:
+        await server.ask("POST", url=url, status=400)
+        await server.ask("POST", status=400, weight=1)
+        await server.ask("POST", status=400, url=FAR, weight=0)
+        await server.ask("POST", status=404, url=FAR, deployment=f"{A}/deployments/none")
+        assert names(server) == ["replica-0"]
+
+    serve(tmp_path, work)
+
+
+def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        await server.roster.look_once()
+        await server.ask("POST", url=FAR)
+        for deployment in (DEFAULT, B):
+            shown = await server.ask("POST", status=409, url=FAR, deployment=deployment)
+            assert DEFAULT in shown["error"]["message"]
+        await server.ask("DELETE", "/10.0.0.7:9000")
+        await server.ask("POST", url=FAR, deployment=B)
+
+    serve(tmp_path, work)
+
+
+def test_a_replica_that_is_removed_finishes_what_it_has(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.ask("POST", url=FAR)
+        view = server.replicas.views[1]
+        view.in_flight = 1
+        await server.ask("DELETE", "/10.0.0.7:9000")
+        assert (view.standing, server.replicas.leaving) == ("leaving", (view,))
+        assert [replica.name for replica in server.told.replicas] == ["replica-0"]
+        await server.look()
+        assert view.standing == "leaving"
+        view.in_flight = 0
+        await server.look()
+        assert (view.standing, server.replicas.leaving) == ("gone", ())
+        await server.ask("DELETE", "/10.0.0.7:9000", status=404)
+        await server.ask("DELETE", "/replica-0", status=400)
+
+    serve(tmp_path, work)
+
+
+def test_requests_that_never_end_hold_a_removed_replica_for_so_long_only(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.ask("POST", url=FAR)
+        view = server.replicas.views[1]
+        view.in_flight = 1
+        await server.ask("DELETE", "/10.0.0.7:9000")
+        server.now = server.deployments.default.drain_s + 1
+        await server.look()
+        assert view.standing == "gone"
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("name", ["replica-0", "10.0.0.7:9000"])
+def test_a_drained_replica_takes_nothing_new_and_is_admitted_anew_when_it_returns(
+    tmp_path: Path, name: str
+) -> None:
+    async def work(server: Server) -> None:
+        await server.ask("POST", url=FAR)
+        view = next(view for view in server.replicas.views if view.name == name)
+        view.report = ReplicaReport(replica=name, boot="b", ready=True)
+        view.admitted = True
+        assert view.usable
+        shown = await server.ask("PATCH", f"/{name}", drain=True)
+        assert (shown["standing"], shown["drain"], shown["usable"]) == ("leaving", True, False)
+        assert [replica.name for replica in server.told.replicas] == ["replica-0"], "it runs on"
+        await server.look()
+        assert view.standing == "leaving"
+        shown = await server.ask("PATCH", f"/{name}", drain=False, weight=3)
+        assert (shown["standing"], shown["weight"]) == ("member", 3)
+        assert not view.usable, "control says when it serves what it should"
+        assert next(v for v in server.replicas.views if v.name == name) is view
+
+    serve(tmp_path, work)
+
+
+def test_settings_name_replicas_and_weights_and_the_api_has_the_last_word(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        weights = {view.name: view.weight for view in server.replicas.views}
+        assert weights == {"replica-0": 0.5, "10.0.0.7:9000": 4.0, "10.0.0.9:1": 1.0}
+        await server.ask("PATCH", "/10.0.0.9:1", weight=7)
+        await server.ask("DELETE", "/10.0.0.9:1", status=400)
+        assert server.replicas.views[2].weight == 7
+
+    settings = entries_of_settings([FAR, "http://10.0.0.9:1"], {"replica-0": 0.5, "10.0.0.7:9000": 4.0})
+    serve(tmp_path, work, settings)
+
+
+def test_what_is_said_later_counts() -> None:
+    first = {"a": ReplicaEntry("http://a:1", 2.0), "b": ReplicaEntry("http://b:1")}
+    then = {"a": ReplicaEntry(drain=True), "c": ReplicaEntry(weight=3.0)}
+    assert merged(first, then) == {
+        "a": ReplicaEntry("http://a:1", 2.0, True),
+        "b": ReplicaEntry("http://b:1"),
+        "c": ReplicaEntry(weight=3.0),
+    }
+
+
+@pytest.mark.parametrize(
+    "url", ["", "10.0.0.7:9000", "http://h:x", "http://h:1/path", "http://h:1?q", "https://h:1"]
+)
+def test_what_is_no_base_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
+        replica_name(url)
+
+
+def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] | OSError = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "::1"]
+
+    async def getaddrinfo(self: object, host: str, port: int, **_: object) -> list[Any]:
+        assert (host, port) == ("replicas.local", 80)
+        if isinstance(found, OSError):
+            raise found
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+
+    async def work(server: Server) -> None:
+        nonlocal found
+        changes: list[None] = []
+        server.roster.resolver = resolver = Resolver("replicas.local:80", lambda: changes.append(None))
+        await resolver.look()
+        await server.look()
+        assert names(server) == ["replica-0", "10.0.0.1:80", "10.0.0.2:80", "::1:80"]
+        assert server.replicas.views[3].url == "http://[::1]:80"
+        found = OSError("no answer")
+        await resolver.look()
+        assert len(changes) == 1
+        found = ["10.0.0.2"]
+        kept = server.replicas.views[2]
+        await resolver.look()
+        await server.look()
+        assert names(server) == ["replica-0", "10.0.0.2:80"]
+        assert (server.replicas.views[1] is kept, len(changes)) == (True, 2)
+
+    serve(tmp_path, work)
