@@ -111,7 +111,7 @@ class Bench:
             return {"refused": status}
         window_s = self.effort.paced_window_s if shape.mode == "hold" else self.effort.window_s
         if shape.counter == "chunks":
-            whole_s = window_s + 3 * WARM_S
+            whole_s = window_s + 4 * WARM_S
             chunks = round(whole_s / shape.interval_s) if shape.interval_s else loads.BURST_CHUNKS
             bed.pace(shape.interval_s, chunks)
         while bed.total("streams"):

@@ -8,6 +8,7 @@
 #define MARKS_MAX 8
 #define EVENT_BYTES_MAX 16384
 #define STATUSES 600
+#define CONNECT_GAP_US 100  // a listen backlog of 128, which some routers have, is not to be what is measured
 
 struct samples {
     uint32_t *ns;
@@ -30,7 +31,7 @@ struct client {
 static int epoll_fd = -1, port;
 static char *request;
 static size_t request_length, marks[MARKS_MAX], mark_count;
-static uint64_t started, stop_at, limit = UINT64_MAX, keys = 1024, interval;
+static uint64_t started, lasts, stop_at, limit = UINT64_MAX, keys = 1024, interval;
 static uint64_t asked, ok, failed, cut, events_seen, bytes, reads, begun, error_events;
 static uint64_t statuses[STATUSES];
 static struct samples latency, first_byte, event_delay;
@@ -298,7 +299,7 @@ static void forget_the_last(void) {
     if (epoll_fd >= 0) close(epoll_fd);
     record = NULL;
     mark_count = 0;
-    stop_at = interval = asked = ok = failed = cut = events_seen = bytes = reads = begun = error_events = 0;
+    lasts = stop_at = interval = asked = ok = failed = cut = events_seen = bytes = reads = begun = error_events = 0;
     limit = UINT64_MAX;
     keys = 1024;
     hold = said_ready = busy_count = 0;
@@ -313,9 +314,8 @@ static void read_arguments(int count, char **arguments) {
     const char *mode = arguments[4];
     double amount = atof(arguments[5]), rate = count > 6 ? atof(arguments[6]) : 0;
     if (count > 7) keys = strtoull(arguments[7], NULL, 10);
-    started = now_ns();
     if (strcmp(mode, "seconds") == 0) {
-        stop_at = started + (uint64_t)(amount * 1e9);
+        lasts = (uint64_t)(amount * 1e9);
     } else if (strcmp(mode, "requests") == 0) {
         limit = (uint64_t)amount;
     } else {
@@ -341,8 +341,14 @@ void load_begin(int count, char **arguments) {
         client->fd = -1;
         client->in = grown(NULL, 2 * 65536);
         client->event = grown(NULL, EVENT_BYTES_MAX + 1);
-        client->due = started + 1000000 + interval * (uint64_t)i / (uint64_t)client_count;
         reconnect(client);
+        usleep(CONNECT_GAP_US);
+    }
+    started = now_ns();
+    stop_at = lasts ? started + lasts : 0;
+    for (int i = 0; i < client_count; i++) {
+        struct client *client = &clients[i];
+        client->due = started + 1000000 + interval * (uint64_t)i / (uint64_t)client_count;
         if (interval == 0 && more_to_ask()) ask(client, 0);
     }
 }

@@ -22,6 +22,7 @@ UNITS = {
     "paced": "paced chunk",
     "burst": "chunk in a burst",
 }
+KEPT_UP = 0.98  # of the paced chunks
 #: Load, peer, and the most that ours may be of it.
 GOALS = (
     ("1 KB", "vllm-router", 0.9),
@@ -188,6 +189,13 @@ def _keys(result: dict[str, Any]) -> str:
 
 def _notes(result: dict[str, Any]) -> str:
     lines = [f"- {name} is absent: {why.splitlines()[0]}." for name, why in result["absent"].items()]
+    for placement in result["placements"]:
+        paced = placement["cells"].get("paced", {})
+        for name in result["routers"]:
+            kept = paced[name].get("per_s", 0) / paced[DIRECT]["per_s"] if name in paced else 1.0
+            if kept < KEPT_UP:
+                where = f"core {placement['router_core']}"
+                lines.append(f"- {name} on {where} passed on only {kept:.0%} of the paced chunks in time.")
     for name in [DIRECT, *result["routers"]]:
         failed = sum(
             cells[name].get("failed", 0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway import bench, keys, table
+from gateway import bench, keys, peers, table
+from gateway.routers import Midstream, Smg
 from hardware import RESULTS
 
 
@@ -68,8 +71,8 @@ def test_costs_ratios_and_refusals_are_told() -> None:
                 "16k ids": {"direct": _cell(8.0), "midstream": _cell(30.0), "vllm-router": {"refused": 422}},
                 "paced": {
                     "direct": _cell(1.0, p50_us=10.0, p99_us=200.0),
-                    "midstream": _cell(9.0),
-                    "vllm-router": _cell(10.0, failed=4),
+                    "midstream": _cell(9.0, per_s=1e6),
+                    "vllm-router": _cell(10.0, failed=4, per_s=0.5e6),
                 },
             }
         )
@@ -89,6 +92,8 @@ def test_costs_ratios_and_refusals_are_told() -> None:
     assert "| midstream | 90 / 90 | 700 / 700 |" in text
     assert "| midstream | 50,000 / 50,000 | 61 | 6.0 / 6.0 |" in text
     assert "| midstream | 99.5% | 1.13 | 2,500 + 12 | 1,300 | 2,400 | 7,000 |" in text
+    assert "- vllm-router on core 1 passed on only 50% of the paced chunks in time." in text
+    assert "- midstream on core" not in text
     assert "- nginx is absent: is not installed." in text
     assert "- vllm-router failed 11 requests." in text  # 4 at each placement and 3 of its keys
 
@@ -102,6 +107,34 @@ def test_a_cell_is_the_median_of_its_rounds_and_the_sum_of_its_failures() -> Non
     assert (found["cpu_us"], found["cpu_us_range"], found["rounds"]) == (20.0, [10.0, 30.0], 3)
     assert (found["failed"], found["requests"]) == (3, 300)
     assert bench.median_of([{"refused": 400}, {"refused": 400}]) == {"refused": 400}
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [(None, None), ("1.12.0", None), ("1.13.0", "bin/smg")],
+    ids=["none", "other", "same"],
+)
+def test_a_peer_in_another_version_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str | None, found: str | None
+) -> None:
+    monkeypatch.setattr(peers, "VENVS", tmp_path)
+    if installed is not None:
+        (tmp_path / "smg" / "lib" / "python3.11" / "site-packages" / f"smg-{installed}.dist-info").mkdir(
+            parents=True
+        )
+    assert peers.program("smg") == (None if found is None else tmp_path / "smg" / found)
+    assert (Smg.missing() is None) == (found is not None)
+
+
+def test_a_peer_that_is_missing_is_reported_absent_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "VENVS", tmp_path / "nothing")
+    core = min(os.sched_getaffinity(0))
+    with bench.Bench(tmp_path, bench.QUICK, (core, core)) as benched:
+        benched.start([Smg, Midstream])
+        assert list(benched.running) == ["midstream"]
+        assert benched.absent == {"smg": "1.13.0 is not installed"}
 
 
 def test_moved_keys_are_those_on_another_replica() -> None:
