@@ -43,7 +43,7 @@ _ASKED = _RESUMABLE + b": 1"
 _FAILOVER = HEADER_FAILOVER.encode()
 _WHOLE = b"\n\n\r\n"  # ends a chunk of whole events, and is nowhere else
 _END = b"0\r\n\r\n"
-_TOLD = re.compile(rb"^: m (.*\n)", re.MULTILINE)
+_TOLD = re.compile(rb"\n: m (.*)")
 _DONE = LAST + b"\n"
 
 
@@ -97,7 +97,7 @@ class Passed:
         return None if self.lost or self.forgotten else b"".join(self._told)
 
     def _pick_out(self) -> None:
-        told = b"".join(_TOLD.findall(b"".join(self._gathered)))
+        told = b"".join(line + b"\n" for line in _TOLD.findall(b"".join(self._gathered)))
         self._gathered.clear()
         self._size = 0
         self._told.append(told)
