@@ -25,7 +25,7 @@ from typing import Any
 from hardware import provenance, write_result
 
 from gateway import loads, tools
-from gateway.keys import decisions
+from gateway.keys import KEYS, decisions
 from gateway.loads import LoadShape
 from gateway.routers import ROUTERS, Midstream, Router, RouterFailed, folder_for, probe, temporary_folder
 from gateway.table import write_table
@@ -198,9 +198,12 @@ def run(bench: Bench, shapes: Sequence[LoadShape]) -> dict[str, Any]:
             }
         )
     rss = {name: tools.rss_bytes(router.pid) for name, router in bench.running.items()}
-    placed = {}
+    placed: dict[str, dict[str, Any]] = {}
     for name, router in bench.running.items():
-        placed[name] = decisions(bench.bed, router, bench.files["1k"])
+        try:
+            placed[name] = decisions(bench.bed, router, bench.files["1k"])
+        except (RouterFailed, OSError) as error:  # it does not cost the others their figures
+            placed[name] = {"error": str(error)}
         say(f"  keys of {name}: {placed[name]}")
     return {
         "routers": {
@@ -242,6 +245,7 @@ def main() -> None:
         bench.start(kinds)
         result = provenance(
             mocks=MOCKS,
+            keys=KEYS,
             rounds=effort.rounds,
             window_s=effort.window_s,
             paced_window_s=effort.paced_window_s,

@@ -48,7 +48,6 @@ def decisions(bed: Bed, router: Router, request: Path) -> dict[str, Any]:
     restarted = passed()
     stayed = [(a, b) for a, b in zip(again, without, strict=True) if a != str(leaver)]
     return {
-        "keys": KEYS,
         "failed": failed,
         "sticky": round(1 - moved(first, again) / KEYS, 4),
         "max_over_mean": round(max(Counter(first).values()) * len(bed.ports) / KEYS, 3),

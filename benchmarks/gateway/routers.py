@@ -101,16 +101,22 @@ class Router(ABC):
                 start_new_session=True,
                 preexec_fn=child,
             )
-        self.started()
+        try:
+            self.started()
+            self._wait_until_it_serves(request)
+        except (OSError, RouterFailed):
+            self.stop()
+            said = self.log.read_text(errors="replace")[-3000:]
+            raise RouterFailed(f"{self.name} did not serve:\n{said}") from None
+        self.pin(core)
+
+    def _wait_until_it_serves(self, request: bytes) -> None:
+        assert self.process is not None
         deadline = time.monotonic() + START_S_MAX
         while probe(self.port, request) != 200:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise RouterFailed(
-                    f"{self.name} did not serve:\n{self.log.read_text(errors='replace')[-3000:]}"
-                )
+                raise RouterFailed(self.name)
             time.sleep(0.1)
-        self.pin(core)
 
     def pin(self, core: int) -> None:
         self.core = core

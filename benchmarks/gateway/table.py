@@ -161,6 +161,9 @@ def _keys(result: dict[str, Any]) -> str:
     rows = []
     for name, router in result["routers"].items():
         keys = router["keys"]
+        if "error" in keys:
+            rows.append([name, *["failed"] * 6])
+            continue
         rows.append(
             [
                 name,
@@ -174,7 +177,7 @@ def _keys(result: dict[str, Any]) -> str:
         )
     if not rows:
         return ""
-    count = f"{next(iter(result['routers'].values()))['keys']['keys']:,}"
+    count = f"{result['configuration']['keys']:,}"
     head = [
         "",
         "same replica again",

@@ -33,7 +33,6 @@ def _cell(cpu_us: float, **more: Any) -> dict[str, Any]:
 
 def _router(version: str, **more: int) -> dict[str, Any]:
     placed = {
-        "keys": 10_000,
         "failed": 0,
         "sticky": 0.995,
         "max_over_mean": 1.126,
@@ -53,7 +52,7 @@ def _result(**cells: dict[str, Any]) -> dict[str, Any]:
         "commit": "0123456789" + "a" * 30,
         "hardware": {"cpu": "CPU", "cores": 2},
         "versions": {"python": "3.11.7", "uvloop": "0.23.0"},
-        "configuration": {"rounds": 5, "mocks": 4},
+        "configuration": {"rounds": 5, "mocks": 4, "keys": 10_000},
         "routers": {"midstream": _router("this commit"), "vllm-router": _router("0.1.17", failed=3)},
         "absent": {"nginx": "is not installed\nhere"},
         "placements": [
