@@ -4,6 +4,7 @@
 # make test   all tests        make check  lint and types        make ci  what CI runs
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 13 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": two); installs the routers in .venv-routers and by apt-get
+# make bench-placement  placement at scale, in simulation: 1,000 replicas, 1 M sessions, churn; JSON
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
@@ -21,7 +22,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 
-.PHONY: setup setup-fireworks demo test check bench-gateway bench-swap bench-delta bench-engine ci clean
+.PHONY: setup setup-fireworks demo test check bench-gateway bench-placement bench-swap bench-delta bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -54,6 +55,9 @@ check: setup
 bench-gateway: setup
 	cd benchmarks && ../$(BIN)/python -m gateway.peers
 	cd benchmarks && ../$(BIN)/python -m gateway.bench --write $(BENCH_ARGS)
+
+bench-placement: setup
+	cd benchmarks && ../$(BIN)/python placement.py --write $(BENCH_ARGS)
 
 bench-swap: setup $(VLLM_STAMP)
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from midstream.types import Session
@@ -27,6 +28,7 @@ from midstream.types import Session
 RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
 
 ARRAYS_FROM = 48  # candidates from which numpy is quicker
+_load = attrgetter("load")
 _MASK = 2**64 - 1
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
 
@@ -103,7 +105,7 @@ class Fleet(Generic[M]):
         """Place a session whose home, if it has one, cannot serve this request. None: no members."""
         if not self.members:
             return None
-        loads = [member.load for member in self.members]
+        loads = self._loads()
         if self._arrays is None:
             place, rank, limit = self._best(_hash(*session), loads, bound)
         else:
@@ -118,7 +120,7 @@ class Fleet(Generic[M]):
         """Place a request without a session: least load for its weight; `turn` (grows by one per call) rotates ties."""
         if not self.members:
             return None
-        loads = [member.load for member in self.members]
+        loads = self._loads()
         if self._even:
             least: float = min(loads)
             tied = [place for place, load in enumerate(loads) if load == least]
@@ -136,12 +138,15 @@ class Fleet(Generic[M]):
         place = self._places.get(replica)
         if place is None:
             return None
-        loads = [member.load for member in self.members]
+        loads = self._loads()
         limit = load_limit(sum(loads), bound, self._weights[place], self._all)
         if loads[place] >= limit:
             return None
         why = f"{share:.0%} of its prompt is known on {replica}, load {loads[place]}, limit {limit}"
         return self.members[place], Decision(replica, "prefix", why)
+
+    def _loads(self) -> list[int]:
+        return list(map(_load, self.members))
 
     def _best(self, session: int, loads: Sequence[int], bound: float) -> tuple[int, int, int]:
         """(place, rank from 1, limit) of the first in rendezvous order that is under its limit."""
@@ -178,7 +183,7 @@ class _Arrays:
         x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
         x ^= x >> np.uint64(31)
         keys = ~x if self._even else -np.log((x.astype(np.float64) + 0.5) / 2**64) / self._weights
-        free = np.flatnonzero(np.array(loads) < limits)
+        free = np.flatnonzero(np.fromiter(loads, np.int64, len(loads)) < limits)
         place = int(free[np.argmin(keys[free])])
         rank = 1 + int(np.count_nonzero(keys < keys[place]))
         return place, rank, int(limits[place])

@@ -25,13 +25,14 @@ class ReplicaView:
 
     __slots__ = (
         "_admitted",
+        "_in_flight",
         "_on_change",
         "_report",
         "_reported",
         "_standing",
         "admitting",
-        "in_flight",
         "index",
+        "load",
         "name",
         "own",
         "trajectories",
@@ -54,13 +55,14 @@ class ReplicaView:
         self.url = url
         self.weight = weight
         self.own = own
-        self.in_flight = 0
+        self.load = 0  # requests on it: this gateway's, or all that it reported if those are more
         self.trajectories: Trajectories | None = None
         self.usable = False  # placement may send requests to it
         self.admitting = False  # it takes new requests, as far as is known
         self._on_change = on_change
         self._report: ReplicaReport | None = None
         self._reported = 0
+        self._in_flight = 0
         self._admitted = False
         self._standing: Standing = "member"
 
@@ -68,9 +70,13 @@ class ReplicaView:
         return f"ReplicaView({self.name}, {self.url}, {self.standing}, usable={self.usable}, {self.in_flight} in flight)"
 
     @property
-    def load(self) -> int:
-        """Requests on it: this gateway's, or all that it reported if those are more."""
-        return max(self.in_flight, self._reported)
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @in_flight.setter
+    def in_flight(self, count: int) -> None:
+        self._in_flight = count
+        self.load = count if count > self._reported else self._reported
 
     @property
     def report(self) -> ReplicaReport | None:
@@ -80,6 +86,7 @@ class ReplicaView:
     def report(self, report: ReplicaReport | None) -> None:
         self._report = report
         self._reported = 0 if report is None else report.in_flight
+        self.in_flight = self._in_flight
         self._settle()
 
     @property
