@@ -8,6 +8,7 @@
       NotFound 404
       RequestTimeout 408            the client did not send its request in time
       Conflict 409
+        SnapshotNotServed           retryable: no replica serves what the request asks for
       PayloadTooLarge 413
       SnapshotTransition 425        retryable: a swap holds the door
       Overloaded 429                retryable: queue full
@@ -23,6 +24,7 @@ Always holds: an error that a retry may cure has `retry_after_s`; the others hav
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -87,6 +89,25 @@ class RequestTimeout(MidstreamError):
 class Conflict(MidstreamError):
     status = 409
     code = "conflict_error"
+
+
+class SnapshotNotServed(Conflict):
+    """`serving`: of each replica, `{"replica", "snapshot", "stage"}`; `newest`: the snapshot that staleness counts from."""
+
+    code = "snapshot_not_served"
+    retry_after_s = 1
+
+    def __init__(
+        self, message: str, serving: Sequence[Mapping[str, Any]] | None = None, newest: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.serving = serving
+        self.newest = newest
+
+    def body(self) -> dict[str, Any]:
+        if self.serving is None:
+            return super().body()
+        return {**super().body(), "serving": list(self.serving), "newest": self.newest}
 
 
 class PayloadTooLarge(MidstreamError):

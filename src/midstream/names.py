@@ -8,7 +8,6 @@ from __future__ import annotations
 import msgspec
 
 from midstream.errors import NotFound
-from midstream.types import served_model_name
 
 
 class ServedNames(msgspec.Struct, frozen=True):
@@ -32,11 +31,3 @@ class ServedNames(msgspec.Struct, frozen=True):
         if resource not in self.accepted():
             raise NotFound(f"model {name!r} is not served here; this server has {self.model}", param="model")
         return snapshot if at else None
-
-    def check_snapshot(self, wanted: str | None, serving: str) -> None:
-        """Raises NotFound unless the named snapshot is the one that serves."""
-        if wanted is not None and wanted != serving:
-            raise NotFound(
-                f"snapshot {wanted!r} is not serving; {served_model_name(self.model, serving)} is",
-                param="model",
-            )

@@ -298,9 +298,6 @@ def test_the_model_is_known_by_its_resource_its_name_and_its_deployment() -> Non
     assert [names.split(f"{name}@run/7@2") for name in (MODEL, "tiny", DEPLOYMENT)] == ["run/7@2"] * 3
     with pytest.raises(NotFound, match=f"model 'tin' is not served here; this server has {MODEL}"):
         names.split("tin")
-    names.check_snapshot("v1", "v1")
-    with pytest.raises(NotFound, match=f"snapshot 'v1' is not serving; {MODEL}@v2 is"):
-        names.check_snapshot("v1", "v2")
 
 
 def test_the_drain_timeout_header_is_a_number_of_seconds() -> None:

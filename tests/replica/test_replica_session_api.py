@@ -64,7 +64,7 @@ def test_a_request_that_is_refused_opens_no_session(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(tmp_path, FakeEngine()) as here:
             body = {"model": f"{MODEL}@other", "prompt": "hey", "user": "a"}
-            assert (await here.http.post("/v1/completions", json=body)).status_code == 404
+            assert (await here.http.post("/v1/completions", json=body)).status_code == 409
             assert len(here.replica.sessions) == 0
 
     asyncio.run(main())

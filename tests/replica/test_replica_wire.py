@@ -94,7 +94,7 @@ def test_a_snapshot_is_named_in_the_body_or_else_in_the_header(tmp_path: Path) -
         assert await named(MODEL, f"{MODEL}@v1") == (200, "")
         assert await named(MODEL, MODEL) == (200, "")
         assert await named(f"{MODEL}@v1", f"{MODEL}@v2") == (200, "")
-        assert await named(MODEL, f"{MODEL}@v2") == (404, f"snapshot 'v2' is not serving; {MODEL}@v1 is")
+        assert await named(MODEL, f"{MODEL}@v2") == (409, f"snapshot 'v2' is not serving; {MODEL}@v1 is")
         assert await named("tiny@", MODEL) == (400, "model: the snapshot named after @ must not be empty")
         assert await named("tiny", "tiny@") == (
             400,

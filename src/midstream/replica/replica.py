@@ -23,6 +23,7 @@ from midstream.replica.chat import TextModel
 from midstream.replica.check import Checker
 from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
+from midstream.replica.pins import PIN_DRAIN_S, Pins
 from midstream.replica.runner import SnapshotSource, SwapRunner
 from midstream.replica.service import Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
@@ -38,7 +39,8 @@ class Replica:
     """`base_directory` is the served model's directory: the base snapshot, should it be asked for again.
 
     requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how long a
-    session may be without a turn before it is closed.
+    session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that are pinned
+    to what serves.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Replica:
         base_directory: Path,
         requests_max: int = REQUESTS_MAX,
         session_idle_s: float = SESSION_IDLE_S,
+        pin_drain_s: float = PIN_DRAIN_S,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         random_seed: Callable[[], int] = lambda: random.getrandbits(62),
@@ -61,6 +64,7 @@ class Replica:
         self.name = name
         self.names = names
         self.gate = Gate(self._changed, requests_max)
+        self.pins = Pins(self._changed, pin_drain_s)
         self.namespaces = Namespaces(idle_s_max=session_idle_s, clock=monotonic)
         self.sessions = Sessions(
             idle_s=session_idle_s, clock=clock, monotonic=monotonic, on_change=self._changed
@@ -101,6 +105,7 @@ class Replica:
             text=self._text,
             names=self.names,
             gate=self.gate,
+            pins=self.pins,
             namespaces=self.namespaces,
             sessions=self.sessions,
             serving=lambda: self.runner.machine.serving,
@@ -156,6 +161,7 @@ class Replica:
             in_flight=self.gate.inside,
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,
+            pinnable=self.pins.coming is None,
             check=self.runner.check,
             last_swap=self.runner.last_swap,
             engine=self._engine.stats(),
@@ -234,6 +240,7 @@ class Replica:
             engine=self._engine,
             source=self._source,
             gate=self.gate,
+            pins=self.pins,
             namespaces=self.namespaces,
             machine=SwapMachine(self.clock),
             checker=self._checker,

@@ -3,9 +3,10 @@
 Owns: the one attempt in work, and the gate and namespaces at the moment of the switch; what the last check found.
 Always holds: one attempt at a time, never an orphaned one; whether an attempt is superseded is decided in the step in which
 the newer target comes; an attempt that has reached COMMIT always switches, whoever is cancelled, and only its check may be
-given up, for other weights; a check has an end; what was staged in vain is dropped; the gate is open again however an attempt
-ends; between the engine's switch and the new namespace nobody is admitted. A failure that leaves open what the engine serves
-ends the runner: its owner starts a new boot. What serves and fails its check is loaded once more.
+given up, for other weights; a check has an end; no request that is pinned to a snapshot sees a switch to another one; what was
+staged in vain is dropped; the gate is open again however an attempt ends; between the engine's switch and the new namespace
+nobody is admitted. A failure that leaves open what the engine serves ends the runner: its owner starts a new boot. What serves
+and fails its check is loaded once more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from midstream.replica.admission import Door, Gate
 from midstream.replica.check import Checker, NotSound
 from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
+from midstream.replica.pins import Pins
 from midstream.replica.swap import BEFORE_COMMIT, Event, SwapMachine
 from midstream.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
 
@@ -79,6 +81,7 @@ class SwapRunner:
         engine: Engine,
         source: SnapshotSource,
         gate: Gate,
+        pins: Pins,
         namespaces: Namespaces,
         machine: SwapMachine,
         checker: Checker,
@@ -91,6 +94,7 @@ class SwapRunner:
         self._engine = engine
         self._source = source
         self._gate = gate
+        self._pins = pins
         self._namespaces = namespaces
         self._checker = checker
         self._hints = hints
@@ -274,12 +278,14 @@ class SwapRunner:
             self._holding = False
 
     async def _switch(self, desired: Desired) -> SwapTiming:
-        """Sync: close and drain first, still supersedable. Then hold newcomers while the engine commits."""
+        """Sync: close and drain first; async: wait for pinned requests; both still supersedable. Then hold newcomers while the
+        engine commits."""
         try:
             if desired.transition == "SYNC":
                 self._gate.set(Door.CLOSED)
                 await self._drained(desired)
             else:
+                await self._unpinned(desired)
                 self._gate.set(Door.HELD)
             self._advance(Event.COMMIT)
             timing = await self._engine.commit(desired.snapshot)
@@ -289,6 +295,18 @@ class SwapRunner:
         finally:
             if self._gate.door in (Door.HELD, Door.CLOSED):
                 self._gate.set(Door.OPEN)
+            self._pins.reopen()
+
+    async def _unpinned(self, desired: Desired) -> None:
+        """Returns when no request is pinned to what serves, unless that is what comes; nobody is from here on."""
+        if desired.snapshot == self.machine.serving:
+            return
+        if len(self._pins):
+            log.info("the switch to %s waits for %d pinned requests", desired.snapshot, len(self._pins))
+            self._end_quiet()
+        ended = await self._pins.end(desired.snapshot)
+        if ended:
+            log.warning("%d pinned requests were ended for the switch to %s", ended, desired.snapshot)
 
     async def _check(self, desired: Desired) -> None:
         started = self._monotonic()

@@ -79,6 +79,7 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     safety_identifier: Any = None
 
     response_format: dict[str, Any] | None = None  # grammar.py
+    midstream: dict[str, Any] | None = None  # versions.py
 
     # Refused unless neutral, see _NEUTRAL.
     best_of: Any = None

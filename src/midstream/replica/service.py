@@ -1,7 +1,8 @@
 """Checks and admits one inference request; generation.py runs it on the engine.
 
 Always holds: a request that is not valid is refused before it waits at the gate, and one that the gate would refuse is
-refused before it is tokenized; the salt is taken in the step in which the gate was passed.
+refused before it is tokenized; the salt is taken in the step in which the gate was passed, and in that step the snapshot
+that the request asks for serves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -34,6 +35,7 @@ from midstream.replica.checked import (
 )
 from midstream.replica.generation import Generation, Timings, echoed_tokens
 from midstream.replica.namespaces import Namespaces, cache_salt
+from midstream.replica.pins import Asked, Pins
 from midstream.replica.resume import Continued, can_be_resumed
 from midstream.replica.schema import ChatBody, CompletionBody, parse_chat, parse_completion
 from midstream.replica.sessions import Sessions, stamp_of
@@ -42,6 +44,7 @@ from midstream.replica.tools import check_template, prepare_history
 from midstream.resumption import HEADER_RESUMABLE, Resume
 from midstream.sessionkey import session_from_body, session_from_headers
 from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo, Session
+from midstream.versions import HEADER_ADMITTED, Admitted, Wish, from_header, wish_of_body
 
 HEADER_MODEL = "fireworks-model"
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
@@ -57,6 +60,7 @@ class Service:
         text: TextModel,
         names: ServedNames,
         gate: admission.Gate,
+        pins: Pins,
         namespaces: Namespaces,
         sessions: Sessions,
         serving: Callable[[], str],
@@ -70,8 +74,10 @@ class Service:
         self.text = text
         self.names = names
         self.gate = gate
+        self.pins = pins
         self.namespaces = namespaces
         self.sessions = sessions
+        self.replays = asyncio.Lock()  # streams that are resumed take up what they said one after the other
         self.serving = serving
         self.clock = clock
         self.monotonic = monotonic
@@ -89,7 +95,7 @@ class Service:
         timings = Timings(self.monotonic())
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         checked = check(parsed, self.info)
-        wanted = self._wanted(checked.model, headers)
+        asked = self._asked(parsed, headers, judged=resume is not None)
         patience = admission.patience(headers.get(admission.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
@@ -98,6 +104,8 @@ class Service:
         continued = None if resume is None else Continued(resume, checked, choices)
         counted = choices if continued is None else 0
         self.gate.check(counted)
+        if self.gate.door is admission.Door.OPEN:
+            asked.check(self.serving(), self.pins.coming)
         answer = await self._grammar(checked, tool_format)
         prompts = read() if size < _LONG_TEXT else await asyncio.to_thread(read)
         seed = self.random_seed() if checked.seed is None else checked.seed
@@ -107,19 +115,39 @@ class Service:
         requests = self._requests(checked, prompts, seed, answer)
         await self.gate.enter(patience, counted)
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
-        self.names.check_snapshot(wanted, self.serving())
+        asked.check(self.serving(), self.pins.coming)
         salt = self._salt(checked, session, headers)
         age_max = self.namespaces.kv_age_max
         requests = [replace(request, salt=salt, kv_age_max=age_max) for request in requests]
-        with self.gate.admitted(choices), self.sessions.turn(session, stamp_of(headers)) as turn:
-            told = headers.get(HEADER_RESUMABLE) is not None and can_be_resumed(checked)
-            generation = Generation(
-                self, checked, prompts, requests, timings, seed, tool_format, told=told, continued=continued
-            )
-            try:
-                yield generation
-            finally:
-                generation.measure(turn)
+        pinned = self.pins.hold(self.serving()) if asked.pinned else nullcontext()
+        inside = self.gate.admitted(choices)
+        turns = self.sessions.turn(session, stamp_of(headers))
+        async with pinned:
+            with inside, turns as turn:
+                told = headers.get(HEADER_RESUMABLE) is not None and can_be_resumed(checked)
+                generation = Generation(
+                    self,
+                    checked,
+                    prompts,
+                    requests,
+                    timings,
+                    seed,
+                    tool_format,
+                    told=told,
+                    continued=continued,
+                )
+                try:
+                    yield generation
+                finally:
+                    generation.measure(turn)
+
+    def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
+        """What it asks of the snapshot that serves it. A resumed stream was judged when it began."""
+        named = self._wanted(body.model, headers)
+        wish = wish_of_body(body.midstream).with_(Wish(named))
+        given = headers.get(HEADER_ADMITTED)
+        admitted = None if given is None else from_header(given, Admitted)
+        return Asked(self.names.model, wish, admitted, judged=judged)
 
     def _wanted(self, model: str, headers: Mapping[str, str]) -> str | None:
         """The snapshot asked for by name: in the body's model, or else in the header's."""
