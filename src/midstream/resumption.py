@@ -12,7 +12,7 @@ client says so, under that other snapshot and labelled with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 
@@ -126,27 +126,30 @@ class Teller:
 
 
 class Told:
-    """What was told of a stream, read back. Raises InvalidRequest."""
+    """What was told of a stream, read back: what is said of many tokens at once, the rest when it is asked for.
 
-    def __init__(self, state: str, choices: int) -> None:
-        first, *rest = state.split("\n")
+    Raises InvalidRequest.
+    """
+
+    def __init__(self, state: str) -> None:
+        first, *self._lines = state.split("\n")
         try:
             self.opening = _opening.decode(first)
-            self.steps = [_read(line) for line in rest]
+            self._steps = {i: _step.decode(line) for i, line in enumerate(self._lines) if line[:1] == "{"}
         except (msgspec.DecodeError, ValueError) as error:
-            raise InvalidRequest(
-                f"state: not what a stream tells of itself: {error}", param="state"
-            ) from error
-        if any(not 0 <= step.choice < choices for step in self.steps):
-            raise InvalidRequest(f"state: the request makes {choices} choices", param="state")
+            raise _not_told(error) from error
 
     def __repr__(self) -> str:
-        return f"Told({len(self.steps)} steps)"
+        return f"Told({len(self._lines)} steps)"
 
-    def events(self) -> Iterable[tuple[int, GenerationEvent]]:
-        """(choice, event) as the engine gave them, with log-probabilities of 0 and without routes."""
+    def events(self, choices: int) -> Iterator[tuple[int, GenerationEvent]]:
+        """(choice, event) as the engine gave them, with log-probabilities of 0 and without routes, of a stream of
+        so many choices."""
         labels: dict[int, str] = {}
-        for step in self.steps:
+        for number, line in enumerate(self._lines):
+            step = self._steps.get(number) or _read(line)
+            if not 0 <= step.choice < choices:
+                raise _not_told(f"there is no choice {step.choice}")
             label = labels[step.choice] = step.snapshot or labels.get(step.choice, "")
             tokens = tuple(TokenRecord(token, 0.0, None, label) for token in step.tokens)
             yield (
@@ -156,12 +159,23 @@ class Told:
                 ),
             )
 
-    def snapshots(self, finished: Collection[int]) -> set[str]:
-        """The snapshots that computed the KV of the choices that are not `finished`."""
-        last = {step.choice: step.kv for step in self.steps if step.kv is not None}
-        return {
-            snapshot for choice, spans in last.items() if choice not in finished for snapshot, _, _ in spans
-        }
+    def over(self) -> set[int]:
+        """The choices that are complete."""
+        return {step.choice for step in self._steps.values() if step.over}
+
+    def snapshot(self, finished: Collection[int]) -> str | None:
+        """The one snapshot that computed all KV of the choices that are not `finished`; None: they have none yet.
+
+        Raises CannotResume when there are several, also when they have one name: its files were others once.
+        """
+        last = {step.choice: step.kv for step in self._steps.values() if step.kv}
+        spans = [spans for choice, spans in last.items() if choice not in finished]
+        names = {snapshot for kv in spans for snapshot, _, _ in kv}
+        if len(names) > 1 or any(len(kv) > 1 for kv in spans):
+            raise CannotResume(
+                "weights were swapped behind the stream: its KV cannot be computed again as it was"
+            )
+        return names.pop() if names else None
 
 
 class CannotResume(Conflict):
@@ -177,19 +191,18 @@ def read_resume(body: bytes) -> Resume:
 
 
 def snapshot_to_resume_under(state: str) -> str | None:
-    """The one snapshot that computed all KV that the stream's unfinished choices stand on; None: there is no such constraint.
-    Raises CannotResume when there are several, InvalidRequest."""
-    told = Told(state, 2**31)
-    found = told.snapshots({step.choice for step in told.steps if step.over})
-    if len(found) > 1:
-        raise CannotResume(
-            "a swap of weights lies behind the stream: its KV cannot be computed again as it was"
-        )
-    return found.pop() if found else None
+    """Told.snapshot of what is unfinished. Raises CannotResume, InvalidRequest."""
+    told = Told(state)
+    return told.snapshot(told.over())
 
 
 def _read(line: str) -> Step:
-    if line.startswith("{"):
-        return _step.decode(line)
     choice, _, token = line.partition(":")
-    return Step(int(choice), (int(token),))
+    try:
+        return Step(int(choice), (int(token),))
+    except ValueError as error:
+        raise _not_told(error) from error
+
+
+def _not_told(why: object) -> InvalidRequest:
+    return InvalidRequest(f"state: not what a stream tells of itself: {why}", param="state")

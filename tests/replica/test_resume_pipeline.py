@@ -17,7 +17,7 @@ from replica_fakes import MODEL, FakeEngine, Running, ids, running, write_tokeni
 from test_replica_tool_api import CALLS, TOOLS, USER, tokens, write_tool_model
 
 from midstream.models.tiny_moe import TOKEN_ID
-from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, Told
+from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, CannotResume, Told, snapshot_to_resume_under
 from midstream.types import GenerationEvent
 
 RESUMABLE = {HEADER_RESUMABLE: "1"}
@@ -162,20 +162,34 @@ def test_after_any_write_the_rest_is_what_it_would_have_been(tmp_path: Path, nam
     play(tmp_path, scenario)
 
 
+def test_streams_are_resumed_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.replica.generation.REPLAYED_AT_ONCE", 1)
+
+    async def scenario(here: Running, there: Running) -> None:
+        asked = [BODIES[name] for name in ("text", "choices", "stops", "echo")]
+        begun = [await stream(here, *given) for given in asked]
+        tasks = [resume(there, *given, writes[:-4]) for given, writes in zip(asked, begun, strict=True)]
+        answers = await asyncio.gather(*tasks)
+        for writes, answer in zip(begun, answers, strict=True):
+            assert by_choice(events("".join(writes[:-4]) + answer.text)) == by_choice(events("".join(writes)))
+
+    play(tmp_path, scenario)
+
+
 def test_the_requests_that_reach_the_engine_go_on_behind_what_was_emitted(tmp_path: Path) -> None:
     path, body = BODIES["choices"]
 
     async def scenario(here: Running, there: Running) -> None:
         writes = await stream(here, path, body)
-        told = Told(state_of(writes[:-1]), 4).steps
+        told = Told(state_of(writes[:-1])).events(4)
         at = next(i for i in range(len(writes)) if state_of(writes[: i + 1]).count('"finish"') == 1)
         answer = await resume(there, path, body, writes[: at + 1])
-        over = next(step.choice for step in told if step.finish)
+        over = next(choice for choice, event in told if event.finish)
         asked = {i: request.emitted_of(i % 2) for i in range(4) for request in there.engine.requests
                  if request.prompt == tuple([PROMPT, PROMPT[:3]][i // 2])}  # fmt: skip
         seen: dict[int, list[int]] = {i: [] for i in range(4)}
-        for step in Told(state_of(writes[: at + 1]), 4).steps:
-            seen[step.choice] += step.tokens
+        for choice, event in Told(state_of(writes[: at + 1])).events(4):
+            seen[choice] += [record.token_id for record in event.tokens]
         assert {i: list(tokens) for i, tokens in asked.items()} == seen | {over: []}
         for original, again in zip(here.engine.requests, there.engine.requests, strict=True):
             assert again.sampling == original.sampling  # the seed of an unseeded request too
@@ -278,7 +292,13 @@ def test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before(tmp_path: Pa
             ({**body, "nonsense": 1}, 400),
         ):
             assert (await resume(there, path, given, writes[:2])).status_code == status
-        for state in ("", "x", state_of(writes[:2]) + "\n9:1", state_of(writes[:2]) + "\n0:x"):
+        for state in (
+            "",
+            "x",
+            state_of(writes[:2]) + "\n9:1",
+            state_of(writes[:2]) + "\n{}",
+            state_of(writes[:2]) + "\n0:x",
+        ):
             sent = {"path": path, "lost": "r", "exact": True, "state": state, "body": body}
             assert (await there.http.post(PATH_RESUME, json=sent)).status_code == 400
         sent = {"path": "/v1/models", "lost": "r", "exact": True, "state": "", "body": body}
@@ -340,5 +360,21 @@ def test_steps_are_read_back_as_the_events_they_were() -> None:
     teller = Teller(Opening("id", 1, 2, "p"), 2)
     text = b"".join(teller.tell(choice, event, event.finish is not None) for choice, event in given).decode()
     assert ": m 1:8\n\n" in text
-    told = Told(state_of([text]), 2)
-    assert (told.opening, list(told.events())) == (Opening("id", 1, 2, "p"), given)
+    told = Told(state_of([text]))
+    assert (told.opening, list(told.events(2))) == (Opening("id", 1, 2, "p"), given)
+    assert told.over() == {0}
+    assert told.snapshot([]) == "a"
+    assert told.snapshot([1]) is None
+
+
+@pytest.mark.parametrize(
+    "other", ["b", "a"]
+)  # of a snapshot that was loaded again, the first files may have been others
+def test_kv_of_two_loads_cannot_be_computed_again(other: str) -> None:
+    state = '{"id":"i","created":1,"seed":7,"prompts":"d"}\n{"c":0,"t":[1],"s":"a","kv":[["a",0,4]]}'
+    assert snapshot_to_resume_under(state) == "a"
+    step = {"c": 0, "t": [1], "s": other, "kv": [["a", 0, 4], [other, 4, 5]]}
+    crossed = f"{state}\n{json.dumps(step)}\n0:7"
+    with pytest.raises(CannotResume, match="swapped behind"):
+        snapshot_to_resume_under(crossed)
+    assert snapshot_to_resume_under(crossed + '\n{"c":0,"finish":"stop","over":true}') is None

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from midstream.replica.service import Service
 
 
+REPLAYED_AT_ONCE = 256  # events of a stream that is resumed, each of a few microseconds
+
+
 class Sink(Protocol):
     """Where a stream goes."""
 
@@ -142,7 +145,9 @@ class Generation:
                 sink.write(data)
 
         if self._continued is not None:
-            for choice, pieces in self._replay(self._continued):
+            async with self._service.replays:
+                released = await self._replay(self._continued)
+            for choice, pieces in released:
                 greeted[choice.index] |= bool(pieces) or choice.finish is not None
                 if kept is not None:
                     for piece in pieces:
@@ -160,10 +165,11 @@ class Generation:
                 extras.usage = UNSET
         return self._encoder.finish_chunk(choice, choice.snapshot or self._snapshot, first, raw, extras)
 
-    def _replay(self, continued: Continued) -> list[tuple[Choice, list[Piece]]]:
+    async def _replay(self, continued: Continued) -> list[tuple[Choice, list[Piece]]]:
         """Take what the client has had already, to stand where it broke off: what each event released then.
 
-        Raises CannotResume."""
+        Other streams go on meanwhile. Raises CannotResume, InvalidRequest.
+        """
         n, released = self.checked.n, list[tuple[Choice, list[Piece]]]()
         ids: list[list[int]] = [[] for _ in self._choices]
         self._replaying = True
@@ -171,6 +177,8 @@ class Generation:
             choice = self._choices[index]
             if choice.finish is None:
                 released.append((choice, self._apply(index // n, choice, event)))
+                if len(released) % REPLAYED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
                 ids[index] += [record.token_id for record in event.tokens]
         self._replaying = False
         finished = [choice.index for choice in self._choices if choice.finish is not None]

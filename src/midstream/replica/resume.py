@@ -52,7 +52,8 @@ class Continued:
             raise CannotResume("this kind of request cannot be resumed")
         self._lost = resume.lost
         self._exact = resume.exact
-        self._told = Told(resume.state, choices)
+        self._told = Told(resume.state)
+        self._choices = choices
         self._snapshot: str | None = None  # that all KV has to be of
         self._proved: set[int] = set()  # choices whose KV was
 
@@ -68,7 +69,7 @@ class Continued:
         return self._exact
 
     def events(self) -> Iterable[tuple[int, GenerationEvent]]:
-        return self._told.events()
+        return self._told.events(self._choices)
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         if digest(prompts) != self.opening.prompts:
@@ -76,21 +77,17 @@ class Continued:
 
     def check_snapshot(self, serving: str, finished: Collection[int]) -> None:
         """Raises CannotResume unless the KV of what is unfinished can be computed again as it was."""
-        found = self._told.snapshots(finished) if self._exact else set[str]()
-        if len(found) > 1:
-            raise CannotResume(
-                "weights were swapped behind the stream: its KV cannot be computed again as it was"
-            )
-        if found and found != {serving}:
-            raise CannotResume(f"its KV is of snapshot {found.pop()!r}, and {serving!r} serves here")
-        self._snapshot = serving if found else None
+        self._snapshot = self._told.snapshot(finished) if self._exact else None
+        if self._snapshot not in (None, serving):
+            raise CannotResume(f"its KV is of snapshot {self._snapshot!r}, and {serving!r} serves here")
 
     def check_kv(self, choice: int, event: GenerationEvent, again: int) -> None:
         """Raises CannotResume when a swap came between: positions below `again` are what was computed again."""
         if self._snapshot is None or choice in self._proved or event.kv_snapshots is None:
             return
         self._proved.add(choice)
-        if any(snapshot != self._snapshot for snapshot, start, _ in event.kv_snapshots if start < again):
+        found = [snapshot for snapshot, start, _ in event.kv_snapshots if start < again]
+        if found not in ([], [self._snapshot]):
             raise CannotResume("weights were swapped while the stream's KV was computed again")
 
     def seam(self, tokens: list[int]) -> dict[str, Any]:
