@@ -204,7 +204,7 @@ class Supervisor:
             deployment=wanted.deployment,
             cache_dir=str(self._cache_dir(wanted)),
             token=self._token,
-            engine=_engine_settings(settings, len(self.crew)),
+            engine=engine_settings(settings, len(self.crew)),
             log_level=settings.log_level,
             session_idle_s=settings.gateway.session_idle_s,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
@@ -303,7 +303,7 @@ def _hurry(loop: asyncio.AbstractEventLoop, supervisor: Supervisor) -> Callable[
     return hurry
 
 
-def _engine_settings(settings: Settings, replicas: int) -> EngineSettings:
+def engine_settings(settings: Settings, replicas: int) -> EngineSettings:
     """The engine's settings with its share of this machine's cores; those that run keep what they were given."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = settings.embedded.threads or max(1, cores // max(1, replicas))

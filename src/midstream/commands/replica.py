@@ -1,0 +1,48 @@
+"""`midstream replica`: one engine without a gateway, for gateways that name it with --replica-url."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from midstream.config import Settings, load_settings
+
+OPTIONS = ("model", "host", "port", "state_dir", "log_level", "kv_cache_memory")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.set_defaults(run=_replica)
+    parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
+    parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
+    parser.add_argument("--port", type=int, help="0 takes a free one (default: 8080)")
+    parser.add_argument("--state-dir", help=f"caches, built-in models (default: {default.state_dir})")
+    parser.add_argument("--kv-cache-memory", metavar="SIZE", help="KV cache of the engine, e.g. 4GiB")
+    parser.add_argument("--config", help="TOML file with any of the settings, replica_token among them")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+
+
+def _replica(options: argparse.Namespace) -> int:
+    from midstream.launch import alone, local
+    from midstream.launch.models import known_models, model_directory
+    from midstream.launch.process import StartFailed
+
+    settings = load_settings(options.config, {name: getattr(options, name) for name in OPTIONS})
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s replica %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    with local.locked(Path(settings.state_dir)):
+        local.check_port(settings.host, settings.port)
+        name, models = known_models(settings)
+        spec = alone.replica_spec(settings, name, model_directory(models, name))
+        try:
+            asyncio.run(alone.run(spec, lambda line: print(line, flush=True)))
+        except StartFailed as error:
+            print(f"midstream replica: {error}", file=sys.stderr)
+            return 1
+    return 0
