@@ -26,6 +26,9 @@ SERVE_OPTIONS = (
     "kv_cache_memory",
     "replica_url",
     "replicas_dns",
+    "gateway_workers",
+    "tls_cert",
+    "tls_key",
 )
 
 
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gateway-workers",
         type=int,
         metavar="N",
-        help="processes that share the port; one serves tens of thousands of tokens a second (default: 1)",
+        help="processes that share the port (default: 1)",
     )
     parser.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain: the port speaks HTTPS only")
     parser.add_argument("--tls-key", metavar="FILE", help="its private key, without a password")

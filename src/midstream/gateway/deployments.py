@@ -180,7 +180,7 @@ class _Api:
         row = await self._ledger.update_deployment(row.name, **change)
         await self._changed()
         if (deployment := self._deployments.known(row.name)) is not None:
-            deployment.reconciler.signalled()
+            deployment.signalled()
         return row
 
     async def _shown(self, row: DeploymentRow) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -101,17 +102,35 @@ class Histogram:
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.sum_s += seconds
 
+    def add(self, counts: Sequence[int], sum_s: float) -> None:
+        """What another one counted."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
+        self.sum_s += sum_s
+
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, count at or below it), as Prometheus wants them."""
         bounds = [*map(str, BUCKETS_S), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """What the data path of one process counted, to be added up with others'. Of a histogram: its counts and its sum."""
+
+    requests: list[tuple[str, int, int]]
+    counters: dict[str, dict[str, int]]
+    histograms: dict[str, dict[str, tuple[list[int], float]]]
+
+
 class GatewayMetrics(Collector):
-    """Counters of the data path and gauges of its replicas, in a registry of their own."""
+    """Counters of the data path and gauges of its replicas, in a registry of their own.
+
+    others: tallies of other processes on the same port, shown with this one's. workers: how many processes listen on it.
+    """
 
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
+        self.others: Callable[[], Iterable[Tally]] = tuple
+        self.workers: Callable[[], int] = lambda: 1
         self.requests: Counter[tuple[str, int]] = (
             Counter()
         )  # (path class, status); 499: the client left first
@@ -124,15 +143,51 @@ class GatewayMetrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
+    @property
+    def _counters(self) -> dict[str, Counter[str]]:
+        names = ("routes", "upstream_errors", "retries", "cut_responses")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def _histograms(self) -> dict[str, defaultdict[str, Histogram]]:
+        return {"first_byte_s": self.first_byte_s, "total_s": self.total_s}
+
+    def tally(self) -> Tally:
+        return Tally(
+            requests=[(path, status, count) for (path, status), count in self.requests.items()],
+            counters={name: dict(counts) for name, counts in self._counters.items()},
+            histograms={
+                name: {path: (list(one.counts), one.sum_s) for path, one in histograms.items()}
+                for name, histograms in self._histograms.items()
+            },
+        )
+
+    def _in_all(self) -> GatewayMetrics:
+        """With what the others counted."""
+        total = GatewayMetrics(self._deployments)
+        for tally in (self.tally(), *self.others()):
+            for path, status, count in tally.requests:
+                total.requests[path, status] += count
+            for name, counts in tally.counters.items():
+                total._counters[name].update(counts)
+            for name, histograms in tally.histograms.items():
+                for path, (buckets, sum_s) in histograms.items():
+                    total._histograms[name][path].add(buckets, sum_s)
+        return total
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._data_path()
+        total = self._in_all()
+        yield from total._data_path()
         yield _durations(
-            "time_to_first_byte", "from a whole request to the first byte of its response", self.first_byte_s
+            "time_to_first_byte", "from a whole request to the first byte of its response", total.first_byte_s
         )
-        yield _durations("request", "from a whole request to the end of a whole response", self.total_s)
+        yield _durations("request", "from a whole request to the end of a whole response", total.total_s)
+        yield GaugeMetricFamily(
+            "midstream_gateway_workers", "processes that listen on the port", value=float(self.workers())
+        )
         yield from self._replicas()
         yield from self._turns()
 

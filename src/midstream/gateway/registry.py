@@ -32,7 +32,7 @@ class Deployment:
 
     names: ServedNames
     replicas: ReplicaSet
-    reconciler: Reconciler
+    reconciler: Reconciler | None  # None: control is another process' (gateway/workers.py)
     sessions: SessionTable = field(default_factory=lambda: SessionTable(1_000_000))
     prefixes: PrefixTable = field(default_factory=PrefixTable)
     wanted: int = 0  # replicas it should have
@@ -72,11 +72,17 @@ class Deployment:
         for session in told.closed:
             self.sessions.forget(session, replica)
 
+    def signalled(self) -> None:
+        """Something new is desired."""
+        if self.reconciler is not None:
+            self.reconciler.signalled()
+
     async def run(self) -> None:
         """Hear the replicas and keep them at what is desired, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.replicas.run(), name=f"events of {self.name}")
-            tasks.create_task(self.reconciler.run(), name=f"reconciler of {self.name}")
+            if self.reconciler is not None:
+                tasks.create_task(self.reconciler.run(), name=f"reconciler of {self.name}")
 
 
 class Deployments:

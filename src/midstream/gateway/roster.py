@@ -77,9 +77,11 @@ class Roster:
         settings: Mapping[str, ReplicaEntry] = MappingProxyType({}),
         poll_s: float = 1.0,
         monotonic: Callable[[], float] = time.monotonic,
+        busy: Callable[[ReplicaView], bool] = lambda view: view.in_flight > 0,
     ) -> None:
         """make: the run-time side of a deployment in the ledger. tell: gives the supervisor the list of what should run.
-        settings: what those say of single replicas; the URLs among them are the default deployment's.
+        busy: whether there are, or may be, requests on a replica. settings: what those say of single replicas; the URLs among
+        them are the default deployment's.
         """
         self._ledger = ledger
         self._deployments = deployments
@@ -89,6 +91,7 @@ class Roster:
         self.resolver: Resolver | None = None
         self._poll_s = poll_s
         self._monotonic = monotonic
+        self._busy = busy
         self._running: tuple[RunningReplica, ...] | None = None  # None: not heard of the supervisor yet
         self._told: Wanted | None = None
         self._wake = asyncio.Event()
@@ -242,7 +245,7 @@ class Roster:
         kept = []
         for view in gone:
             since = self._leaving_since.setdefault(view.name, now)
-            if view.in_flight and now - since < deployment.drain_s:
+            if self._busy(view) and now - since < deployment.drain_s:
                 kept.append(view)
             else:
                 del self._leaving_since[view.name]
@@ -257,7 +260,7 @@ class Roster:
         kept = []
         for view in leaving:
             since = self._leaving_since.setdefault(view.name, now)
-            if view.in_flight and now - since < deployment.drain_s:
+            if self._busy(view) and now - since < deployment.drain_s:
                 kept.append(view)
         return kept
 

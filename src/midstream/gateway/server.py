@@ -16,7 +16,7 @@ import ssl
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -46,14 +46,16 @@ class Gateway:
         settings: GatewaySettings,
         deployments: Deployments,
         metrics: GatewayMetrics,
-        control_app: Any,
+        control_app: Any = None,
         *,
+        control_path: str | None = None,
         head_timeout_s: float = 30.0,
         body_idle_s: float = 60.0,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
     ) -> None:
-        """`control_app`: an ASGI app, usually gateway.app.control_app(...).
+        """`control_app`: an ASGI app, usually gateway.app.control_app(...). control_path: the Unix socket of another process'
+        instead.
 
         Raises ConfigError when the certificate or its key cannot be used.
         replica_token: the secret that replicas ask for. unreachable_s: how long a replica may be unheard of before the
@@ -67,9 +69,11 @@ class Gateway:
             head_timeout_s=head_timeout_s,
             body_idle_s=body_idle_s,
         )
-        self._control = _ControlServer(control_app)
+        self._control = _ControlServer(control_app) if control_path is None else None
+        self.control_path = control_path or cast("_ControlServer", self._control).path
+        self._shares_port = settings.workers > 1
         self._connect_timeout_s = settings.connect_timeout_s
-        connect = functools.partial(self._loop.create_unix_connection, path=self._control.path)
+        connect = functools.partial(self._loop.create_unix_connection, path=self.control_path)
         control = UpstreamPool(connect, settings.connect_timeout_s)
         self.proxy = Proxy(
             settings,
@@ -90,12 +94,13 @@ class Gateway:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError when it cannot listen there."""
         try:
-            sockets = await listening_sockets(host, port)
+            sockets = await listening_sockets(host, port, shared=self._shares_port)
             for sock in sockets:
                 self._listening.append(sock.close)
             for sock in sockets:
                 self._listening.append(await self._listen(sock))
-            await self._control.start()
+            if self._control is not None:
+                await self._control.start()
         except BaseException:
             await self.close()
             raise
@@ -147,7 +152,8 @@ class Gateway:
         if self._timeouts is not None:
             self._timeouts.cancel()
             await asyncio.gather(self._timeouts, return_exceptions=True)
-        await self._control.stop()
+        if self._control is not None:
+            await self._control.stop()
 
     async def _check_timeouts(self) -> None:
         while True:
@@ -188,8 +194,11 @@ def _no_password() -> str:
     raise ValueError("a key that needs a password cannot be used")
 
 
-async def listening_sockets(host: str, port: int) -> list[socket.socket]:
-    """A listening socket for each address of `host`, all on one port. Raises OSError."""
+async def listening_sockets(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
+    """A listening socket for each address of `host`, all on one port. Raises OSError.
+
+    shared: with other processes of this user, which the system gives their parts of the connections.
+    """
     loop = asyncio.get_running_loop()
     sockets: list[socket.socket] = []
     try:
@@ -199,6 +208,8 @@ async def listening_sockets(host: str, port: int) -> list[socket.socket]:
             sock = socket.socket(family, socket.SOCK_STREAM)
             sockets.append(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind((address[0], port, *address[2:]))

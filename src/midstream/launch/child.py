@@ -57,6 +57,20 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
 
 
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A gateway process beside the first one. control_path: the first one's private socket."""
+
+    host: str
+    port: int
+    model: str  # of the default deployment
+    deployment: str
+    models: tuple[str, ...]
+    control_path: str
+    token: str
+    settings: GatewaySettings
+    log_level: str
+
+
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """The child's answer. error: why it could not start; it then ends."""
 

@@ -36,6 +36,7 @@ from midstream.launch.child import (
     read_spec,
     stop_requested,
 )
+from midstream.launch.workers import Workers
 from midstream.ledger import DeploymentRow, Ledger
 from midstream.ledger.records import DeploymentChange
 from midstream.names import ServedNames
@@ -50,12 +51,14 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     row = await default_deployment(ledger, spec)
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)
     metrics = GatewayMetrics(deployments)
+    workers = Workers(spec, deployments, metrics)
     roster = Roster(
         ledger,
         deployments,
         lambda row: _run_time(ledger, spec, row),
         announce,
         settings=entries_of_settings(spec.settings.replicas, spec.settings.replica_weights),
+        busy=workers.leader.busy,
     )
     if spec.settings.replicas_dns is not None:
         roster.resolver = Resolver(spec.settings.replicas_dns, roster.wake)
@@ -81,20 +84,24 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     gateway = Gateway(spec.settings, deployments, metrics, app, replica_token=spec.token)
     background: list[asyncio.Task[None]] = []
     try:
-        announce(Listening(port=await gateway.start(spec.host, spec.port)))
+        port = await gateway.start(spec.host, spec.port)
+        announce(Listening(port=port))
         background.append(asyncio.create_task(roster.run()))
+        if spec.settings.workers > 1:
+            background.append(workers.start(gateway.control_path, port))
         stop = asyncio.create_task(
             stop_requested(lambda line: roster.running(msgspec.json.decode(line, type=Running)))
         )
         done, _ = await asyncio.wait((stop, *background), return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # a background task that ended is a bug: end, and be started again
-        await gateway.drain(STOP_GRACE_S)
+        await asyncio.gather(gateway.drain(STOP_GRACE_S), workers.stop())
     finally:
         await gateway.close()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        await workers.stop()
         ledger.close()
     return 0
 

@@ -59,6 +59,11 @@ class Child:
     def __repr__(self) -> str:
         return f"Child({self.name}, pid={self._process.pid if self._process else None}, port={self.port})"
 
+    @property
+    def running(self) -> bool:
+        """There is a process, which may be starting or ending."""
+        return self._process is not None and self._process.returncode is None
+
     async def start(self) -> None:
         """Returns when the child listens. Raises StartFailed."""
         self._answered = False

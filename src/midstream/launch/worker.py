@@ -1,0 +1,135 @@
+"""One gateway process beside the first: its own data path and its own ears, on the same port. No ledger, no control, no API.
+
+Run as `python -m midstream.launch.worker` by the first one, which it passes control requests to, and whose end is its own.
+Always holds: it listens once it knows the replicas and has heard them, or has tried for as long as the first one would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+
+from midstream.errors import ConfigError
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.server import Gateway
+from midstream.gateway.sessions import SessionTable
+from midstream.gateway.wire import data_path, new_event_loop
+from midstream.gateway.workers import DeploymentState, Follower, State
+from midstream.launch.child import (
+    STOP_GRACE_S,
+    Announcer,
+    Listening,
+    WorkerSpec,
+    configure_logging,
+    raise_file_limit,
+    read_spec,
+    stop_requested,
+)
+from midstream.launch.gateway import LEARN_S
+from midstream.names import ServedNames
+
+REPORT_S = 0.5
+
+
+class Worker:
+    """Made in the event loop it runs in."""
+
+    def __init__(self, spec: WorkerSpec, announce: Announcer) -> None:
+        self._spec = spec
+        self._announce = announce
+        self._hearing: dict[str, asyncio.Task[None]] = {}
+        first = DeploymentState(name=spec.deployment, model=spec.model, deleting=False, replicas=())
+        self._deployments = Deployments(self._make(first), spec.models)
+        self._metrics = GatewayMetrics(self._deployments)
+        self._follower = Follower(self._deployments, self._make, self._begin, self._end)
+        self._gateway = Gateway(
+            spec.settings,
+            self._deployments,
+            self._metrics,
+            control_path=spec.control_path,
+            replica_token=spec.token,
+        )
+        self._listening = False
+        self._news = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Until it is asked to stop."""
+        stop = asyncio.create_task(stop_requested(self._hear))
+        self._announce(Listening(port=self._spec.port))  # from now on it is told what is wanted
+        work = asyncio.create_task(self._work())
+        try:
+            await asyncio.wait((stop, work), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            await self._gateway.drain(STOP_GRACE_S)
+        finally:
+            await self._gateway.close()
+            tasks = [stop, work, *self._hearing.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEARN_S):
+                await self._learned()
+        await self._gateway.start(self._spec.host, self._spec.port)
+        self._listening = True
+        while True:
+            self._report()
+            await asyncio.sleep(REPORT_S)
+
+    async def _learned(self) -> None:
+        while self._follower.state == 0 or any(d.replicas.learning for d in self._deployments):
+            self._news.clear()
+            for deployment in self._deployments:
+                deployment.replicas.wait(self._news.set)
+            await self._news.wait()
+
+    def _hear(self, line: bytes) -> None:
+        self._follower.take(msgspec.json.decode(line, type=State))
+        self._news.set()
+        self._report()
+
+    def _report(self) -> None:
+        self._announce(self._follower.report(self._metrics.tally(), listening=self._listening))
+
+    def _make(self, state: DeploymentState) -> Deployment:
+        return Deployment(
+            ServedNames(state.model, state.name),
+            ReplicaSet(token=self._spec.token, learn_s=LEARN_S),
+            None,
+            SessionTable(self._spec.settings.max_sessions),
+        )
+
+    def _begin(self, deployment: Deployment) -> None:
+        self._hearing[deployment.name] = asyncio.get_running_loop().create_task(deployment.run())
+
+    def _end(self, deployment: Deployment) -> None:
+        self._hearing.pop(deployment.name).cancel()
+
+
+def main() -> int:
+    announce = Announcer()
+    spec = read_spec(WorkerSpec)
+    configure_logging("gateway", spec.log_level)
+    raise_file_limit()
+
+    async def serve() -> None:
+        await Worker(spec, announce).serve()
+
+    try:
+        with asyncio.Runner(loop_factory=lambda: new_event_loop(data_path(spec.settings))) as runner:
+            runner.run(serve())
+    except (ConfigError, OSError) as error:
+        announce(Listening(error=str(error)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

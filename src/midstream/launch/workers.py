@@ -1,0 +1,90 @@
+"""The gateway processes beside the first one: started, told what is wanted, heard, and started again by it.
+
+Always holds: a worker that ends takes its connections with it and nothing else; it is started again, and hears the whole of
+what is wanted before it listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+
+import msgspec
+
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployments
+from midstream.gateway.workers import Leader, State, WorkerReport
+from midstream.launch.child import STOP_GRACE_S, GatewaySpec, WorkerSpec
+from midstream.launch.process import Child
+
+PUSH_S = 0.1  # between two looks at what workers have to know
+KILL_AFTER_S = 2.0
+
+
+class Workers:
+    """`spec.settings.workers` - 1 of them. Made in the event loop it runs in."""
+
+    def __init__(self, spec: GatewaySpec, deployments: Deployments, metrics: GatewayMetrics) -> None:
+        self._spec = spec
+        self._children: list[Child] = []
+        self._running: asyncio.Task[None] | None = None
+        self.leader = Leader(deployments, self._tell)
+        metrics.others = self.leader.tallies
+        metrics.workers = lambda: 1 + self.leader.listening
+
+    def start(self, control_path: str, port: int) -> asyncio.Task[None]:
+        """What starts them and keeps them running; it ends by itself only when it fails."""
+        self._running = asyncio.create_task(self._run(control_path, port), name="workers")
+        return self._running
+
+    async def _run(self, control_path: str, port: int) -> None:
+        spec = self._spec
+        worker = WorkerSpec(
+            host=spec.host,
+            port=port,
+            model=spec.model,
+            deployment=spec.deployment,
+            models=spec.models,
+            control_path=control_path,
+            token=spec.token,
+            settings=spec.settings,
+            log_level=spec.log_level,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1, spec.settings.workers):
+                name = f"gateway-{number}"
+                child = Child(
+                    name,
+                    "midstream.launch.worker",
+                    worker,
+                    on_line=functools.partial(self._hear, name),
+                    greeting=lambda: self.leader.state,
+                )
+                self._children.append(child)
+                tasks.create_task(self._keep(child), name=name)
+            while True:
+                for child in self._children:
+                    if not child.running:
+                        self.leader.gone(child.name)
+                self.leader.push()
+                await asyncio.sleep(PUSH_S)
+
+    async def stop(self) -> None:
+        """Let them finish what they have; end them when they do not. Idempotent."""
+        if self._running is not None:
+            self._running.cancel()  # nobody is to be started again
+            await asyncio.wait((self._running,))
+        await asyncio.gather(*(child.stop(STOP_GRACE_S + KILL_AFTER_S) for child in self._children))
+
+    async def _keep(self, child: Child) -> None:
+        await child.start()
+        await child.supervise()
+
+    def _tell(self, state: State) -> None:
+        for child in self._children:
+            child.tell(state)
+
+    def _hear(self, name: str, line: bytes) -> None:
+        with contextlib.suppress(msgspec.DecodeError):  # cut short by its end
+            self.leader.heard(name, msgspec.json.decode(line, type=WorkerReport))
