@@ -60,9 +60,10 @@ def test_a_large_fleet_is_decided_upon_as_a_small_one_is(
 ) -> None:
     large = fleet([load for load, _ in members], [weight for _, weight in members])
     assert large._arrays is not None
-    by_arrays = large.place_session(session, BOUND)
+    counts = {name: len(session[1]) % (place + 2) for place, name in enumerate(large._places)}
+    by_arrays = large.place_session(session, BOUND, None, counts)
     large._arrays = None
-    assert large.place_session(session, BOUND) == by_arrays
+    assert large.place_session(session, BOUND, None, counts) == by_arrays
 
 
 @given(sessions, st.integers(2, 9), st.data())
@@ -127,6 +128,30 @@ def test_tenant_and_key_are_never_confused() -> None:
         for n in range(20)
     ]
     assert any(a != b for a, b in picks)
+
+
+@pytest.mark.parametrize(("count", "replicas"), [(64, 4), (10_000, 4), (10_000, 100)])
+def test_sessions_that_are_counted_are_balanced_like_by_a_table(count: int, replicas: int) -> None:
+    everyone, table = fleet([0] * replicas), SessionTable(count)
+    for number in range(count):
+        session = ("", f"s{number}")
+        found = everyone.place_session(session, 1e9, None, table.counts)
+        assert found is not None
+        table.settle(session, found[0].name)
+    assert sum(table.counts.values()) == count
+    assert max(table.counts.values()) <= count / replicas + 3
+
+
+@given(sessions, st.lists(st.integers(0, 9), min_size=2, max_size=6))
+def test_one_of_the_two_first_candidates_is_taken_the_one_with_fewer_sessions(
+    session: Session, counts: list[int]
+) -> None:
+    everyone = fleet([0] * len(counts))
+    first = chosen(everyone.place_session(session, 1e9))
+    second = chosen(everyone.only(lambda one: number(one.name) != first).place_session(session, 1e9))
+    held = {f"replica-{place}": count for place, count in enumerate(counts)}
+    expected = second if counts[second] < counts[first] else first
+    assert chosen(everyone.place_session(session, 1e9, None, held)) == expected
 
 
 @pytest.mark.parametrize("weights", [[1.0] * 4, [4.0, 2.0, 1.0, 1.0], [1.0] * 64])

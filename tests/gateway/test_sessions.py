@@ -93,6 +93,21 @@ def test_the_table_forgets_the_least_recently_used_session() -> None:
     assert [table.home(s) for s in (("", "a"), ("", "b"), ("t", "a"))] == ["r0", None, "r2"]
 
 
+def test_the_table_counts_sessions_by_replica() -> None:
+    table = SessionTable(2)
+    table.settle(("", "a"), "r0")
+    table.settle(("", "b"), "r0")
+    table.settle(("", "c"), "r1")
+    assert table.counts == {"r0": 1, "r1": 1}
+    assert table.forget(("", "c"))
+    assert not table.forget(("", "b"), "r1")
+    assert table.counts == {"r0": 1}
+    table.learn(("", "b"), "r1", 2**60)
+    assert table.counts == {"r1": 1}
+    table.learn(("", "b"), "r0", 1)
+    assert table.counts == {"r1": 1}
+
+
 def test_a_tenant_is_stable_and_does_not_show_its_key() -> None:
     assert tenant_of("sk-1") == tenant_of("sk-1") != tenant_of("sk-2")
     assert "sk" not in tenant_of("sk-1")

@@ -1,8 +1,9 @@
 """Which replica a request goes to: pure decisions, explained.
 
-A known session stays where its KV cache is. A new session goes to its highest rendezvous-hash candidate that is not
-overloaded. A request without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else
-to the replica with the least load.
+A known session stays where its KV cache is. A new session goes to that one of its two highest rendezvous-hash candidates which
+has fewer sessions, among those that are not overloaded: balanced like a table, and gateways agree like by a hash. A request
+without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else to the replica with the
+least load.
 
 Always holds:
 - Same session, same replica, while that replica is usable; when it is not, only its sessions move, and they stay where
@@ -17,10 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from midstream.types import Session
@@ -28,6 +30,7 @@ from midstream.types import Session
 RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
 
 ARRAYS_FROM = 48  # candidates from which numpy is quicker
+_Ranked = tuple[int, int, int]  # place, rank in rendezvous order from 1, load limit
 _load = attrgetter("load")
 _MASK = 2**64 - 1
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
@@ -100,16 +103,24 @@ class Fleet(Generic[M]):
         return Fleet(member for member in self.members if wanted(member))
 
     def place_session(
-        self, session: Session, bound: float, home: str | None = None
+        self,
+        session: Session,
+        bound: float,
+        home: str | None = None,
+        sessions: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[M, Decision] | None:
-        """Place a session whose home, if it has one, cannot serve this request. None: no members."""
+        """Place a session whose home, if it has one, cannot serve this request. None: no members.
+
+        sessions: how many live on each replica, by name.
+        """
         if not self.members:
             return None
         loads = self._loads()
         if self._arrays is None:
-            place, rank, limit = self._best(_hash(*session), loads, bound)
+            best = self._best(_hash(*session), loads, bound)
         else:
-            place, rank, limit = self._arrays.best(_hash(*session), loads, bound)
+            best = self._arrays.best(_hash(*session), loads, bound)
+        place, rank, limit = min(best, key=lambda one: self._filled(one[0], sessions))
         chosen = self.members[place]
         why = f"rendezvous candidate {rank} of {len(loads)}, load {loads[place]}, limit {limit}"
         if home is None:
@@ -148,8 +159,11 @@ class Fleet(Generic[M]):
     def _loads(self) -> list[int]:
         return list(map(_load, self.members))
 
-    def _best(self, session: int, loads: Sequence[int], bound: float) -> tuple[int, int, int]:
-        """(place, rank from 1, limit) of the first in rendezvous order that is under its limit."""
+    def _filled(self, place: int, sessions: Mapping[str, int]) -> float:
+        return sessions.get(self.members[place].name, 0) / self._weights[place]
+
+    def _best(self, session: int, loads: Sequence[int], bound: float) -> list[_Ranked]:
+        """The first two in rendezvous order that are under their limits, or the only one."""
         total = sum(loads)
         limits = [load_limit(total, bound, weight, self._all) for weight in self._weights]
         scores = [_mix(session ^ seed) for seed in self._seeds]
@@ -158,9 +172,8 @@ class Fleet(Generic[M]):
         else:
             keys = [-math.log((s + 0.5) / 2**64) / w for s, w in zip(scores, self._weights, strict=True)]
         free = [place for place, load in enumerate(loads) if load < limits[place]]
-        place = min(free, key=lambda at: (keys[at], at))
-        rank = 1 + sum(key < keys[place] for key in keys)
-        return place, rank, limits[place]
+        first = sorted(free, key=lambda at: (keys[at], at))[:2]
+        return [(place, 1 + sum(key < keys[place] for key in keys), limits[place]) for place in first]
 
 
 class _Arrays:
@@ -175,7 +188,7 @@ class _Arrays:
         self._all = sum(weights)
         self._even = even
 
-    def best(self, session: int, loads: Sequence[int], bound: float) -> tuple[int, int, int]:
+    def best(self, session: int, loads: Sequence[int], bound: float) -> list[_Ranked]:
         np = self._np
         limits = np.ceil((1 + bound) * (sum(loads) + 1) * self._weights / self._all)
         x = self._seeds ^ np.uint64(session)
@@ -184,9 +197,10 @@ class _Arrays:
         x ^= x >> np.uint64(31)
         keys = ~x if self._even else -np.log((x.astype(np.float64) + 0.5) / 2**64) / self._weights
         free = np.flatnonzero(np.fromiter(loads, np.int64, len(loads)) < limits)
-        place = int(free[np.argmin(keys[free])])
-        rank = 1 + int(np.count_nonzero(keys < keys[place]))
-        return place, rank, int(limits[place])
+        if len(free) > 2:
+            free = free[np.argpartition(keys[free], 1)[:2]]
+        first = [int(place) for place in free[np.argsort(keys[free])]]
+        return [(at, 1 + int(np.count_nonzero(keys < keys[at])), int(limits[at])) for at in first]
 
 
 def load_limit(total: int, bound: float, weight: float, weights: float) -> int:

@@ -198,7 +198,7 @@ class Proxy:
             if session is None:
                 found = self._place_request(fleet, deployment.prefixes, prompt)
             else:
-                found = fleet.place_session(session, self._bound, home)
+                found = fleet.place_session(session, self._bound, home, deployment.sessions.counts)
             if found is None:
                 return None
             placed = Placed(*found)

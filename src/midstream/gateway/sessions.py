@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -83,6 +83,7 @@ class SessionTable:
         self._max_sessions = max_sessions
         self._clock = clock
         self._homes: OrderedDict[Session, tuple[str, int]] = OrderedDict()
+        self.counts: Counter[str] = Counter()  # sessions that live on each replica
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -104,6 +105,7 @@ class SessionTable:
         if found is None or (replica is not None and found[0] != replica):
             return False
         del self._homes[session]
+        self._left(found[0])
         return True
 
     def settle(self, session: Session, replica: str) -> int:
@@ -122,7 +124,17 @@ class SessionTable:
             self._set(session, replica, stamp)
 
     def _set(self, session: Session, replica: str, stamp: int) -> None:
+        before = self._homes.get(session)
+        if before is not None:
+            self._left(before[0])
         self._homes[session] = (replica, stamp)
         self._homes.move_to_end(session)
+        self.counts[replica] += 1
         if len(self._homes) > self._max_sessions:
-            self._homes.popitem(last=False)
+            _, (oldest, _) = self._homes.popitem(last=False)
+            self._left(oldest)
+
+    def _left(self, replica: str) -> None:
+        self.counts[replica] -= 1
+        if self.counts[replica] == 0:
+            del self.counts[replica]
