@@ -2,8 +2,8 @@
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make test   all tests        make check  lint and types        make ci  what CI runs
-# make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 13 minutes on an idle
-#                     machine of two cores or more (BENCH_ARGS="--quick": two); installs the routers in .venv-routers and by apt-get
+# make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
+#                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
 # make bench-placement  placement at scale, in simulation: 1,000 replicas, 1 M sessions, churn; JSON
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md

@@ -131,6 +131,8 @@ class Bench:
         after = self._sample(router, shape)
         load = bed.end()
         wall, cpu, bed_cpu, count, cores = (b - a for a, b in zip(before, after, strict=True))
+        if count == 0:
+            raise RuntimeError(f"{shape.name} on {name}: nothing was served in the window")
         delays = load["event_delay" if shape.counter == "chunks" else "latency"]
         return {
             "cpu_us": (bed_cpu if router is None else cpu) / count * 1e6,
@@ -211,6 +213,7 @@ def run(bench: Bench, shapes: Sequence[LoadShape]) -> dict[str, Any]:
                 "version": router.version(),
                 **router.configuration(),
                 "rss_mb": round(rss[name] / 1e6, 1),
+                "log_bytes": router.log.stat().st_size,
                 "keys": placed[name],
             }
             for name, router in bench.running.items()
@@ -226,7 +229,9 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one round of short windows: about two minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of short windows: about three minutes"
+    )
     parser.add_argument("--write", action="store_true", help="results/gateway.json and docs/benchmarks.md")
     parser.add_argument("--only", nargs="+", choices=[kind.name for kind in ROUTERS], help="these routers")
     parser.add_argument(

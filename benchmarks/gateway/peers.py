@@ -39,10 +39,17 @@ def install(name: str) -> None:
     if name in PACKAGES:
         folder = VENVS / name
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip: list[str | Path] = [
+            folder / "bin" / "python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*pip, f"{name}=={PACKAGES[name]}"], check=True)
         return
-    root = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    root: list[str] = [] if os.geteuid() == 0 else ["sudo", "-n"]
     quiet = {
         **os.environ,
         "DEBIAN_FRONTEND": "noninteractive",

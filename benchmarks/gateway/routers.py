@@ -47,6 +47,7 @@ class Router(ABC):
     """One router in front of `urls`, on `core`."""
 
     name: str
+    talks = False  # what it prints is for its supervisor, and no log
 
     def __init__(self, folder: Path, urls: Sequence[str], core: int) -> None:
         self.folder, self.urls, self.core = folder, list(urls), core
@@ -74,10 +75,8 @@ class Router(ABC):
         """Configuration that its command names, for the record."""
         return {}
 
-    def started(self) -> None:
-        """The process runs: what it prints is read, so that it never waits."""
-        assert self.process is not None
-        threading.Thread(target=_read_out, args=(self.process.stdout,), daemon=True).start()
+    def started(self) -> None:  # noqa: B027: most have nothing to do
+        """The process runs."""
 
     @property
     def pid(self) -> int:
@@ -92,11 +91,11 @@ class Router(ABC):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.sched_setaffinity(0, {core})
 
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command(),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE if self.talks else log,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=child,
@@ -158,6 +157,7 @@ class Midstream(Router):
     """The gateway process as the supervisor starts it; this is the supervisor, of replicas that are mocks."""
 
     name = "midstream"
+    talks = True
     profile: str | None = None  # where a cProfile of it goes
 
     def command(self) -> list[str]:
@@ -197,7 +197,7 @@ class Midstream(Router):
         self._say(msgspec.json.encode(spec))
         assert self.process.stdout is not None
         self.process.stdout.readline()  # it listens; a line said before that is not heard
-        super().started()
+        threading.Thread(target=_read_out, args=(self.process.stdout,), daemon=True).start()
         self.apply()
 
     def apply(self) -> None:
@@ -259,7 +259,7 @@ class VllmRouter(PythonPeer):
     name = "vllm-router"
 
     def arguments(self) -> list[str]:
-        return ["--policy", "consistent_hash", "--log-level", "warning"]
+        return ["--policy", "consistent_hash", "--log-level", "error"]  # "warning" logs every request
 
     def apply(self) -> None:
         for index, url in enumerate(self.urls):

@@ -22,6 +22,7 @@ UNITS = {
     "paced": "paced chunk",
     "burst": "chunk in a burst",
 }
+LOG_BYTES_MAX = 100_000  # more is a line per request
 KEPT_UP = 0.98  # of the paced chunks
 #: Load, peer, and the most that ours may be of it.
 GOALS = (
@@ -192,6 +193,11 @@ def _keys(result: dict[str, Any]) -> str:
 
 def _notes(result: dict[str, Any]) -> str:
     lines = [f"- {name} is absent: {why.splitlines()[0]}." for name, why in result["absent"].items()]
+    lines += [
+        f"- {name} wrote {router['log_bytes'] / 1e6:.1f} MB of log."
+        for name, router in result["routers"].items()
+        if router["log_bytes"] > LOG_BYTES_MAX
+    ]
     for placement in result["placements"]:
         paced = placement["cells"].get("paced", {})
         for name in result["routers"]:

@@ -6,6 +6,7 @@ read from memory shared with the bed, so that reading them costs it nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -45,7 +46,8 @@ def tree(pid: int) -> list[int]:
     while pids:
         found.append(pids.pop())
         for children in Path(f"/proc/{found[-1]}/task").glob("*/children"):
-            pids += map(int, children.read_text().split())
+            with contextlib.suppress(OSError):  # a thread that ended meanwhile
+                pids += map(int, children.read_text().split())
     return found
 
 
@@ -63,7 +65,8 @@ def pin(pid: int, core: int) -> None:
     """Every thread of the process tree on one core."""
     for one in tree(pid):
         for thread in Path(f"/proc/{one}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), {core})
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.sched_setaffinity(int(thread.name), {core})
 
 
 class Bed:

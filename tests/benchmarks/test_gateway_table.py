@@ -31,7 +31,7 @@ def _cell(cpu_us: float, **more: Any) -> dict[str, Any]:
     return {**cell, "failed": 0, **more}
 
 
-def _router(version: str, **more: int) -> dict[str, Any]:
+def _router(version: str, log_bytes: int = 900, **more: int) -> dict[str, Any]:
     placed = {
         "failed": 0,
         "sticky": 0.995,
@@ -42,7 +42,7 @@ def _router(version: str, **more: int) -> dict[str, Any]:
         "new_on_returned": 2_400,
         "moved_on_restart": 7_000,
     }
-    return {"version": version, "rss_mb": 61.4, "keys": {**placed, **more}}
+    return {"version": version, "rss_mb": 61.4, "log_bytes": log_bytes, "keys": {**placed, **more}}
 
 
 def _result(**cells: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,10 @@ def _result(**cells: dict[str, Any]) -> dict[str, Any]:
         "hardware": {"cpu": "CPU", "cores": 2},
         "versions": {"python": "3.11.7", "uvloop": "0.23.0"},
         "configuration": {"rounds": 5, "mocks": 4, "keys": 10_000},
-        "routers": {"midstream": _router("this commit"), "vllm-router": _router("0.1.17", failed=3)},
+        "routers": {
+            "midstream": _router("this commit"),
+            "vllm-router": _router("0.1.17", log_bytes=2_340_000, failed=3),
+        },
         "absent": {"nginx": "is not installed\nhere"},
         "placements": [
             {**placement, "router_core": 0},
@@ -93,6 +96,8 @@ def test_costs_ratios_and_refusals_are_told() -> None:
     assert "| midstream | 99.5% | 1.13 | 2,500 + 12 | 1,300 | 2,400 | 7,000 |" in text
     assert "- vllm-router on core 1 passed on only 50% of the paced chunks in time." in text
     assert "- midstream on core" not in text
+    assert "- vllm-router wrote 2.3 MB of log." in text
+    assert "- midstream wrote" not in text
     assert "- nginx is absent: is not installed." in text
     assert "- vllm-router failed 11 requests." in text  # 4 at each placement and 3 of its keys
 
