@@ -139,18 +139,18 @@ def test_sessions_that_are_counted_are_balanced_like_by_a_table(count: int, repl
         assert found is not None
         table.settle(session, found[0].name)
     assert sum(table.counts.values()) == count
-    assert max(table.counts.values()) <= count / replicas + 3
+    assert max(table.counts.values()) <= count / replicas * 1.02 + 3
 
 
 @given(sessions, st.lists(st.integers(0, 9), min_size=2, max_size=6))
-def test_one_of_the_two_first_candidates_is_taken_the_one_with_fewer_sessions(
+def test_of_the_two_first_candidates_the_second_is_taken_if_it_has_clearly_fewer_sessions(
     session: Session, counts: list[int]
 ) -> None:
     everyone = fleet([0] * len(counts))
     first = chosen(everyone.place_session(session, 1e9))
     second = chosen(everyone.only(lambda one: number(one.name) != first).place_session(session, 1e9))
     held = {f"replica-{place}": count for place, count in enumerate(counts)}
-    expected = second if counts[second] < counts[first] else first
+    expected = second if counts[first] > 1.02 * counts[second] + 1 else first
     assert chosen(everyone.place_session(session, 1e9, None, held)) == expected
 
 

@@ -1,9 +1,9 @@
 """Which replica a request goes to: pure decisions, explained.
 
-A known session stays where its KV cache is. A new session goes to that one of its two highest rendezvous-hash candidates which
-has fewer sessions, among those that are not overloaded: balanced like a table, and gateways agree like by a hash. A request
-without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else to the replica with the
-least load.
+A known session stays where its KV cache is. A new session goes to the highest of its rendezvous-hash candidates that is not
+overloaded, or to the next one if that has clearly fewer sessions: balanced like a table, and gateways agree like by a hash. A
+request without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else to the replica
+with the least load.
 
 Always holds:
 - Same session, same replica, while that replica is usable; when it is not, only its sessions move, and they stay where
@@ -31,6 +31,7 @@ RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
 
 ARRAYS_FROM = 48  # candidates from which numpy is quicker
 _Ranked = tuple[int, int, int]  # place, rank in rendezvous order from 1, load limit
+CLEARLY, CLEARLY_SHARE = 1, 0.02  # how much fewer sessions are clearly fewer
 _load = attrgetter("load")
 _MASK = 2**64 - 1
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
@@ -120,7 +121,7 @@ class Fleet(Generic[M]):
             best = self._best(_hash(*session), loads, bound)
         else:
             best = self._arrays.best(_hash(*session), loads, bound)
-        place, rank, limit = min(best, key=lambda one: self._filled(one[0], sessions))
+        place, rank, limit = self._emptier(best, sessions)
         chosen = self.members[place]
         why = f"rendezvous candidate {rank} of {len(loads)}, load {loads[place]}, limit {limit}"
         if home is None:
@@ -159,8 +160,12 @@ class Fleet(Generic[M]):
     def _loads(self) -> list[int]:
         return list(map(_load, self.members))
 
-    def _filled(self, place: int, sessions: Mapping[str, int]) -> float:
-        return sessions.get(self.members[place].name, 0) / self._weights[place]
+    def _emptier(self, best: Sequence[_Ranked], sessions: Mapping[str, int]) -> _Ranked:
+        """The second one only if it has clearly fewer sessions: small differences are what one gateway knows before another."""
+        filled = [sessions.get(self.members[one[0]].name, 0) / self._weights[one[0]] for one in best]
+        if len(best) > 1 and filled[0] > filled[1] * (1 + CLEARLY_SHARE) + CLEARLY:
+            return best[1]
+        return best[0]
 
     def _best(self, session: int, loads: Sequence[int], bound: float) -> list[_Ranked]:
         """The first two in rendezvous order that are under their limits, or the only one."""

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 REPORT_GAP_S = 0.05  # changes closer together than this share one line of the event stream
 REPORT_AT_LEAST_EVERY_S = 1.0
+SESSIONS_GAP_S = (
+    0.005  # other gateways may be asked for a session's next turn soon: it is told sooner than the rest
+)
 _PREFIXES = (b"/v1", b"/inference/v1")
 _JSON = "application/json"
 _TOKEN = HEADER_TOKEN.encode()
@@ -352,16 +355,22 @@ class EventsExchange(TaskExchange):
 
     async def _answer(self) -> None:
         replica = self._replica
+        loop = asyncio.get_running_loop()
+        due = loop.time()  # when the next report may go
         with replica.sessions.feed() as feed:
             while not replica.closed and not feed.behind:
-                changed = asyncio.create_task(replica.changed(REPORT_AT_LEAST_EVERY_S))
+                early = due - loop.time()
+                timeout_s = early if early > 0 else REPORT_AT_LEAST_EVERY_S
+                changed = asyncio.create_task(replica.changed(timeout_s))
                 try:
                     replica.sessions.sweep()
                     for line in replica.sessions.told(feed):
                         await self._tell(line)
-                    await self._tell(msgspec.json.encode(replica.report()) + b"\n")
-                    await self._tell_trajectories()
-                    await asyncio.sleep(REPORT_GAP_S)
+                    if early <= 0:
+                        due = loop.time() + REPORT_GAP_S
+                        await self._tell(msgspec.json.encode(replica.report()) + b"\n")
+                        await self._tell_trajectories()
+                    await asyncio.sleep(SESSIONS_GAP_S)
                     await changed
                 finally:
                     changed.cancel()
