@@ -75,7 +75,7 @@ class Router(ABC):
         """Configuration that its command names, for the record."""
         return {}
 
-    def started(self) -> None:  # noqa: B027: most have nothing to do
+    def started(self) -> None:  # noqa: B027
         """The process runs."""
 
     @property
