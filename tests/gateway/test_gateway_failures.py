@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from gateway_harness import Message, Peer, post, read_chunk, read_head, respond_ok, run, staged
+from gateway_harness import Handler, Message, Peer, post, read_chunk, read_head, respond_ok, run, staged
 
 SESSION = "x-multi-turn-session-id: s1\r\n"
 
@@ -116,17 +116,34 @@ def test_a_stale_pooled_connection_is_replaced_without_leaving_the_replica() -> 
     run(main)
 
 
-def test_death_inside_a_response_head_is_an_error_and_not_a_retry() -> None:
-    async def main() -> None:
-        async def half_a_head(request: Message, peer: Peer) -> None:
-            peer.send(b"HTTP/1.1 200 OK\r\ncontent-")
-            await peer.writer.drain()
-            peer.writer.close()
+def half_of(response: bytes) -> Handler:
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.send(response)
+        await peer.writer.drain()
+        peer.writer.close()
 
-        async with staged(half_a_head, half_a_head) as stage:
+    return handler
+
+
+HALF_A_HEAD = b"HTTP/1.1 200 OK\r\ncontent-"
+
+
+@pytest.mark.parametrize("sent", [HALF_A_HEAD, b"HTTP/1.1 503 X\r\ncontent-length: 9\r\n\r\nhalf"])
+def test_a_response_of_which_nothing_was_passed_on_is_asked_for_elsewhere(sent: bytes) -> None:
+    async def main() -> None:
+        async with staged(half_of(sent), respond_ok) as stage:
+            assert [(await stage.ask(post())).status for _ in range(2)] == [200, 200]
+            assert len(stage.mocks[1].requests) == 2
+
+    run(main)
+
+
+def test_a_request_whose_responses_die_is_shown_to_two_replicas() -> None:
+    async def main() -> None:
+        async with staged(*[half_of(HALF_A_HEAD)] * 3) as stage:
             answer = await stage.ask(post())
-            assert (answer.status, answer.error["code"]) == (500, "engine_error")
-            assert sum(len(mock.requests) for mock in stage.mocks) == 1
+            assert (answer.status, answer.error["code"]) == (503, "replica_unavailable")
+            assert sum(len(mock.requests) for mock in stage.mocks) == 2
 
     run(main)
 
@@ -174,7 +191,7 @@ def test_a_stream_that_dies_inside_an_event_just_breaks(sent: bytes) -> None:
 
         async with staged(handler) as stage:
             client = await stage.connect()
-            client.send(post(headers="x-midstream-failover: off\r\n"))
+            client.send(post())
             await read_head(client.reader)
             assert await client.closed() == sent
 

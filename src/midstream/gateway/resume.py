@@ -3,6 +3,7 @@
 Owns: what a stream told of itself (resumption.py) where it passes through Python; asking another replica to go on with it.
 Always holds:
 - A stream that can be resumed reaches its client in whole events, and nothing of it twice.
+- A response of which nothing reached its client is asked for again, from its beginning.
 - Another replica is asked only for what it can do exactly, unless the client takes any; what nobody can go on with ends with an
   error event.
 - A session moves to where its stream was resumed. A stream is resumed once: LOST_SENDS_MAX replicas may be lost with it.
@@ -171,12 +172,16 @@ class ResumableExchange(InferenceExchange):
         self._go_elsewhere()
 
     def upstream_lost(self, reason: str, *, answered: bool) -> None:
-        if not self._answered:
+        connection = self._connection
+        if not self._answered and not (answered and connection is not None and not connection.malformed):
             super().upstream_lost(reason, answered=answered)
             return
-        connection, self._connection = self._connection, None
+        self._connection = None
         self._lost_here = True
-        if self._lost and not answered and not self._fresh:  # a pooled connection was perhaps only stale
+        if not self._answered:  # a part of the response came, and is nobody's
+            self._held = None
+            self._unreachable(reason)
+        elif self._lost and not answered and not self._fresh:  # a pooled connection was perhaps only stale
             self._proxy.metrics.retries["stale_connection"] += 1
             self._send(fresh=True)
         else:
@@ -190,7 +195,7 @@ class ResumableExchange(InferenceExchange):
             self._unreachable(reason)
             return
         told = self._told if self._passed is None else self._passed.told()
-        if self._goes_on or not told:
+        if self._goes_on or told is None:
             self._cut_short(in_chunk, reason)
         elif told.endswith(b"\n" + _DONE):  # only the end of the response is missing
             self._client.write(_END)
@@ -205,6 +210,9 @@ class ResumableExchange(InferenceExchange):
         self._lost, self._resumable = view.name, False
         logger.warning("%s failed in the middle of a stream: %s", view.name, reason)
         self._proxy.metrics.upstream_errors[view.name] += 1
+        if not told:  # the client has the head of the response and nothing else
+            self._go_elsewhere()
+            return
         try:
             state = told.decode().removesuffix("\n")
             if self._mode == "exact":

@@ -64,6 +64,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._paused = False
         self.wire: WireTransport | None = None
         self._relaying = False  # the wire passes the response on
+        self.malformed = False  # what it answered is no response
         self.in_chunk = False  # the last byte handed on lies within a chunk's data
 
     # -- the transport's calls
@@ -290,6 +291,7 @@ class UpstreamConnection(asyncio.Protocol):
         return True
 
     def _break(self, reason: str) -> None:
+        self.malformed = True
         self._transport.abort()
         self._lose(reason, answered=True)
 

@@ -435,15 +435,17 @@ bool read_response_head(Wire &wire, Conn &conn, std::string_view data) {
     }
     if (response.chunked) conn.framing.begin_chunks(response.events);
     else conn.framing.begin_length(response.length);
-    conn.holds = conn.framing.keeps_marks && response.chunked && response.events;
     static const std::string_view HOP_BY_HOP[] = {"connection", "keep-alive", "proxy-connection", "te", "trailer"};
     std::string head(data.substr(0, data.find('\n') + 1));
     head.reserve(end + 4 + conn.extra.size() + 24);
+    bool tells = false;  // what another replica needs to go on with it
     for (size_t i = 0; i < response.fields.count; i++) {
         const Field &field = response.fields.field[i];
+        tells |= field.name == "x-midstream-resumable";
         const bool hop = std::find(std::begin(HOP_BY_HOP), std::end(HOP_BY_HOP), field.name) != std::end(HOP_BY_HOP);
         if (!hop && field.name.substr(0, Rules::PRIVATE.size()) != Rules::PRIVATE) head += field.line;
     }
+    conn.holds = conn.framing.keeps_marks && response.chunked && response.events && tells;
     head += conn.extra;
     head += conn.client->close_after ? "connection: close\r\n\r\n" : "\r\n";
     pass_on(wire, conn, head, body);
