@@ -202,6 +202,9 @@ def run(bench: Bench, shapes: Sequence[LoadShape]) -> dict[str, Any]:
     rss = {name: tools.rss_bytes(router.pid) for name, router in bench.running.items()}
     placed: dict[str, dict[str, Any]] = {}
     for name, router in bench.running.items():
+        if Midstream.profile is not None:
+            placed[name] = {"error": "not asked while profiled: a restart would write over it"}
+            continue
         try:
             placed[name] = decisions(bench.bed, router, bench.files["1k"])
         except (RouterFailed, OSError) as error:  # it does not cost the others their figures
@@ -239,7 +242,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", help="write a cProfile of midstream's gateway here (slows it down)")
     args = parser.parse_args()
-    Midstream.profile = args.profile and str(Path(args.profile).resolve())
+    Midstream.profile = str(Path(args.profile).resolve()) if args.profile else None
     available = sorted(os.sched_getaffinity(0))
     if len(available) < 2:
         sys.exit("this needs two cores")
