@@ -60,8 +60,8 @@ class Message:
 
 async def read_head(reader: asyncio.StreamReader) -> Message:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    headers = dict(line.split(": ", 1) for line in lines[1:] if line)
-    return Message(lines[0], {name.lower(): value for name, value in headers.items()})
+    headers = [line.split(":", 1) for line in lines[1:] if line]
+    return Message(lines[0], {name.lower(): value.strip() for name, value in headers})
 
 
 async def read_chunk(reader: asyncio.StreamReader) -> bytes:

@@ -76,6 +76,7 @@ class WireLoop(asyncio.SelectorEventLoop):
 
     _ready: Any  # of the base class
     _scheduled: Any
+    _closed = True  # of the base class: until there is something to close
 
     def __init__(self) -> None:
         opened = _open()
