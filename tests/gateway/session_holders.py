@@ -28,6 +28,7 @@ class Holder:
         self.name = name
         self.sessions = Sessions(on_change=self._change)
         self.mock = MockReplica(self._handle)
+        self.broken = False  # it is heard, and fails every request
         self.speaks = asyncio.Event()
         self.speaks.set()
         self._changed = asyncio.Event()
@@ -41,6 +42,9 @@ class Holder:
             return
         if request.start.startswith("POST /replica/sessions"):
             peer.respond(self._answer(request))
+            return
+        if self.broken:
+            peer.abort()
             return
         key = request.headers.get(HEADER_SESSION)
         session = None if key is None else (request.headers.get(HEADER_TENANT, ""), unquote(key))

@@ -7,6 +7,8 @@ import asyncio
 from gateway_harness import post, run
 from session_holders import all_usable, gateway, holders, home, until, until_known, where
 
+from midstream.gateway.replicas import FAILURES_MAX
+
 KEYS = [f"s{number}" for number in range(30)]
 
 
@@ -44,10 +46,14 @@ def test_a_replica_that_says_nothing_holds_requests_up_for_a_while_only() -> Non
     async def main() -> None:
         async with holders(2) as made:
             made[1].speaks.clear()
-            async with gateway(made, learn_s=0.05) as stage:
-                assert await where(stage, "new") == ("replica-0", "new")
+            async with gateway(made, learn_s=1000.0) as stage:
+                replicas = stage.gateway.proxy.deployments.default.replicas
+                asked = asyncio.create_task(where(stage, "new"))
+                await until(lambda: bool(replicas._waiting) and stage.views[0].usable)
+                replicas._learned()
+                assert await asked == ("replica-0", "new")
             async with gateway([], learn_s=0.05) as stage:
-                assert (await stage.ask(post())).status == 503
+                assert (await stage.ask(post())).status == 503, "by itself"
 
     run(main)
 
@@ -119,5 +125,64 @@ def test_a_session_that_its_replica_closes_is_new_again() -> None:
             holder.sessions.close(("", "s"))
             await until_known(stage, "s", None)
             assert (await where(stage, "s"))[1] == "new"
+
+    run(main)
+
+
+def test_a_replica_that_comes_back_takes_new_sessions_at_once_and_nobody_is_moved_back() -> None:
+    async def main() -> None:
+        async with holders(2) as made, gateway(made) as stage:
+            await all_usable(stage)
+            before = {key: (await where(stage, key))[0] for key in KEYS}
+            made[1].mock.stop()
+            await until(lambda: not stage.views[1].usable)
+            for key in KEYS:
+                reason = "sticky" if before[key] == "replica-0" else "moved"
+                assert await where(stage, key) == ("replica-0", reason)
+            await made[1].mock.start(made[1].mock.port)
+            async with asyncio.timeout(3):
+                await all_usable(stage)
+            assert {await where(stage, key) for key in KEYS} == {("replica-0", "sticky")}
+            fresh = [await where(stage, f"new-{number}") for number in range(10)]
+            assert fresh == [("replica-1", "new")] * 10, "it has clearly fewer"
+
+    run(main)
+
+
+def test_a_replica_that_is_heard_but_fails_requests_is_left_until_it_answers() -> None:
+    async def main() -> None:
+        async with holders(2) as made, gateway(made) as stage:
+            await all_usable(stage)
+            home_of = {key: (await where(stage, key))[0] for key in KEYS}
+            mine = [key for key in KEYS if home_of[key] == "replica-1"]
+            made[1].broken = True
+            for key in mine[: FAILURES_MAX - 1]:
+                assert await where(stage, key) == ("replica-0", "moved")
+                assert home(stage, key) == "replica-1", "passed over for this request"
+            assert stage.views[1].usable
+            assert await where(stage, mine[-2]) == ("replica-0", "moved")
+            assert (stage.views[1].usable, stage.views[1].report is not None) == (False, True)
+            asked = len(made[1].mock.requests)
+            assert await where(stage, mine[-1]) == ("replica-0", "moved")
+            assert home(stage, mine[-1]) == "replica-0"
+            assert all("completions" not in r.start for r in made[1].mock.requests[asked:])
+            made[1].broken = False
+            await all_usable(stage)
+            assert await where(stage, mine[0]) == ("replica-1", "sticky")
+
+    run(main)
+
+
+def test_the_last_replica_is_never_left_for_its_failures_and_one_success_clears_it() -> None:
+    async def main() -> None:
+        async with holders(1) as made, gateway(made) as stage:
+            await all_usable(stage)
+            made[0].broken = True
+            for _ in range(2 * FAILURES_MAX):
+                assert (await stage.ask(post())).status == 503
+            assert stage.views[0].usable
+            made[0].broken = False
+            assert (await stage.ask(post())).status == 200
+            assert stage.views[0].failures == 0
 
     run(main)

@@ -173,6 +173,7 @@ class InferenceExchange(ControlExchange):
         assert self._view is not None
         self._proxy.metrics.upstream_errors[self._view.name] += 1
         logger.warning("%s failed before it answered: %s", self._view.name, reason)
+        self._deployment.replicas.failed(self._view)
         self._go_elsewhere()
 
     def _go_elsewhere(self) -> None:
@@ -192,6 +193,8 @@ class InferenceExchange(ControlExchange):
         if self._on_view and self._view is not None:
             self._on_view = False
             self._view.in_flight -= 1
+            if self._answered and self._view.failures:
+                self._view.failures = 0
             self._proxy.upstreams[self._view].exchanges.discard(self)
 
     # -- what kinds of exchanges differ in

@@ -7,6 +7,7 @@ Always holds:
 - A view's report is the last whole report heard. It becomes None when the replica proves dead (nobody listens after its
   event stream broke), is silent for `silence_s`, or sends what is not a report of it; and, when a broken event stream
   cannot be opened again, `grace_s` after it broke. One broken connection alone moves nobody.
+- Requests that fail on a replica before it answers, several in a row, suspend it until it answers a probe.
 - A new boot of a replica is not admitted until control/ admits it.
 - While it is `learning`, after the gateway's start, replicas may still have to say which sessions they hold; a replica tells
   that before its first report. It ends when every member is usable, and in any case after `learn_s`.
@@ -33,6 +34,7 @@ from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport, Sessions
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 4 * 2**20
+FAILURES_MAX = 3  # requests in a row that a replica may fail on before it answers
 OF_A_KIND = b'{"kind":'  # how lines begin that are no report
 SILENCE_CHECKS = 6  # a silent period is counted in so many parts: one stall of this loop is not silence
 
@@ -203,6 +205,31 @@ class ReplicaSet:
         ear = self._ears.get(view)
         if ear is not None and not ear.connected:
             self._lost(view)
+
+    def failed(self, view: ReplicaView) -> None:
+        """A request failed on it before it answered. After several in a row it is suspended until a probe succeeds, unless no
+        other is usable."""
+        view.failures += 1
+        others = any(other.usable for other in self.views if other is not view)
+        if view.failures < FAILURES_MAX or view.suspended or not others or self._tasks is None:
+            return
+        logger.warning("%s failed %d requests in a row and is suspended", view.name, view.failures)
+        view.suspended = True
+        self._tasks.create_task(self._probe(view), name=f"probe of {view.name}")
+
+    async def _probe(self, view: ReplicaView) -> None:
+        """Until it answers."""
+        while view.standing != "gone":
+            await asyncio.sleep(self._backoff_s_max)
+            try:
+                status, _ = await call(view.url, "GET", "/health", None, self._call_timeout_s, self._header)
+            except CallFailed:
+                continue
+            if status == 200:
+                break
+        view.failures = 0
+        view.suspended = False
+        logger.info("%s answers again", view.name)
 
     async def run(self) -> None:
         """Watch all event streams, of those that join meanwhile too, until cancelled."""

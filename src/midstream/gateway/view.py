@@ -30,7 +30,9 @@ class ReplicaView:
         "_report",
         "_reported",
         "_standing",
+        "_suspended",
         "admitting",
+        "failures",
         "index",
         "load",
         "name",
@@ -56,6 +58,7 @@ class ReplicaView:
         self.weight = weight
         self.own = own
         self.load = 0  # requests on it: this gateway's, or all that it reported if those are more
+        self.failures = 0  # requests in a row that failed on it before it answered
         self.trajectories: Trajectories | None = None
         self.usable = False  # placement may send requests to it
         self.admitting = False  # it takes new requests, as far as is known
@@ -65,6 +68,7 @@ class ReplicaView:
         self._in_flight = 0
         self._admitted = False
         self._standing: Standing = "member"
+        self._suspended = False
 
     def __repr__(self) -> str:
         return f"ReplicaView({self.name}, {self.url}, {self.standing}, usable={self.usable}, {self.in_flight} in flight)"
@@ -107,9 +111,20 @@ class ReplicaView:
         self._standing = standing
         self._settle()
 
+    @property
+    def suspended(self) -> bool:
+        """It fails requests, though it is heard."""
+        return self._suspended
+
+    @suspended.setter
+    def suspended(self, suspended: bool) -> None:
+        self._suspended = suspended
+        self._settle()
+
     def _settle(self) -> None:
         report = self._report
-        usable = self._admitted and report is not None and report.ready and self._standing == "member"
+        well = report is not None and report.ready and not self._suspended
+        usable = self._admitted and well and self._standing == "member"
         admitting = report is not None and report.admitting
         if (usable, admitting) != (self.usable, self.admitting):
             self.usable, self.admitting = usable, admitting
