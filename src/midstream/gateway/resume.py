@@ -210,6 +210,8 @@ class ResumableExchange(InferenceExchange):
         self._lost, self._resumable = view.name, False
         logger.warning("%s failed in the middle of a stream: %s", view.name, reason)
         self._proxy.metrics.upstream_errors[view.name] += 1
+        self._left()
+        self._deployment.replicas.failed(view)
         if not told:  # the client has the head of the response and nothing else
             self._go_elsewhere()
             return
