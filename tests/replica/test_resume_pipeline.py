@@ -162,6 +162,23 @@ def test_after_any_write_the_rest_is_what_it_would_have_been(tmp_path: Path, nam
     play(tmp_path, scenario)
 
 
+def test_a_session_is_told_what_was_generated_here_only(tmp_path: Path) -> None:
+    path, body = COMPLETIONS, {"prompt": PROMPT, "max_tokens": 9, "user": "u", "n": 2}
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        cut = next(i for i in range(len(writes)) if len(re.findall(": m [01]:", "".join(writes[:i]))) == 8)
+        seam = events((await resume(there, path, body, writes[:cut])).text)[0]["midstream"]["resumed"]
+        stats = there.replica.sessions.one(("", "u"))
+        assert stats is not None
+        had = sum(seam["tokens"])
+        assert had > 8
+        assert stats.generated_tokens == 18 - had
+        assert stats.token_gaps == 9 - min(seam["tokens"]) - 1
+
+    play(tmp_path, scenario)
+
+
 def test_streams_are_resumed_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.replica.generation.REPLAYED_AT_ONCE", 1)
 

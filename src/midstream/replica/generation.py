@@ -104,6 +104,7 @@ class Generation:
         self._seen: set[str] = set()
         self._continued = continued
         self._replaying = False
+        self._had = [0] * len(self._choices)  # tokens of each choice that were generated elsewhere
         opening = self._opening(seed, told) if continued is None else continued.opening
         self.resumable = told and continued is None
         self._teller = Teller(opening, len(self._choices)) if self.resumable else None
@@ -193,7 +194,8 @@ class Generation:
                 prompt_records=0 if shown else request.prompt_records,
                 kv_age_max=0 if continued.exact else request.kv_age_max,
             )
-        self._encoder.seam = continued.seam([choice.generated for choice in self._choices])
+        self._had = [choice.generated for choice in self._choices]
+        self._encoder.seam = continued.seam(self._had)
         return released
 
     async def plain(self) -> bytes:
@@ -363,11 +365,11 @@ class Generation:
                 queue.put_nowait((prompt, event))
 
     def measure(self, turn: Turn) -> None:
-        """What the request was like, at its end."""
-        usage = self._usage()
-        turn.prompt_tokens, turn.generated_tokens = usage.prompt_tokens, usage.completion_tokens
+        """What the request was like here, at its end."""
+        made = [choice.generated - had for choice, had in zip(self._choices, self._had, strict=True)]
+        turn.prompt_tokens, turn.generated_tokens = self._usage().prompt_tokens, sum(made)
         turn.cached_tokens = sum(self._cached.values())
-        turn.longest = max(choice.generated for choice in self._choices)
+        turn.longest = max(made)
         first = self._timings.first_token
         if first is not None:
             turn.first_token_s = first - self._timings.started
