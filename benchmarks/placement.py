@@ -68,7 +68,7 @@ class Fleet:
         return placed.decision.reason
 
     def homes(self) -> Counter[str]:
-        return Counter(home for home, _ in self.deployment.sessions._homes.values())
+        return Counter(home for home, *_ in self.deployment.sessions._homes.values())
 
 
 def timed(work: Callable[[], Any], count: int) -> float:

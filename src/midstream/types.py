@@ -277,7 +277,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0  # requests being served
     held: bool = False  # staged, and waiting to be let go
     admitting: bool = True  # False: new requests get 425 until a sync swap is done
-    pinnable: bool = True  # False: a swap waits for requests that are pinned to what serves, and takes no more of them
+    pinnable: bool = (
+        True  # False: a swap waits for requests that are pinned to what serves, and takes no more of them
+    )
     check: SnapshotCheck | None = None  # of what serves, once known
     last_swap: SwapTiming | None = None
     engine: EngineStats = EngineStats()
@@ -293,8 +295,10 @@ class SessionsTold(msgspec.Struct, frozen=True, kw_only=True, tag="sessions", ta
 
     When a stream begins, all of them are told before the first report; afterwards what changes.
     stamp: of the placing that brought the session there; of two replicas that hold it, the one with the greater has it.
+    boot: on the first line of a stream, whose sessions are told: those of another boot are gone.
     """
 
+    boot: str | None = None
     held: tuple[tuple[Session, int], ...] = ()
     closed: tuple[Session, ...] = ()
 

@@ -115,5 +115,5 @@ def test_only_the_sessions_of_a_killed_replica_move_and_it_takes_new_ones_when_i
     assert [key for key in KEYS if before[key] == "replica-1" == after[key]] == []
     until(lambda: http.get("/health").json()["usable_replicas"] == 2)
     assert homes(http, served) == after, "nobody is moved back"
-    fresh = {turn(http, served, f"new-{n}").headers["x-midstream-replica"] for n in range(16)}
-    assert fresh == {"replica-0", "replica-1"}
+    fresh = {turn(http, served, f"new-{n}").headers["x-midstream-replica"] for n in range(8)}
+    assert fresh == {"replica-1"}, "it has clearly fewer"

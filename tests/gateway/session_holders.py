@@ -18,7 +18,14 @@ from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
 from midstream.replica.sessions import Sessions, stamp_of
-from midstream.types import HEADER_SESSION, HEADER_TENANT, ReplicaReport, SessionsAsked, SessionsHeld
+from midstream.types import (
+    HEADER_SESSION,
+    HEADER_TENANT,
+    ReplicaReport,
+    SessionsAsked,
+    SessionsHeld,
+    SessionsTold,
+)
 
 
 class Holder:
@@ -28,6 +35,7 @@ class Holder:
         self.name = name
         self.sessions = Sessions(on_change=self._change)
         self.mock = MockReplica(self._handle)
+        self.boot = "b1"
         self.broken = False  # it is heard, and fails every request
         self.speaks = asyncio.Event()
         self.speaks.set()
@@ -69,8 +77,9 @@ class Holder:
     async def _tell(self, peer: Peer) -> None:
         peer.start_stream("application/x-ndjson")
         await self.speaks.wait()
-        report = msgspec.json.encode(ReplicaReport(replica=self.name, boot="b1", ready=True)) + b"\n"
+        report = msgspec.json.encode(ReplicaReport(replica=self.name, boot=self.boot, ready=True)) + b"\n"
         with self.sessions.feed() as feed:
+            peer.chunk(msgspec.json.encode(SessionsTold(boot=self.boot)) + b"\n")
             while not peer.writer.is_closing():
                 self._changed.clear()
                 for line in self.sessions.told(feed):

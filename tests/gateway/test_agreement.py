@@ -27,16 +27,19 @@ class Gateways(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.stack = ExitStack()
-        self.held = {
-            name: Sessions(idle_s=60, clock=lambda: self.now, monotonic=lambda: self.now) for name in REPLICAS
-        }
+        self.held = {name: self._sessions() for name in REPLICAS}
         self.usable = [dict.fromkeys(REPLICAS, True) for _ in GATEWAYS]
+        self.boots = dict.fromkeys(REPLICAS, 0)
+        self.begun: set[tuple[int, str]] = set()  # streams whose first line was told
         self.tables: list[SessionTable] = []
         self.feeds: list[dict[str, Feed]] = []
         for gateway in GATEWAYS:
             self.tables.append(self._table())
             self.feeds.append(self._listen())
             del gateway
+
+    def _sessions(self) -> Sessions:
+        return Sessions(idle_s=60, clock=lambda: self.now, monotonic=lambda: self.now)
 
     def _table(self) -> SessionTable:
         return SessionTable(100, clock=lambda: self.now)
@@ -49,6 +52,9 @@ class Gateways(RuleBasedStateMachine):
 
     def _told(self, gateway: int, replica: str) -> None:
         table = self.tables[gateway]
+        if (gateway, replica) not in self.begun:
+            self.begun.add((gateway, replica))
+            table.begin(replica, str(self.boots[replica]))
         for line in self.held[replica].told(self.feeds[gateway][replica]):
             told = msgspec.json.decode(line, type=SessionsTold)
             for session, stamp in told.held:
@@ -110,9 +116,19 @@ class Gateways(RuleBasedStateMachine):
         for held in self.held.values():
             held.sweep()
 
+    @rule(replica=replicas)
+    def reboot(self, replica: str) -> None:
+        """It dies and comes back, holding nothing."""
+        self.held[replica] = self._sessions()
+        self.boots[replica] += 1
+        for gateway in GATEWAYS:
+            self.feeds[gateway][replica] = self.stack.enter_context(self.held[replica].feed())
+            self.begun.discard((gateway, replica))
+
     @rule(gateway=gateways)
     def restart(self, gateway: int) -> None:
         self.tables[gateway], self.feeds[gateway] = self._table(), self._listen()
+        self.begun -= {(gateway, replica) for replica in REPLICAS}
         for replica in REPLICAS:
             self._told(gateway, replica)
         for session in KEYS:

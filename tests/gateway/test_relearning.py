@@ -149,6 +149,26 @@ def test_a_replica_that_comes_back_takes_new_sessions_at_once_and_nobody_is_move
     run(main)
 
 
+def test_sessions_of_a_replica_that_died_unasked_are_new_when_it_is_back() -> None:
+    async def main() -> None:
+        async with holders(2) as made, gateway(made) as stage:
+            await all_usable(stage)
+            before = {key: (await where(stage, key))[0] for key in KEYS}
+            made[1].mock.stop()
+            await until(lambda: not stage.views[1].usable)
+            made[1].boot = "b2"
+            made[1].sessions.close_all()
+            await made[1].mock.start(made[1].mock.port)
+            await all_usable(stage)
+            table = stage.gateway.proxy.deployments.default.sessions
+            assert table.counts == {"replica-0": sum(home == "replica-0" for home in before.values())}
+            for key in KEYS:
+                reason = "sticky" if before[key] == "replica-0" else "new"
+                assert (await where(stage, key))[1] == reason
+
+    run(main)
+
+
 def test_a_replica_that_is_heard_but_fails_requests_is_left_until_it_answers() -> None:
     async def main() -> None:
         async with holders(2) as made, gateway(made) as stage:

@@ -108,6 +108,24 @@ def test_the_table_counts_sessions_by_replica() -> None:
     assert table.counts == {"r1": 1}
 
 
+def test_sessions_of_a_boot_that_is_gone_live_nowhere() -> None:
+    table = SessionTable(10)
+    table.settle(("", "before"), "r0")
+    table.begin("r0", "b1")
+    table.settle(("", "a"), "r0")
+    table.settle(("", "b"), "r0")
+    table.settle(("", "c"), "r1")
+    table.begin("r0", "b1")
+    assert table.counts == {"r0": 3, "r1": 1}
+    table.begin("r0", "b2")
+    assert table.counts == {"r1": 1}
+    table.learn(("", "b"), "r0", 2**60)
+    homes = [table.home(("", key)) for key in ("before", "a", "b", "c")]
+    assert homes == [None, None, "r0", "r1"]
+    assert table.forget(("", "b"))
+    assert table.counts == {"r1": 1}
+
+
 def test_a_tenant_is_stable_and_does_not_show_its_key() -> None:
     assert tenant_of("sk-1") == tenant_of("sk-1") != tenant_of("sk-2")
     assert "sk" not in tenant_of("sk-1")

@@ -690,6 +690,7 @@ def test_the_event_stream_sends_whole_reports_at_once_and_on_change(tmp_path: Pa
     async def scenario(here: Running) -> None:
         async with here.http.stream("GET", "/replica/events") as events:
             lines = events.aiter_lines()
+            assert '"kind":"sessions"' in await anext(lines)
             first = msgspec.json.decode(await anext(lines), type=ReplicaReport)
             assert (first.snapshot, first.boot) == ("base", here.replica.boot)
             await here.swap("v1")

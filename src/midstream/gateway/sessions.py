@@ -82,7 +82,8 @@ class SessionTable:
     def __init__(self, max_sessions: int, clock: Callable[[], float] = time.time) -> None:
         self._max_sessions = max_sessions
         self._clock = clock
-        self._homes: OrderedDict[Session, tuple[str, int]] = OrderedDict()
+        self._homes: OrderedDict[Session, tuple[str, int, int]] = OrderedDict()  # with the boot's number
+        self._boots: dict[str, tuple[str, int]] = {}  # of each replica the last one heard of, and its number
         self.counts: Counter[str] = Counter()  # sessions that live on each replica
 
     def __len__(self) -> int:
@@ -96,8 +97,23 @@ class SessionTable:
         found = self._homes.get(session)
         if found is None:
             return None
+        if found[2] != self._boot(found[0]):  # what held it is gone
+            del self._homes[session]
+            return None
         self._homes.move_to_end(session)
         return found[0]
+
+    def begin(self, replica: str, boot: str) -> None:
+        """The replica says which boot of it tells of its sessions: those on another one live nowhere any more."""
+        known, number = self._boots.get(replica, (boot, 0))
+        if known != boot:
+            number += 1
+            del self.counts[replica]
+        self._boots[replica] = (boot, number)
+
+    def _boot(self, replica: str) -> int:
+        found = self._boots.get(replica)
+        return 0 if found is None else found[1]
 
     def forget(self, session: Session, replica: str | None = None) -> bool:
         """The session lives nowhere, or not on `replica` any more. Whether that is news."""
@@ -105,7 +121,7 @@ class SessionTable:
         if found is None or (replica is not None and found[0] != replica):
             return False
         del self._homes[session]
-        self._left(found[0])
+        self._left(found)
         return True
 
     def settle(self, session: Session, replica: str) -> int:
@@ -126,15 +142,17 @@ class SessionTable:
     def _set(self, session: Session, replica: str, stamp: int) -> None:
         before = self._homes.get(session)
         if before is not None:
-            self._left(before[0])
-        self._homes[session] = (replica, stamp)
+            self._left(before)
+        self._homes[session] = (replica, stamp, self._boot(replica))
         self._homes.move_to_end(session)
         self.counts[replica] += 1
         if len(self._homes) > self._max_sessions:
-            _, (oldest, _) = self._homes.popitem(last=False)
-            self._left(oldest)
+            self._left(self._homes.popitem(last=False)[1])
 
-    def _left(self, replica: str) -> None:
+    def _left(self, home: tuple[str, int, int]) -> None:
+        replica = home[0]
+        if home[2] != self._boot(replica):
+            return  # not counted any more
         self.counts[replica] -= 1
         if self.counts[replica] == 0:
             del self.counts[replica]

@@ -30,7 +30,7 @@ from midstream.replica.resume import kind_of
 from midstream.replica.service import Service
 from midstream.replica.sessions import Sessions
 from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
-from midstream.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld
+from midstream.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld, SessionsTold
 
 log = logging.getLogger(__name__)
 
@@ -358,6 +358,7 @@ class EventsExchange(TaskExchange):
         loop = asyncio.get_running_loop()
         due = loop.time()  # when the next report may go
         with replica.sessions.feed() as feed:
+            await self._tell(msgspec.json.encode(SessionsTold(boot=replica.boot)) + b"\n")
             while not replica.closed and not feed.behind:
                 early = due - loop.time()
                 timeout_s = early if early > 0 else REPORT_AT_LEAST_EVERY_S

@@ -218,6 +218,7 @@ class Replica:
         self.boot = self._new_boot()
         self._started_at = self.clock()
         self.namespaces.commit("all")  # the cache died with the engine
+        self.sessions.close_all()
         self.runner = self._fresh_runner()
         self._changed()
         delay = 0.5

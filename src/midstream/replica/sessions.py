@@ -187,6 +187,12 @@ class Sessions:
             self._on_change()
         return found
 
+    def close_all(self) -> None:
+        """Their KV is lost."""
+        for session in list(self._held):
+            self._close(session)
+        self._on_change()
+
     def sweep(self) -> None:
         """Close the sessions that were idle for too long."""
         oldest = self._monotonic() - self._idle_s
