@@ -19,7 +19,7 @@ from midstream.control.loop import Reconciler
 from midstream.control.reconcile import LOSSES_MAX, failure, serves
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaView
-from midstream.ledger import Ledger, Signal, sqlite_url, stronger_reset
+from midstream.ledger import Ledger, Signal, Signalled, sqlite_url, stronger_reset
 from midstream.replica.swap import Event, SwapMachine
 from midstream.types import (
     BASE_SNAPSHOT,
@@ -137,6 +137,7 @@ class FakeReplicaSet:
         self.drop = dict.fromkeys((r.name for r in replicas), 0)
         self.sent: list[tuple[str, str, int]] = []
         self.hold: asyncio.Event | None = None
+        self.looks = 0  # how often those who wait for a snapshot were told to look again
         self._boots: dict[str, str] = {}
         self._callback: Callable[[], None] = lambda: None
 
@@ -151,6 +152,9 @@ class FakeReplicaSet:
             self.drop[view.name] -= 1
             raise ReplicaUnavailable(f"{view.name} is away")
         self.replicas[view.index].machine.accept(desired)
+
+    def look_again(self) -> None:
+        self.looks += 1
 
     def hear(self, index: int) -> None:
         view, report = self.views[index], self.replicas[index].report()
@@ -273,6 +277,39 @@ def test_replicas_start_on_base_and_all_converge_on_a_signal(tmp_path: Path) -> 
     assert [world.stored(r) for r in world.replicas] == [reported(r) for r in world.replicas]
     assert sorted(world.set.sent) == [(f"replica-{i}", "a", 1) for i in range(3)]
     world.close()
+
+
+def test_the_order_of_signals_is_the_ledgers_whoever_signalled(tmp_path: Path) -> None:
+    here = World(tmp_path)
+
+    def order() -> list[tuple[str, int | None]]:
+        return [(name, here.reconciler.order.position(name)) for name in ("base", "v1", "v2", "v3")]
+
+    here.signal("v1")
+    here.calm()
+    here.signal("v2")
+    here.reconcile()
+    looks = here.set.looks
+    assert order() == [("base", 0), ("v1", 1), ("v2", 2), ("v3", None)]
+    assert here.reconciler.order.newest(()) == 1, "v2 is ready nowhere"
+    here.calm()
+    assert (here.reconciler.order.newest(()), here.set.looks) == (2, looks)
+    here.reconciler.order.learn([Signalled("v3", 4, False)])  # signalled here
+    assert here.ledger is not None
+    for identity in ("v1", "v3"):  # the first of them by another gateway
+        here.run(here.ledger.signal(DEPLOYMENT, Signal(identity=identity, url="file:///bucket/x")))
+    here.time += 2
+    here.reconcile()
+    assert order() == [("base", 0), ("v1", 3), ("v2", 2), ("v3", 4)]
+    here.restart_gateway()
+    here.reconcile()
+    assert order() == [("base", 0), ("v1", 3), ("v2", 2), ("v3", 4)]
+    assert here.reconciler.order.newest(()) == 2
+    here.run(here.ledger.reset_ledger(DEPLOYMENT))
+    here.time += 2
+    here.reconcile()
+    assert order() == [("base", 0), ("v1", None), ("v2", None), ("v3", None)]
+    here.close()
 
 
 def test_a_rebooted_replica_joins_only_after_it_serves_the_desired_snapshot(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from ledger_helpers import DEPLOYMENT, moved, on_ledger, signal
 
 from midstream.errors import Conflict, NotFound
-from midstream.ledger import Death, Disagreement, Ledger
+from midstream.ledger import Death, Disagreement, Ledger, Signalled
 from midstream.types import Desired, Stage
 
 OTHER = "accounts/local/deployments/other"
@@ -102,6 +102,28 @@ def test_a_reset_forgets_every_snapshot_and_goes_on_counting(url: str) -> None:
         (row,) = await ledger.snapshots(DEPLOYMENT)
         assert row.ready_at is None
         assert not (await ledger.state(DEPLOYMENT)).ever_ready
+
+    on_ledger(url, work)
+
+
+def test_the_signals_since_the_last_reset_in_order_and_which_of_them_became_ready(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        for identity in ("a", "b", "c"):
+            await signal(ledger, identity)
+        rows = [moved(0, "a", 1, Stage.IDLE), moved(1, "b", 2, Stage.ERROR), moved(2, "c", 3, Stage.CHECKING)]
+        await ledger.record(DEPLOYMENT, "replica-0", "b", rows)
+        a, b, c = Signalled("a", 1, True), Signalled("b", 2, False), Signalled("c", 3, False)
+        assert await ledger.signalled(DEPLOYMENT) == (0, [c, b, a])
+        assert await ledger.signalled(DEPLOYMENT, after=2) == (0, [c])
+        assert await ledger.signalled(DEPLOYMENT, newest=2) == (0, [c, b])
+        await signal(ledger, "a")
+        assert await ledger.signalled(DEPLOYMENT, after=3) == (0, [Signalled("a", 4, False)])
+        await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(3, "a", 4, Stage.IDLE)])
+        assert await ledger.signalled(DEPLOYMENT, after=3) == (0, [Signalled("a", 4, True)])
+        assert await ledger.reset_ledger(DEPLOYMENT) == 5
+        assert await ledger.signalled(DEPLOYMENT) == (5, [])
+        await signal(ledger, "d")
+        assert await ledger.signalled(DEPLOYMENT, after=5) == (5, [Signalled("d", 6, False)])
 
     on_ledger(url, work)
 

@@ -35,6 +35,7 @@ from midstream.control.reconcile import (
 )
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
+from midstream.gateway.versions import KEPT, SignalOrder
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 from midstream.types import Desired, ReplicaReport, Stage, Transition
 
@@ -81,6 +82,8 @@ class Reconciler:
         self._delivered: dict[str, tuple[str, str, int]] = {}  # replica -> boot, snapshot, generation
         self._stuck: dict[str, _Stuck] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
+        self.order = SignalOrder()  # kept as the ledger has it
+        self._order_read = 0  # up to this generation
         replica_set.subscribe(self.wake)
 
     def __repr__(self) -> str:
@@ -227,9 +230,19 @@ class Reconciler:
             self._read_at = now  # before reading: a signal that arrives meanwhile makes it stale again
             try:
                 self._state = await self._ledger.state(self._deployment)
+                await self._learn_order(self._state)
             except LedgerUnavailable as error:
                 logger.warning("going on with the last known state: %s", error)
         return self._state
+
+    async def _learn_order(self, state: DeploymentState) -> None:
+        generation = 0 if state.desired is None else state.desired.generation
+        if generation == self._order_read:
+            return
+        reset, signals = await self._ledger.signalled(self._deployment, self._order_read, KEPT)
+        self.order.learn(signals, reset)
+        self._order_read = generation
+        self._replicas.look_again()
 
     async def _record(self, view: ReplicaView, report: ReplicaReport) -> None:
         try:
@@ -248,8 +261,10 @@ class Reconciler:
             logger.warning("stage changes of %s are stored later: %s", view.name, error)
             return
         self._recorded[view.name] = (report.boot, new[-1].seq)
-        if any(moved.stage is Stage.IDLE for moved in new):
-            self._read_at = float("-inf")  # a snapshot became ready: it may serve as a fallback
+        for moved in new:
+            if moved.stage is Stage.IDLE:
+                self._read_at = float("-inf")  # a snapshot became ready: it may serve as a fallback
+                self.order.ready(moved.snapshot, moved.generation)
         _log_failures(view, new)
 
     async def _begin_boot(self, replica: str, ended: str | None, boot: str) -> BootHistory:

@@ -94,8 +94,8 @@ class _Api:
         state = await self._ledger.state(deployment.name)
         fleet = fleet_of(state, [view.report for view in deployment.replicas.views if view.report])
         result = await self._ledger.signal(deployment.name, signal, fleet, chain_max=self._chain_max)
-        deployment.signalled()
         desired = result.desired
+        deployment.signalled(desired)
         return JSONResponse(
             {
                 "identity": desired.snapshot,
@@ -143,6 +143,7 @@ class _Api:
         reports = [view.report for view in deployment.replicas.views if view.report]
         floor = max((report.generation for report in reports), default=0)
         generation = await self._ledger.reset_ledger(deployment.name, floor)
+        deployment.order.learn((), reset=generation)
         deployment.signalled()
         state = await self._ledger.state(deployment.name)
         return JSONResponse({"desired_snapshot_identity": state.snapshot, "generation": generation})

@@ -1,7 +1,7 @@
 """One request to a replica: placed by session and load, and what happens when that replica fails.
 
 Always holds:
-- A request is sent to another replica only while no response byte has arrived (a whole 503 or 429 counts as none), and
+- A request is sent to another replica only while no response byte has been passed on (resume.py has streams go on), and
   never to more than LOST_SENDS_MAX replicas that then failed with it. After a 429 it is sent to one more.
 - A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable.
 - A session whose first request there was refused (425, 429, 503) has no home yet.
@@ -11,6 +11,7 @@ Always holds:
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -123,7 +124,7 @@ class InferenceExchange(ControlExchange):
             return
         placed = self._placed = self._place()
         if placed is None:
-            self._fail(ReplicaUnavailable("no replica can take the request now"))
+            self._not_placed()
             return
         self._view = placed.view
         self._view.in_flight += 1
@@ -135,7 +136,14 @@ class InferenceExchange(ControlExchange):
         self._send()
 
     def _place(self) -> Placed | None:
-        return self._proxy.place(self._deployment, self._session, self._tried, prompt=self._prompt)
+        return self._proxy.place(self._deployment, self._session, self._tried, self._eligible(), self._prompt)
+
+    def _eligible(self) -> Callable[[ReplicaView], bool] | None:
+        """Who may take it of those that are usable; None: all."""
+        return None
+
+    def _not_placed(self) -> None:
+        self._fail(ReplicaUnavailable("no replica can take the request now"))
 
     def _not_begun(self) -> None:
         """A replica refused this request: a session that has nothing there yet may begin elsewhere."""
@@ -162,7 +170,7 @@ class InferenceExchange(ControlExchange):
         return (
             (self._session is None or placed.stamp is not None or not view.usable)
             and (status == Overloaded.status or self._lost_sends + 1 < LOST_SENDS_MAX)
-            and self._proxy.has_another(self._deployment, {*self._tried, view.name})
+            and self._proxy.has_another(self._deployment, {*self._tried, view.name}, self._eligible())
         )
 
     def _refused(self) -> None:

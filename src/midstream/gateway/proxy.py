@@ -222,9 +222,14 @@ class Proxy:
             prefixes.learn(prompt, found[0].name)
         return found
 
-    def has_another(self, deployment: Deployment, tried: Collection[str]) -> bool:
-        """A replica that is usable and not in `tried`."""
-        return any(view.usable and view.name not in tried for view in deployment.replicas.views)
+    def has_another(
+        self,
+        deployment: Deployment,
+        tried: Collection[str],
+        eligible: Callable[[ReplicaView], bool] | None = None,
+    ) -> bool:
+        """A replica that is usable, not in `tried`, and `eligible`."""
+        return bool(_others(deployment.replicas, tried, eligible))
 
     def _log(self, session: Session | None, view: ReplicaView, decision: Decision) -> None:
         key = "-" if session is None else session[1]
@@ -259,12 +264,18 @@ def _rest(
     replicas: ReplicaSet, tried: Collection[str], eligible: Callable[[ReplicaView], bool] | None
 ) -> Fleet[ReplicaView]:
     """Who may take a request that not all may take."""
-    left = [
+    left = _others(replicas, tried, eligible)
+    return Fleet([view for view in left if view.admitting] or left)
+
+
+def _others(
+    replicas: ReplicaSet, tried: Collection[str], eligible: Callable[[ReplicaView], bool] | None
+) -> list[ReplicaView]:
+    return [
         view
         for view in replicas.views
         if view.usable and view.name not in tried and (eligible is None or eligible(view))
     ]
-    return Fleet([view for view in left if view.admitting] or left)
 
 
 def _decoded(value: bytes | None) -> str | None:

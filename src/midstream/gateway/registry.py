@@ -19,8 +19,10 @@ from midstream.errors import InvalidRequest, NotFound
 from midstream.gateway.prefixes import PrefixTable
 from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.sessions import SessionTable
+from midstream.gateway.versions import SignalOrder
+from midstream.ledger import Signalled
 from midstream.names import ServedNames
-from midstream.types import ReplicaEntry, SessionsTold
+from midstream.types import Desired, ReplicaEntry, SessionsTold
 
 DEPLOYMENT_HEADER = "fireworks-deployment"
 MODEL_HEADER = "fireworks-model"
@@ -35,6 +37,7 @@ class Deployment:
     reconciler: Reconciler | None  # None: control is another process' (gateway/workers.py)
     sessions: SessionTable = field(default_factory=lambda: SessionTable(1_000_000))
     prefixes: PrefixTable = field(default_factory=PrefixTable)
+    order: SignalOrder = field(default_factory=SignalOrder)  # of its snapshots
     wanted: int = 0  # replicas it should have
     entries: dict[str, ReplicaEntry] = field(default_factory=dict)  # what was said of single replicas
     deleting: bool = False  # takes no requests
@@ -43,6 +46,8 @@ class Deployment:
 
     def __post_init__(self) -> None:
         self.replicas.on_sessions = self._told
+        if self.reconciler is not None:
+            self.reconciler.order = self.order
 
     @property
     def name(self) -> str:
@@ -67,15 +72,16 @@ class Deployment:
         return down | self.problems
 
     def _told(self, replica: str, told: SessionsTold) -> None:
-        if told.boot is not None:
-            self.sessions.begin(replica, told.boot)
         for session, stamp in told.held:
             self.sessions.learn(session, replica, stamp)
         for session in told.closed:
             self.sessions.forget(session, replica)
 
-    def signalled(self) -> None:
-        """Something new is desired."""
+    def signalled(self, desired: Desired | None = None) -> None:
+        """Something new is desired: `desired`, if it is known. Requests that come from now on can ask for it."""
+        if desired is not None:
+            self.order.learn([Signalled(desired.snapshot, desired.generation, False)])
+            self.replicas.look_again()
         if self.reconciler is not None:
             self.reconciler.signalled()
 

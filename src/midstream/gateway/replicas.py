@@ -117,6 +117,10 @@ class ReplicaSet:
         """Call `callback` once, after the next change of who is usable, of any report, or of `learning`."""
         self._waiting[callback] = None
 
+    def look_again(self) -> None:
+        """Something else changed that whoever waits may wait for."""
+        self._wake()
+
     def wait_no_more(self, callback: Callable[[], None]) -> None:
         self._waiting.pop(callback, None)
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from midstream.errors import EngineFailed, InvalidRequest, MidstreamError
-from midstream.gateway.inference import HELD_BYTES_MAX, LOST_SENDS_MAX, InferenceExchange
+from midstream.gateway.admission import VersionedExchange
+from midstream.gateway.inference import HELD_BYTES_MAX, LOST_SENDS_MAX
 from midstream.resumption import (
     FAILOVER_MODES,
     HEADER_FAILOVER,
@@ -108,7 +109,7 @@ class Passed:
             self._told.clear()
 
 
-class ResumableExchange(InferenceExchange):
+class ResumableExchange(VersionedExchange):
     """An inference request whose stream, if it is one, outlives its replica."""
 
     _mode = "exact"

@@ -32,6 +32,7 @@ from midstream.ledger.records import (
     Disagreement,
     Fleet,
     Signal,
+    Signalled,
     SignalResult,
     SnapshotRow,
     TransitionRow,
@@ -53,6 +54,7 @@ __all__ = [
     "LedgerUnavailable",
     "Signal",
     "SignalResult",
+    "Signalled",
     "SnapshotRow",
     "TransitionRow",
     "Verdict",
@@ -236,6 +238,10 @@ class Ledger:
     async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
         """What is stored of one boot of a replica, in order."""
         return await self._run(lambda: self._core.boot_transitions(name, replica, boot))
+
+    async def signalled(self, name: str, after: int = 0, newest: int = 1024) -> tuple[int, list[Signalled]]:
+        """The generation of the last reset (0: none), and the `newest` snapshots signalled under generations above `after`."""
+        return await self._run(lambda: self._core.signalled(name, after, newest))
 
     async def snapshots(self, name: str) -> list[SnapshotRow]:
         """Every snapshot ever signalled, in the order of first signals."""

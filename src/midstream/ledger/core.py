@@ -28,6 +28,7 @@ from midstream.ledger.records import (
     Disagreement,
     Fleet,
     Signal,
+    Signalled,
     SignalResult,
     SnapshotRow,
     TransitionRow,
@@ -280,6 +281,20 @@ class LedgerCore:
             )
             rows = db.execute(sa.select(transitions).where(this).order_by(transitions.c.seq))
             return [as_transition(row) for row in rows]
+
+    def signalled(self, name: str, after: int, newest: int) -> tuple[int, list[Signalled]]:
+        with self._read() as db:
+            row = resources.find(db, name)
+            since = (
+                (transitions.c.deployment_id == row.id)
+                & (transitions.c.identity == snapshots.c.identity)
+                & (transitions.c.generation >= snapshots.c.generation)
+                & (transitions.c.stage == Stage.IDLE.value)
+            )
+            query = sa.select(snapshots.c.identity, snapshots.c.generation, sa.exists().where(since))
+            query = query.where(snapshots.c.deployment_id == row.id, snapshots.c.generation > after)
+            rows = db.execute(query.order_by(snapshots.c.generation.desc()).limit(newest))
+            return int(row.reset_ledger_generation), [Signalled(*r) for r in rows]
 
     def snapshots(self, name: str) -> list[SnapshotRow]:
         with self._read() as db:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from midstream.types import (
     BASE_SNAPSHOT,
@@ -100,6 +100,14 @@ class SnapshotRow:
     parents: tuple[SnapshotFiles, ...] = ()
     max_cache_age: int | None = None
     ignore_config: tuple[str, ...] = ()
+
+
+class Signalled(NamedTuple):
+    """A snapshot, the generation of its last signal, and whether it was ready on a replica since."""
+
+    snapshot: str
+    generation: int
+    ready: bool
 
 
 @dataclass(frozen=True)

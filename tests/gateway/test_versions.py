@@ -1,0 +1,570 @@
+"""Requests that ask for certain snapshots: which replica takes them, how they wait, what they are answered in vain."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from gateway_harness import Message, Peer, Stage, post, run, staged
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from session_holders import until
+
+from midstream.errors import InvalidRequest, UnknownField
+from midstream.gateway import versions
+from midstream.gateway.versions import KEPT, Admission, SignalOrder, Verdict
+from midstream.gateway.view import ReplicaView
+from midstream.ledger import Signalled
+from midstream.types import BASE_SNAPSHOT, ReplicaReport
+from midstream.types import Stage as SwapStage
+from midstream.versions import (
+    HEADER_ADMITTED,
+    HEADER_REFUSED,
+    NOTHING,
+    Admitted,
+    Refusal,
+    Wish,
+    as_header,
+    from_header,
+    wish_of_body,
+    wish_of_headers,
+)
+
+
+def order_of(*snapshots: str, ready: Iterable[str] = ()) -> SignalOrder:
+    """Signalled one after another, under the generations 1, 2, ..."""
+    order = SignalOrder()
+    order.learn(Signalled(name, number, name in ready) for number, name in enumerate(snapshots, 1))
+    return order
+
+
+def view(snapshot: str, *, index: int = 0, usable: bool = True, **report: Any) -> ReplicaView:
+    name = f"replica-{index}"
+    made = ReplicaView(index, name, f"http://127.0.0.1:{index + 1}")
+    made.report = ReplicaReport(replica=name, boot="b", ready=True, snapshot=snapshot, **report)
+    made.admitted = usable
+    return made
+
+
+def who(
+    wish: Wish, order: SignalOrder, *serving: str, home: int | None = None, now: float = 0.0
+) -> list[str] | Verdict:
+    """The snapshots of the replicas that may take the request, or what else is to be done with it."""
+    views = [view(snapshot, index=index) for index, snapshot in enumerate(serving)]
+    admission = Admission(wish, order, 0.0)
+    verdict = admission.judge(views, (), None if home is None else views[home], now)
+    if verdict.action != "send":
+        return verdict
+    return [snapshot for snapshot, one in zip(serving, views, strict=True) if admission.fits(one)]
+
+
+ORDER = order_of("v1", "v2", "v3", "v4", ready=["v1", "v2", "v3"])
+
+
+@pytest.mark.parametrize(
+    ("wish", "serving", "taken_by"),
+    [
+        (Wish(snapshot="v2"), "base v1 v2 v3", "v2"),
+        (Wish(snapshot="base"), "base v1", "base"),
+        (Wish(snapshot="elsewhere"), "v1 elsewhere", "elsewhere"),  # signalled by nobody, and it serves
+        (Wish(min_snapshot="v2"), "base v1 v2 v3 elsewhere", "v2 v3"),
+        (Wish(min_snapshot="base"), "base v1 elsewhere", "base v1"),
+        (Wish(min_snapshot="elsewhere"), "v1 elsewhere", "elsewhere"),
+        (Wish(max_staleness=0), "base v1 v2 v3", "v3"),
+        (Wish(max_staleness=0), "v2 v3 v4", "v4"),  # it serves somewhere: newer than what was ready
+        (Wish(max_staleness=1), "base v1 v2 v3 elsewhere", "v2 v3"),
+        (Wish(max_staleness=3), "base v1 v2 v3", "base v1 v2 v3"),
+        (Wish(min_snapshot="v2", max_staleness=1), "v1 v2 v3", "v2 v3"),
+        (Wish(min_snapshot="v3", max_staleness=2), "v1 v2 v3", "v3"),
+        (Wish(snapshot="v2", max_staleness=1), "v1 v2 v3", "v2"),
+        (Wish(snapshot="v2", min_snapshot="v1"), "v1 v2 v3", "v2"),
+    ],
+)
+def test_a_replica_may_take_a_request_when_all_it_asks_for_holds(
+    wish: Wish, serving: str, taken_by: str
+) -> None:
+    assert who(wish, ORDER, *serving.split()) == taken_by.split()
+
+
+@pytest.mark.parametrize(
+    ("wish", "serving", "verdict"),
+    [
+        (Wish(min_snapshot="v4"), "v3", Verdict("wait", 10.0)),  # what is desired will come
+        (Wish(snapshot="v4"), "v3", Verdict("wait", 10.0)),
+        (Wish(max_staleness=0), "v1", Verdict("wait", 10.0)),  # v3 was ready on a replica that is gone
+        (Wish(min_snapshot="v9"), "v3", Verdict("wait", 10.0)),  # its signal may be on the way
+        (Wish(snapshot="v2"), "v1 v3", Verdict("refuse")),  # it takes a signal for that
+        (Wish(snapshot="v2", wait_s=30), "v1 v3", Verdict("wait", 30.0)),  # but it may be waited for
+        (Wish(snapshot="v2", min_snapshot="v3"), "v2 v3", Verdict("refuse")),
+        (Wish(snapshot="v1", max_staleness=0), "v1 v3", Verdict("refuse")),
+        (Wish(min_snapshot="v4", wait_s=0), "v3", Verdict("refuse")),
+    ],
+)
+def test_what_does_not_serve_is_waited_for_if_it_may_come(wish: Wish, serving: str, verdict: Verdict) -> None:
+    assert who(wish, ORDER, *serving.split()) == verdict
+    assert who(wish, ORDER, *serving.split(), now=100.0) == Verdict("refuse")
+
+
+def test_what_a_replica_is_loading_may_come_and_what_it_failed_on_may_not() -> None:
+    def verdict(wish: Wish, **report: Any) -> Verdict:
+        return Admission(wish, ORDER, 0.0).judge([view("v3", **report)], (), None, 0.0)
+
+    assert verdict(Wish("v2"), stage=SwapStage.STAGING, target="v2") == Verdict("wait", 10.0)
+    assert verdict(Wish("v4"), stage=SwapStage.ERROR, target="v4") == Verdict("refuse")
+    assert verdict(Wish("v3"), stage=SwapStage.STAGED, target="v4", pinnable=False) == Verdict("refuse")
+
+
+def test_a_session_waits_a_while_for_its_home_and_no_longer() -> None:
+    wish = Wish(min_snapshot="v4")
+    assert who(wish, ORDER, "v3", "v4", home=0) == Verdict("wait", versions.HOME_WAIT_S)
+    assert who(wish, ORDER, "v3", "v4", home=0, now=versions.HOME_WAIT_S) == ["v4"]
+    assert who(wish, ORDER, "v3", "v4", home=1) == ["v4"]
+    assert who(Wish(min_snapshot="v4", wait_s=0.5), ORDER, "v3", "v4", home=0) == Verdict("wait", 0.5)
+    assert who(Wish(min_snapshot="v4", wait_s=0), ORDER, "v3", "v4", home=0) == ["v4"]
+    assert who(Wish("v3"), ORDER, "v4", "v3", home=0) == ["v3"], "its home goes to v4 or stays"
+
+
+def test_nobody_who_is_usable_or_untried_is_no_matter_of_snapshots() -> None:
+    admission = Admission(Wish(min_snapshot="v4"), ORDER, 0.0)
+    assert admission.judge([view("v4", usable=False)], (), None, 0.0) == Verdict("send")
+    assert admission.judge([view("v4")], ("replica-0",), None, 0.0) == Verdict("send")
+
+
+def test_the_last_signal_of_a_snapshot_gives_it_its_place() -> None:
+    order = order_of("v1", "v2", "v3", ready=["v1", "v2"])
+    assert (order.desired, who(Wish(min_snapshot="v2"), order, "v1", "v2")) == ("v3", ["v2"])
+    order.learn([Signalled("v1", 4, False)])  # rolled back
+    assert (order.desired, who(Wish(min_snapshot="v2"), order, "v1", "v2")) == ("v1", ["v1", "v2"])
+    assert who(Wish(max_staleness=0), order, "v2", "v3") == ["v3"], "it serves nowhere since it was signalled"
+    order.ready("v1", 1)
+    assert who(Wish(max_staleness=0), order, "v2") == ["v2"], "what was ready before the signal"
+    order.ready("v1", 4)
+    assert who(Wish(max_staleness=2), order, "v2", "v3") == ["v2", "v3"]
+    assert who(Wish(max_staleness=1), order, "v2", "v3") == ["v3"]
+    assert order.between(0, 4) == 3
+
+
+def test_a_reset_forgets_all_signals_and_the_base_weights_come_first_again() -> None:
+    order = order_of("v1", "v2", ready=["v1", "v2"])
+    order.learn([Signalled("v9", 7, False)], reset=6)
+    assert [order.position(name) for name in (BASE_SNAPSHOT, "v1", "v2", "v9")] == [0, None, None, 7]
+    assert who(Wish(max_staleness=0), order, "base", "v2") == ["base"]
+    order.learn([Signalled("v10", 8, True)], reset=6)
+    assert (order.desired, order.between(0, 8)) == ("v10", 2)
+
+
+@given(st.lists(st.sampled_from([f"v{i}" for i in range(6)]), max_size=20), st.data())
+def test_the_order_is_that_of_last_signals_however_it_was_learnt(
+    signals: list[str], data: st.DataObject
+) -> None:
+    numbered = [Signalled(name, number, False) for number, name in enumerate(signals, 1)]
+    order, told = SignalOrder(), SignalOrder()
+    order.learn(data.draw(st.permutations(numbered)))
+    told.learn(order.told())
+    last = sorted(set(signals), key=lambda name: len(signals) - signals[::-1].index(name))
+    names = [BASE_SNAPSHOT, *last]
+    for one in (order, told):
+        positions = [one.position(name) for name in names]
+        assert None not in positions
+        assert positions == sorted(positions, key=lambda position: position or 0)
+        assert one.desired == names[-1]
+        for older, name in enumerate(names):
+            assert one.between(one.position(name) or 0, one.position(names[-1]) or 0) == len(last) - older
+
+
+def test_only_so_many_signals_are_kept_and_the_base_weights_always() -> None:
+    order = order_of(*(f"v{number}" for number in range(KEPT + 5)))
+    assert len(order.told()) == KEPT
+    assert [order.position(name) for name in ("base", "v4", "v5")] == [0, None, 6]
+
+
+# -- wishes as they are written
+
+
+def test_a_wish_means_the_same_in_headers_and_in_a_body() -> None:
+    headers = {
+        b"x-midstream-snapshot": b"a/b",
+        b"x-midstream-min-snapshot": "h\u00e9".encode(),
+        b"x-midstream-max-staleness": b"3",
+        b"x-midstream-snapshot-wait": b"1.5",
+    }
+    wish = Wish("a/b", "h\u00e9", 3, 1.5)
+    assert wish_of_headers(headers) == wish
+    body = {"snapshot": "a/b", "min_snapshot": "h\u00e9", "max_staleness": 3, "wait": 1.5}
+    assert wish_of_body(body) == wish
+    assert (wish_of_headers({b"x-session-id": b"k"}), wish_of_body(None), wish_of_body({})) == (
+        None,
+        NOTHING,
+        NOTHING,
+    )
+    for told in (Admitted("h\u00e9\n", pinned=True), Admitted("x", body=True)):
+        assert from_header(as_header(told), Admitted) == told
+        assert as_header(told).isascii()
+    refusal = Refusal("v1", False, wish)
+    assert from_header(as_header(refusal), Refusal) == refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("snapshot", b""),
+        ("snapshot", b"x" * 513),
+        ("min-snapshot", b" "),
+        ("max-staleness", b"-1"),
+        ("max-staleness", b"1.0"),
+        ("max-staleness", b"one"),
+        ("max-staleness", b"1_0"),
+        ("max-staleness", "\u0663".encode()),
+        ("snapshot-wait", b"-0.1"),
+        ("snapshot-wait", b"nan"),
+        ("snapshot-wait", b"inf"),
+        ("snapshot-wait", b"86401"),
+        ("snapshot-wait", b"soon"),
+    ],
+)
+def test_a_header_that_says_nothing_sensible_is_refused_by_its_name(name: str, value: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wish_of_headers({f"x-midstream-{name}".encode(): value})
+    assert caught.value.param == f"x-midstream-{name}"
+
+
+def test_headers_and_body_may_complete_but_not_contradict_each_other() -> None:
+    both = Wish(min_snapshot="v1").with_(Wish(max_staleness=2, min_snapshot="v1"))
+    assert both == Wish(min_snapshot="v1", max_staleness=2)
+    with pytest.raises(InvalidRequest, match="x-midstream-max-staleness: the request asks for 1 and for 2"):
+        Wish(max_staleness=1).with_(both)
+    with pytest.raises(UnknownField, match=r"field: 'midstream\.minimum'"):
+        wish_of_body({"minimum": "v1"})
+
+
+# -- through the gateway
+
+
+class Versioned:
+    """A replica's side of it: serves `snapshot`, refuses what its gateway judged by another, as replica/pins.py does."""
+
+    def __init__(self, snapshot: str) -> None:
+        self.snapshot = snapshot
+        self.wish = NOTHING  # what bodies ask for
+        self.admitted: list[Admitted | None] = []
+
+    async def __call__(self, request: Message, peer: Peer) -> None:
+        given = request.headers.get(HEADER_ADMITTED)
+        admitted = None if given is None else from_header(given, Admitted)
+        self.admitted.append(admitted)
+        expected = {self.wish.snapshot, admitted.snapshot if admitted else None} - {None}
+        judged = not self.wish.relative or (admitted is not None and admitted.body)
+        if judged and not expected - {self.snapshot}:
+            peer.respond(json.dumps({"snapshot": self.snapshot}).encode())
+            return
+        refusal = Refusal(self.snapshot, wish=self.wish)
+        peer.respond(b"{}", "409 Conflict", f"{HEADER_REFUSED}: {as_header(refusal)}\r\nretry-after: 1\r\n")
+
+
+def tell(stage: Stage, *signalled: str, ready: Sequence[str] = ()) -> None:
+    order = stage.gateway.proxy.deployments.default.order
+    order.learn(order_of(*signalled, ready=ready).told())
+
+
+def serve(stage: Stage, replica: int, snapshot: str, /, **more: Any) -> None:
+    """The replica reports that it serves this."""
+    one = stage.views[replica]
+    assert one.report is not None
+    one.report = replace(one.report, snapshot=snapshot, **more)
+    stage.gateway.proxy.deployments.default.replicas.look_again()
+
+
+def asking(**headers: Any) -> bytes:
+    """E.g. min_snapshot="v1"; `session`: its key."""
+    lines = {
+        ("x-session-id" if name == "session" else f"x-midstream-{name.replace('_', '-')}"): value
+        for name, value in headers.items()
+    }
+    return post(headers="".join(f"{name}: {value}\r\n" for name, value in lines.items()))
+
+
+async def served(stage: Stage, request: bytes) -> tuple[str, str]:
+    """(replica, snapshot)"""
+    answer = await stage.ask(request)
+    assert answer.status == 200, answer.body
+    return answer.headers["x-midstream-replica"], json.loads(answer.body)["snapshot"]
+
+
+async def waiting(stage: Stage, count: int = 1) -> None:
+    replicas = stage.gateway.proxy.deployments.default.replicas
+    await until(lambda: len(replicas._waiting) == count)
+
+
+def test_requests_go_where_what_they_ask_for_serves_and_the_replica_is_told() -> None:
+    async def main() -> None:
+        mocks = [Versioned("v1"), Versioned("v2")]
+        async with staged(*mocks) as stage:
+            tell(stage, "v1", "v2", ready=["v1", "v2"])
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v2")
+            for _ in range(3):
+                assert await served(stage, asking(snapshot="v1")) == ("replica-0", "v1")
+                assert await served(stage, asking(min_snapshot="v2")) == ("replica-1", "v2")
+                assert await served(stage, asking(max_staleness=0)) == ("replica-1", "v2")
+            assert mocks[0].admitted == [Admitted("v1", pinned=True)] * 3
+            assert mocks[1].admitted == [Admitted("v2")] * 6
+            assert {(await served(stage, asking(max_staleness=1)))[1] for _ in range(4)} == {"v1", "v2"}
+            assert {(await served(stage, post()))[1] for _ in range(4)} == {"v1", "v2"}
+
+    run(main)
+
+
+def test_internal_headers_of_a_client_do_not_count() -> None:
+    async def main() -> None:
+        mock = Versioned("v1")
+        async with staged(mock) as stage:
+            serve(stage, 0, "v1")
+            await served(stage, post(headers=f'{HEADER_ADMITTED}: {{"snapshot":"v7"}}\r\n'))
+            assert mock.admitted == [None]
+
+    run(main)
+
+
+def test_a_request_waits_until_a_replica_reports_what_it_asks_for() -> None:
+    async def main() -> None:
+        mocks = [Versioned("v1"), Versioned("v1")]
+        async with staged(*mocks) as stage:
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v1")
+            tell(stage, "v1", "v2", ready=["v1"])
+            asked = asyncio.create_task(served(stage, asking(min_snapshot="v2", snapshot_wait=60)))
+            await waiting(stage)
+            serve(stage, 1, "v1", in_flight=7)
+            await waiting(stage)
+            assert not stage.mocks[0].requests + stage.mocks[1].requests
+            mocks[1].snapshot = "v2"
+            serve(stage, 1, "v2")
+            assert await asked == ("replica-1", "v2")
+
+    run(main)
+
+
+def test_a_request_may_come_before_the_signal_it_asks_for() -> None:
+    async def main() -> None:
+        mock = Versioned("v1")
+        async with staged(mock) as stage:
+            serve(stage, 0, "v1")
+            asked = asyncio.create_task(served(stage, asking(min_snapshot="v1", snapshot_wait=60)))
+            assert await asked == ("replica-0", "v1")
+            asked = asyncio.create_task(served(stage, asking(min_snapshot="v0", snapshot_wait=60)))
+            await waiting(stage)
+            tell(stage, "v0", "v1")
+            stage.gateway.proxy.deployments.default.replicas.look_again()
+            assert await asked == ("replica-0", "v1")
+
+    run(main)
+
+
+def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
+    async def main() -> None:
+        async with staged(Versioned("v1"), Versioned("v1")) as stage:
+            serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2")
+            stage.views[1].report = None
+            tell(stage, "v1", "v2", ready=["v1"])
+            for wait in ("0", "0.01"):
+                answer = await stage.ask(asking(snapshot="v2", snapshot_wait=wait))
+                assert (answer.status, answer.headers["retry-after"]) == (409, "1")
+                body = json.loads(answer.body)
+                assert body["error"]["code"] == "snapshot_not_served"
+                assert "snapshot 'v2'" in body["error"]["message"]
+                assert body["serving"] == [
+                    {"replica": "replica-0", "snapshot": "v1", "stage": "fetching"},
+                    {"replica": "replica-1", "snapshot": None, "stage": None},
+                ]
+                assert body["newest"] == "v1"
+            assert stage.metrics.requests["completions", 409] == 2
+            assert not stage.mocks[0].requests
+
+    run(main)
+
+
+def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        async with staged(Versioned("v1")) as stage:
+            tell(stage, "v1", "v2", ready=["v1"])
+            serve(stage, 0, "v1")
+            peer = await stage.connect()
+            peer.send(asking(min_snapshot="v2", snapshot_wait=600))
+            await waiting(stage)
+            peer.abort()
+            await waiting(stage, 0)
+            assert stage.metrics.requests["completions", 499] == 1
+            serve(stage, 0, "v2")
+            assert await stage.ask(asking(snapshot="v1"))  # nothing is sent for who left
+            assert not stage.mocks[0].requests
+
+    run(main)
+
+
+def test_a_session_stays_at_home_which_is_waited_for_and_moves_only_for_one_request() -> None:
+    async def main() -> None:
+        mocks = [Versioned("v1"), Versioned("v1")]
+        async with staged(*mocks) as stage:
+            tell(stage, "v1", "v2", ready=["v1"])
+            for index in (0, 1):
+                serve(stage, index, "v1")
+            home, _ = await served(stage, asking(session="s"))
+            here = int(home[-1])
+            away = 1 - here
+            mocks[away].snapshot = "v2"
+            serve(stage, away, "v2")
+            asked = asyncio.create_task(served(stage, asking(session="s", min_snapshot="v2")))
+            await waiting(stage)
+            assert len(stage.mocks[away].requests) == 0
+            mocks[here].snapshot = "v2"
+            serve(stage, here, "v2")
+            assert await asked == (home, "v2")
+            serve(stage, here, "v1")
+            mocks[here].snapshot = "v1"
+            hurried = asking(session="s", min_snapshot="v2", snapshot_wait=0)
+            assert await served(stage, hurried) == (f"replica-{away}", "v2")
+            assert await served(stage, asking(session="s")) == (home, "v1")
+            serve(stage, here, "v3", stage=SwapStage.ERROR, target="v2")
+            mocks[here].snapshot = "v3"
+            unhurried = asking(session="s", snapshot="v2")  # which does not come to its home any more
+            assert await served(stage, unhurried) == (f"replica-{away}", "v2")
+
+    run(main)
+
+
+def test_a_replica_that_serves_something_else_by_now_is_judged_by_what_it_says() -> None:
+    async def main() -> None:
+        mock = Versioned("v2")
+        async with staged(mock) as stage:
+            tell(stage, "v1", "v2", ready=["v1"])
+            serve(stage, 0, "v1")  # its report is late
+            assert await served(stage, asking(min_snapshot="v1")) == ("replica-0", "v2")
+            assert mock.admitted == [Admitted("v1"), Admitted("v2", body=True)]
+            answer = await stage.ask(asking(snapshot="v1"))
+            assert (answer.status, json.loads(answer.body)["error"]["code"]) == (409, "snapshot_not_served")
+            assert len(stage.mocks[0].requests) == 3
+
+    run(main)
+
+
+def test_what_a_body_asks_for_is_told_by_the_replica_that_reads_it() -> None:
+    async def main() -> None:
+        mocks = [Versioned("v1"), Versioned("v2")]
+        async with staged(*mocks) as stage:
+            tell(stage, "v1", "v2", ready=["v1", "v2"])
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v2")
+            for mock in mocks:
+                mock.wish = Wish(min_snapshot="v2")
+            assert {await served(stage, post()) for _ in range(4)} == {("replica-1", "v2")}
+            assert await served(stage, asking(max_staleness=0)) == ("replica-1", "v2")
+            for mock in mocks:
+                mock.wish = Wish(snapshot="v1")
+            assert {await served(stage, post()) for _ in range(4)} == {("replica-0", "v1")}
+            homes = {key: await home_of(stage, mocks, key) for key in map(str, range(50))}
+            key = next(key for key, home in homes.items() if home == "replica-1")
+            assert await served(stage, asking(session=key)) == ("replica-0", "v1")
+            refused = await stage.ask(asking(snapshot="v2"))
+            assert (refused.status, refused.error["param"]) == (400, "x-midstream-snapshot")
+            refused = await stage.ask(asking(max_staleness=0, snapshot_wait=0))
+            assert (refused.status, json.loads(refused.body)["newest"]) == (409, "v2")
+
+    async def home_of(stage: Stage, mocks: list[Versioned], key: str) -> str:
+        """Where the session lives from now on."""
+        wishes = [mock.wish for mock in mocks]
+        for mock in mocks:
+            mock.wish = NOTHING
+        replica, _ = await served(stage, asking(session=key))
+        for mock, wish in zip(mocks, wishes, strict=True):
+            mock.wish = wish
+        return replica
+
+    run(main)
+
+
+def test_a_session_whose_first_request_did_not_fit_begins_where_it_fits() -> None:
+    async def main() -> None:
+        mocks = [Versioned("v1"), Versioned("v2")]
+        async with staged(*mocks) as stage:
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v2")
+            for mock in mocks:
+                mock.wish = Wish(snapshot="v1")
+            for number in range(8):
+                assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1")
+            for mock in mocks:
+                mock.wish = NOTHING
+            for number in range(8):
+                assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1"), "its home"
+
+    run(main)
+
+
+def test_a_replica_that_refuses_what_it_serves_is_not_asked_again_before_it_reports() -> None:
+    async def refuse(request: Message, peer: Peer) -> None:
+        refusal = as_header(Refusal("v1", pinnable=False))
+        peer.respond(b"{}", "409 Conflict", f"{HEADER_REFUSED}: {refusal}\r\n")
+
+    async def main() -> None:
+        async with staged(refuse) as stage:
+            tell(stage, "v1", "v2", ready=["v1"])
+            serve(stage, 0, "v1")
+            answer = await stage.ask(asking(snapshot="v1"))
+            assert answer.status == 409
+            assert len(stage.mocks[0].requests) == 1
+            asked = asyncio.create_task(stage.ask(asking(min_snapshot="v1", snapshot_wait=60)))
+            for count in range(2, 2 + versions.REFUSALS_MAX + 1):
+                await stage.mocks[0].asked(count)
+                serve(stage, 0, "v1", in_flight=count)
+            assert (await asked).status == 409
+            assert len(stage.mocks[0].requests) == 2 + versions.REFUSALS_MAX
+
+    run(main)
+
+
+def test_a_conflict_that_is_not_about_snapshots_passes_through() -> None:
+    async def conflict(request: Message, peer: Peer) -> None:
+        peer.respond(b'{"own":1}', "409 Conflict")
+
+    async def main() -> None:
+        async with staged(conflict) as stage:
+            answer = await stage.ask(asking(snapshot="base"))
+            assert (answer.status, answer.body) == (409, b'{"own":1}')
+
+    run(main)
+
+
+def test_the_only_replica_that_serves_it_keeps_its_429() -> None:
+    async def busy(request: Message, peer: Peer) -> None:
+        peer.respond(b'{"busy":1}', "429 X", "retry-after: 7\r\n")
+
+    async def main() -> None:
+        async with staged(busy, Versioned("v2")) as stage:
+            tell(stage, "v1", "v2", ready=["v1", "v2"])
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v2")
+            answer = await stage.ask(asking(snapshot="v1"))
+            assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, b'{"busy":1}', "7")
+            assert not stage.mocks[1].requests
+
+    run(main)
+
+
+def test_the_replica_that_serves_it_is_lost_and_nobody_else_does(caplog: pytest.LogCaptureFixture) -> None:
+    async def die(request: Message, peer: Peer) -> None:
+        peer.abort()
+
+    async def main() -> None:
+        async with staged(die, Versioned("v2")) as stage:
+            tell(stage, "v1", "v2", ready=["v1", "v2"])
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v2")
+            answer = await stage.ask(asking(snapshot="v1"))
+            assert (answer.status, answer.error["code"]) == (503, "replica_unavailable")
+            assert not stage.mocks[1].requests
+
+    caplog.set_level(logging.CRITICAL)
+    run(main)
