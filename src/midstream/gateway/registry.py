@@ -72,6 +72,8 @@ class Deployment:
         return down | self.problems
 
     def _told(self, replica: str, told: SessionsTold) -> None:
+        if told.boot is not None:
+            self.sessions.begin(replica, told.boot)
         for session, stamp in told.held:
             self.sessions.learn(session, replica, stamp)
         for session in told.closed:
