@@ -369,6 +369,21 @@ def test_a_reset_between_two_reads_of_the_client_costs_no_event() -> None:
     run(main)
 
 
+def test_the_clients_connection_serves_on_after_a_stream_was_resumed() -> None:
+    async def main() -> None:
+        async with staged(*[losing(WRITES[0] + WRITES[1][:5])] * 2) as stage:
+            client = await stage.connect()
+            for _ in range(3):
+                client.send(post(BODY))
+                message = await client.message()
+                assert re.findall(rb"(?m)^data: (.*)$", message.body) == [
+                    *(b'{"n":%d}' % n for n in range(EVENTS)), b"[DONE]",
+                ]  # fmt: skip
+            assert stage.metrics.retries["resumed"] == 3
+
+    run(main)
+
+
 def test_a_slow_replica_keeps_its_stream() -> None:
     async def main() -> None:
         async def handler(request: Message, peer: Peer) -> None:
