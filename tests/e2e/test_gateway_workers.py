@@ -67,11 +67,11 @@ def fresh(server: Server) -> HTTPConnection:
     return client
 
 
-def worker(server: Server) -> int:
+def worker(server: Server, module: str = "midstream.launch.worker") -> int:
     """Its pid; 0 when there is none."""
     for pid in server.children():
         with contextlib.suppress(FileNotFoundError):
-            if b"midstream.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return 0
 
@@ -105,6 +105,12 @@ def test_processes_on_one_port_look_like_one_and_one_that_dies_is_replaced(serve
         for client in clients:
             client.close()
     until(lambda: completed(served) == 5 * len(KEYS) + len(clients) - lost)
+    orphan = worker(served)
+    os.kill(worker(served, "midstream.launch.gateway"), signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{orphan}").exists())  # without the first there is no control
+    until(lambda: worker(served) not in (0, orphan) and workers(served) == 2)
+    with contextlib.closing(fresh(served)) as client:
+        assert all({turn(client, served, key)} == homes[key] for key in KEYS)
     children = served.children()
     assert served.stop() == 0
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
