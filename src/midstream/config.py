@@ -97,6 +97,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     transition: Literal["async", "sync"] = "async"
     # one-by-one: all replicas prepare a snapshot, then switch to it one after another.
     swap_order: SwapOrder = "together"
+    pin_drain_s: float = 60.0  # an async swap waits so long for requests that are pinned to what serves
     database: str | None = None  # URL of the ledger's; None: an SQLite file in state_dir
     state_dir: str = ".midstream"
     account: str = "local"
@@ -187,6 +188,7 @@ def _checked(settings: Settings) -> Settings:
             all(0 < weight <= 1e6 for weight in gateway.replica_weights.values()),
             "gateway.replica_weights must be above 0 and at most 1e6",
         ),
+        (0 <= settings.pin_drain_s <= 86400, "pin_drain_s must be 0 to 86400 seconds"),
         (0 <= settings.port <= 65535, f"port must be 0 to 65535, got {settings.port}"),
         (settings.engine in get_args(EngineKind), f"engine must be embedded or vllm, got {settings.engine}"),
         (settings.embedded.threads >= 0, "embedded.threads must be at least 0"),

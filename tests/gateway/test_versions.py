@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from gateway_harness import Message, Peer, Stage, post, run, staged
+from gateway_harness import NAMES, Message, Peer, Stage, post, run, staged
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -15,8 +15,11 @@ from session_holders import until
 
 from midstream.errors import InvalidRequest, UnknownField
 from midstream.gateway import versions
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.versions import KEPT, Admission, SignalOrder, Verdict
 from midstream.gateway.view import ReplicaView
+from midstream.gateway.workers import Follower, Leader
 from midstream.ledger import Signalled
 from midstream.types import BASE_SNAPSHOT, ReplicaReport
 from midstream.types import Stage as SwapStage
@@ -179,6 +182,26 @@ def test_only_so_many_signals_are_kept_and_the_base_weights_always() -> None:
     order = order_of(*(f"v{number}" for number in range(KEPT + 5)))
     assert len(order.told()) == KEPT
     assert [order.position(name) for name in ("base", "v4", "v5")] == [0, None, 6]
+
+
+def test_the_order_reaches_gateway_processes_that_have_no_ledger() -> None:
+    def deployments() -> Deployments:
+        return Deployments(Deployment(NAMES, ReplicaSet(()), None))
+
+    here, there = deployments(), deployments()
+    follower = Follower(there, lambda state: here.default, lambda deployment: None, lambda deployment: None)
+    leader = Leader(here, follower.take)
+    here.default.order.learn(order_of("v1", "v2", ready=["v1"]).told())
+    leader.push()
+    order = there.default.order
+    assert [order.position(name) for name in ("v1", "v2", order.desired)] == [1, 2, 2]
+    assert order.newest(()) == 1
+    sent = leader.state.number
+    leader.push()
+    assert leader.state.number == sent, "nothing changed"
+    here.default.order.learn((), reset=3)
+    leader.push()
+    assert (order.position("v2"), order.desired) == (None, BASE_SNAPSHOT)
 
 
 # -- wishes as they are written

@@ -29,6 +29,7 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("[gateway]\nconnect_timeout_s = 0", "gateway.connect_timeout_s must be above 0"),
         ('[gateway]\ntls_cert = "c"', "gateway.tls_cert and gateway.tls_key go together"),
         ("[gateway]\nworkers = 0", "gateway.workers must be 1 to 64, got 0"),
+        ("pin_drain_s = -1", "pin_drain_s must be 0 to 86400"),
         ('account = "a/b"', "account 'a/b'"),
         ('deployment = ""', "deployment ''"),
         ('[embedded]\nkv_cache_memory = "4 gigs"', "expected a number and one of KiB"),

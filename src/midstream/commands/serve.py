@@ -20,6 +20,7 @@ SERVE_OPTIONS = (
     "bucket",
     "transition",
     "swap_order",
+    "pin_drain_s",
     "database",
     "state_dir",
     "log_level",
@@ -55,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how the replicas of a deployment switch to a snapshot (default: {default.swap_order})",
     )
     parser.add_argument(
+        "--pin-drain-s",
+        type=float,
+        metavar="SECONDS",
+        help=f"how long an async swap waits for requests pinned to what serves (default: {default.pin_drain_s:g})",
+    )
+    parser.add_argument(
         "--database",
         metavar="URL",
         help="the ledger's, e.g. postgresql://USER@HOST/NAME; a password is better kept in PGPASSWORD, ~/.pgpass or "
@@ -83,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that share the port (default: 1)",
     )
-    parser.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain: the port speaks HTTPS only")
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="PEM certificate chain: the port speaks HTTPS only"
+    )
     parser.add_argument("--tls-key", metavar="FILE", help="its private key, without a password")
     parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")

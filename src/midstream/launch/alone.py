@@ -42,6 +42,7 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         engine=engine_settings(settings, 1),
         log_level=settings.log_level,
         session_idle_s=settings.gateway.session_idle_s,
+        pin_drain_s=settings.pin_drain_s,
         cache_bytes=None if size is None else parse_size("snapshot_cache", size),
     )
 

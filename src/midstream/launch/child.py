@@ -38,6 +38,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineSettings
     log_level: str
     session_idle_s: float = 3600.0
+    pin_drain_s: float = 60.0
     cache_bytes: int | None = None  # bound of cache_dir; None: what is in use and one snapshot more
 
 

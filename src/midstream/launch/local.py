@@ -207,6 +207,7 @@ class Supervisor:
             engine=engine_settings(settings, len(self.crew)),
             log_level=settings.log_level,
             session_idle_s=settings.gateway.session_idle_s,
+            pin_drain_s=settings.pin_drain_s,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
         )
 

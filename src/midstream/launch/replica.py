@@ -73,6 +73,7 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
         engine=EmbeddedEngine(model_dir, spec.engine),
         text=TextModel.load(model_dir),
         session_idle_s=spec.session_idle_s,
+        pin_drain_s=spec.pin_drain_s,
         requests_max=spec.engine.max_running + spec.engine.max_waiting,
         source=CachedSource(
             ChainFetcher(
