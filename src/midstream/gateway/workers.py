@@ -18,6 +18,7 @@ from midstream.gateway.metrics import Tally
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import Member
 from midstream.gateway.view import ReplicaView
+from midstream.ledger import Signalled
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,8 @@ class DeploymentState(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     deleting: bool
     replicas: tuple[ReplicaState, ...]
+    signals: tuple[Signalled, ...] = ()
+    reset: int = 0
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +117,8 @@ class Leader:
             model=deployment.model,
             deleting=deployment.deleting,
             replicas=tuple(self._replica(view) for view in (*replicas.views, *replicas.leaving)),
+            signals=deployment.order.told(),
+            reset=deployment.order.reset,
         )
 
     def _replica(self, view: ReplicaView) -> ReplicaState:
@@ -169,6 +174,8 @@ class Follower:
             if found.deleting != wanted.deleting:
                 found.deleting = wanted.deleting
                 self._deployments.renamed()
+            found.order.learn(wanted.signals, wanted.reset)
+            found.replicas.look_again()
             members = [Member(r.name, r.url, r.weight, r.own) for r in wanted.replicas]
             found.replicas.set_members(members, {r.name for r in wanted.replicas if r.leaving})
             self._admit(found)
