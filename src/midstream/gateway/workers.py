@@ -33,6 +33,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeploymentState(msgspec.Struct, frozen=True, kw_only=True):
+    """signals, reset: of its SignalOrder."""
+
     name: str
     model: str
     deleting: bool
