@@ -1,8 +1,11 @@
 """Compiled connections: whatever comes, however it is cut, they do what the Python path does; and their own endings."""
 
 import asyncio
+import contextlib
+import errno
 import random
 import resource
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -227,13 +230,9 @@ def test_a_thousand_streams_at_once_keep_their_own_bytes() -> None:
     assert isinstance(loops[0], WireLoop)
 
 
-def test_an_exception_in_a_protocol_is_the_loops_to_report_and_ends_nothing_else() -> None:
+def test_an_exception_in_a_protocol_is_reported_and_ends_its_connection_only() -> None:
     class Fails(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            self.transport = transport
-
         def data_received(self, data: bytes) -> None:
-            self.transport.close()
             raise ZeroDivisionError("on purpose")
 
     reported: list[BaseException] = []
@@ -245,7 +244,8 @@ def test_an_exception_in_a_protocol_is_the_loops_to_report_and_ends_nothing_else
 
         async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"hello")
-            assert await reader.read() == b""
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
             writer.close()
             await writer.wait_closed()
             ended.set()
@@ -258,6 +258,65 @@ def test_an_exception_in_a_protocol_is_the_loops_to_report_and_ends_nothing_else
     with asyncio.Runner(loop_factory=WireLoop) as runner:
         runner.run(main())
     assert [str(error) for error in reported] == ["on purpose"]
+
+
+def test_a_loop_that_closes_ends_its_connections_and_tells_them() -> None:
+    class Told(asyncio.Protocol):
+        lost = False
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self.lost = True
+
+    here, there = socket.socketpair()
+    loop = WireLoop()
+    protocol = Told()
+    transport = loop.adopt(here, protocol)
+    loop.close()
+    loop.close()
+    assert (protocol.lost, transport.is_closing(), there.recv(1)) == (True, True, b"")
+    transport.write(b"late")
+    there.close()
+
+
+def test_connections_are_accepted_again_after_descriptors_ran_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Short(socket.socket):
+        left = 2
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.left:
+                self.left -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    class Greets(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.WriteTransport)
+            transport.write(b"hello")
+            transport.close()
+
+    monkeypatch.setattr(wire, "ACCEPT_AGAIN_S", 0.0)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, WireLoop)
+        sock = Short()
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        end = loop.listen(sock, Greets, -1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b"hello"
+        writer.close()
+        await writer.wait_closed()
+        end()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+    with asyncio.Runner(loop_factory=WireLoop) as runner:
+        runner.run(main())
+    assert caplog.text.count("no connection can be accepted for a while") == 2
 
 
 def test_without_a_compiler_the_loop_is_uvloops_or_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,11 +160,11 @@ class WireLoop(asyncio.SelectorEventLoop):
         return end
 
     def close(self) -> None:
-        for transport in self._wires.values():
-            transport.gone()
-        self._wires.clear()
+        if not self.is_closed() and not self.is_running():
+            for transport in self._wires.values():
+                transport.abort()
+            self.functions[0](0.0, self._ready, self._scheduled)  # tells their protocols
         super().close()
-        self.functions = ()  # closes what is left
 
     def _wire_lost(self, fd: int, error: int) -> None:
         transport = self._wires.pop(fd)

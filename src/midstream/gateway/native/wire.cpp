@@ -133,14 +133,6 @@ PyObject *returned(Wire &wire, PyObject *result) {
     return nullptr;
 }
 
-template <typename... Arguments>
-bool tell(Wire &wire, PyObject *object, PyObject *method, Arguments... arguments) {
-    PyObject *result = returned(wire, PyObject_CallMethodObjArgs(object, method, arguments..., nullptr));
-    const bool yes = result != nullptr && result != none() && PyObject_IsTrue(result) == 1;
-    drop(result);
-    return yes;
-}
-
 // -- sockets
 
 void watch(Wire &wire, Conn &conn) {
@@ -164,6 +156,16 @@ void kill(Wire &wire, Conn &conn, int error) {
     conn.error = error;
     epoll_ctl(wire.epoll, EPOLL_CTL_DEL, conn.fd, nullptr);
     wire.dead.push_back(&conn);
+}
+
+// Calls a method for a connection, which does not outlive an exception. Whether it returned something true.
+template <typename... Arguments>
+bool tell(Wire &wire, Conn &conn, PyObject *object, PyObject *method, Arguments... arguments) {
+    PyObject *result = returned(wire, PyObject_CallMethodObjArgs(object, method, arguments..., nullptr));
+    const bool yes = result != nullptr && result != none() && PyObject_IsTrue(result) == 1;
+    if (result == nullptr) kill(wire, conn, ECONNABORTED);
+    drop(result);
+    return yes;
 }
 
 void bury(Wire &wire) {
@@ -205,7 +207,7 @@ void after_sending(Wire &wire, Conn &conn) {
     if (conn.state != Conn::OPEN) return;
     if (conn.told_full ? conn.pending() <= LOW_WATER : conn.pending() > HIGH_WATER) {
         conn.told_full = !conn.told_full;
-        tell(wire, conn.owner, conn.told_full ? words().pause_writing : words().resume_writing);
+        tell(wire, conn, conn.owner, conn.told_full ? words().pause_writing : words().resume_writing);
     }
 }
 
@@ -279,7 +281,7 @@ PyObject *name_object(Wire &wire, std::string_view name) {
 
 void give_raw(Wire &wire, Conn &conn, std::string_view data) {
     PyObject *object = bytes(data);
-    conn.raw = !tell(wire, conn.owner, words().raw_received, object);
+    conn.raw = !tell(wire, conn, conn.owner, words().raw_received, object);
     drop(object);
 }
 
@@ -304,7 +306,7 @@ void take_head(Wire &wire, Conn &conn) {
 void give_request(Wire &wire, Conn &conn, std::string_view rest) {
     PyObject *target = conn.target, *first = conn.first, *lines = conn.lines, *body = conn.body;
     conn.target = conn.first = conn.lines = conn.body = nullptr;
-    tell(wire, conn.owner, words().request_received, target, first, lines, body);
+    tell(wire, conn, conn.owner, words().request_received, target, first, lines, body);
     drop(target);
     drop(first);
     drop(lines);
@@ -348,7 +350,7 @@ void read_client(Wire &wire, Conn &conn, std::string_view data) {
     }
     conn.last_read = monotonic();
     conn.body_left = length - rest.size();
-    if (!tell(wire, conn.owner, words().request_begun, conn.target, conn.first) || conn.state != Conn::OPEN ||
+    if (!tell(wire, conn, conn.owner, words().request_begun, conn.target, conn.first) || conn.state != Conn::OPEN ||
         (conn.body = returned(wire, PyBytes_FromStringAndSize(nullptr, (Py_ssize_t)length))) == nullptr) {
         conn.body_left = 0;
         conn.raw = true;  // refused: the rest is nobody's
@@ -370,7 +372,7 @@ void end_relay(Conn &conn) {
 
 void break_relay(Wire &wire, Conn &conn, const char *reason) {
     PyObject *why = word(reason);
-    tell(wire, conn.owner, words().relay_broken, why);
+    tell(wire, conn, conn.owner, words().relay_broken, why);
     drop(why);
 }
 
@@ -378,14 +380,14 @@ void break_relay(Wire &wire, Conn &conn, const char *reason) {
 void leave_relay(Wire &wire, Conn &conn, std::string_view data) {
     PyObject *object = bytes(data);
     end_relay(conn);
-    tell(wire, conn.owner, words().relay_left, object);
+    tell(wire, conn, conn.owner, words().relay_left, object);
     drop(object);
 }
 
 void finish_relay(Wire &wire, Conn &conn, bool begun_before, bool clean) {
     end_relay(conn);
     PyObject *first = PyBool_FromLong(!begun_before), *reusable = PyBool_FromLong(clean);
-    tell(wire, conn.owner, words().relay_ended, first, reusable);
+    tell(wire, conn, conn.owner, words().relay_ended, first, reusable);
     drop(first);
     drop(reusable);
 }
@@ -413,7 +415,7 @@ void pass_on(Wire &wire, Conn &conn, std::string_view head, std::string_view dat
     conn.held.append(data.data() + now, data.size() - now);
     if (conn.client == nullptr) return;  // Python gave it up meanwhile
     if (done) finish_relay(wire, conn, before, true);
-    else if (!before) tell(wire, conn.sink, words().relay_begun);
+    else if (!before) tell(wire, conn, conn.sink, words().relay_begun);
 }
 
 // Whether more is needed before anything can be done; then conn.needed says how much at least.
@@ -484,7 +486,7 @@ void readable(Wire &wire, Conn &conn) {
     }
     if (count == 0) {
         conn.ended = true;
-        if (conn.state == Conn::OPEN && !tell(wire, conn.owner, words().eof_received) && conn.state == Conn::OPEN)
+        if (conn.state == Conn::OPEN && !tell(wire, conn, conn.owner, words().eof_received) && conn.state == Conn::OPEN)
             conn.state = Conn::CLOSING;
         if (conn.state == Conn::CLOSING && conn.pending() == 0) kill(wire, conn, 0);
         watch(wire, conn);
@@ -500,7 +502,7 @@ void readable(Wire &wire, Conn &conn) {
         give_raw(wire, conn, data);
     } else {
         PyObject *object = bytes(data);
-        tell(wire, conn.owner, words().data_received, object);
+        tell(wire, conn, conn.owner, words().data_received, object);
         drop(object);
     }
 }
