@@ -1,0 +1,221 @@
+"""Requests that ask for exact, minimum or recent snapshots, against real replicas that switch one after the other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Server, serve
+
+from midstream.client import SnapshotPublisher, snapshot_of
+
+DRAIN_S = 120.0
+LONG = 3000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    state = tmp_path_factory.mktemp("served") / "state"
+    with serve(state, "--replicas", "2", "--pin-drain-s", str(DRAIN_S)) as running:
+        yield running
+
+
+@pytest.fixture
+def publisher(server: Server) -> Iterator[SnapshotPublisher]:
+    with SnapshotPublisher(server.url, server.bucket.as_uri()) as made:
+        yield made
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as made:
+        yield made
+
+
+class Steps:
+    """Snapshots of this module's server, signalled one after another."""
+
+    def __init__(self, server: Server, tiny_model: Callable[..., Path]) -> None:
+        self.server, self.tiny_model, self.count = server, tiny_model, 0
+
+    def put(self) -> str:
+        self.count += 1
+        identity = f"step-{self.count}"
+        shutil.copytree(self.tiny_model(seed=self.count, dtype="bfloat16"), self.server.bucket / identity)
+        return identity
+
+
+@pytest.fixture(scope="module")
+def steps(server: Server, tiny_model: Callable[..., Path]) -> Steps:
+    return Steps(server, tiny_model)
+
+
+class Stream(threading.Thread):
+    """The label of each token, as they come; `error` is what the stream ended with."""
+
+    def __init__(self, server: Server, headers: dict[str, str], max_tokens: int, **fields: Any) -> None:
+        super().__init__()
+        self.server, self.headers = server, headers
+        self.body = {"prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self.body["return_token_ids"] = True
+        self.body |= {"model": server.model} | fields
+        self.labels: list[str] = []
+        self.error: dict[str, Any] | None = None
+        self.done = False
+        self.replica = ""
+        self.started = threading.Event()
+
+    def run(self) -> None:
+        url = f"{self.server.url}/v1/completions"
+        try:
+            with httpx.stream(
+                "POST", url, json=self.body, headers=self.headers, timeout=180, trust_env=False
+            ) as answer:
+                self.replica = answer.headers.get("x-midstream-replica", "")
+                for line in answer.iter_lines():
+                    self._take(line)
+        finally:
+            self.started.set()
+
+    def _take(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.done = True
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            self.error = event.get("error")
+            for choice in event.get("choices", ()):
+                self.labels += [event["model"].rpartition("@")[2]] * len(choice.get("token_ids") or ())
+                self.started.set()
+
+    def begin(self) -> Stream:
+        self.start()
+        self.started.wait()
+        return self
+
+
+def ask(
+    http: httpx.Client, server: Server, headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
+    body = {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 2, **fields}
+    return http.post("/v1/completions", json=body, headers=headers)
+
+
+def label(answer: httpx.Response) -> str | None:
+    assert answer.status_code == 200, answer.text
+    return snapshot_of(answer.json()["model"])
+
+
+def wanting(**wish: object) -> dict[str, str]:
+    return {f"x-midstream-{name.replace('_', '-')}": str(value) for name, value in wish.items()}
+
+
+def serving(publisher: SnapshotPublisher) -> dict[str, str | None]:
+    return {replica.name: replica.snapshot for replica in publisher.status().replicas}
+
+
+def stages(publisher: SnapshotPublisher) -> dict[str, str]:
+    return {replica.name: replica.stage for replica in publisher.status().replicas}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in iter(holds, True):
+        pass
+
+
+def test_requests_are_served_by_what_they_ask_for_from_the_signal_on(
+    server: Server, publisher: SnapshotPublisher, http: httpx.Client, steps: Steps
+) -> None:
+    step = steps.put()
+    publisher.signal(step)
+    for session in range(6):  # right after the signal: they wait for the swap
+        headers = wanting(min_snapshot=step) | {"x-session-id": f"early-{session}"}
+        assert label(ask(http, server, headers)) == step
+    publisher.wait_until_ready(step, timeout_s=60)
+    assert label(ask(http, server, wanting(snapshot=step, max_staleness=0))) == step
+    assert label(ask(http, server, model=f"{server.model}@{step}")) == step
+    assert label(ask(http, server, midstream={"min_snapshot": "base", "max_staleness": 0})) == step
+    assert label(ask(http, server, wanting(min_snapshot="base"), midstream={"snapshot": step})) == step
+    newer = steps.put()
+    publisher.signal(newer)
+    publisher.wait_until_ready(newer, timeout_s=60)
+    answer = ask(http, server, wanting(snapshot=step))
+    assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
+    body = answer.json()
+    assert body["error"]["code"] == "snapshot_not_served"
+    assert [(row["replica"], row["snapshot"], row["stage"]) for row in body["serving"]] == [
+        ("replica-0", newer, "idle"),
+        ("replica-1", newer, "idle"),
+    ]
+    assert body["newest"] == newer
+    for wish in ({"snapshot": "nobody's", "wait": 0}, {"min_snapshot": "nobody's", "wait": 0}):
+        assert ask(http, server, midstream=wish).status_code == 409
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        with pytest.raises(openai.ConflictError, match=f"snapshot '{step}'"):
+            client.completions.create(model=f"{server.model}@{step}", prompt="a", max_tokens=1)
+        with pytest.raises(
+            openai.BadRequestError, match="x-midstream-max-staleness: expected a whole number"
+        ):
+            client.completions.create(
+                model=server.model, prompt="a", max_tokens=1, extra_headers=wanting(max_staleness="few")
+            )
+
+
+def test_a_replica_waits_for_its_pinned_stream_while_the_other_one_switches(
+    server: Server, publisher: SnapshotPublisher, http: httpx.Client, steps: Steps
+) -> None:
+    before = next(iter(serving(publisher).values()))
+    assert before is not None
+    pinned = Stream(server, wanting(snapshot=before), LONG).begin()
+    free = Stream(server, {}, LONG).begin()
+    step = steps.put()
+    publisher.signal(step)
+    until(lambda: step in serving(publisher).values())
+    at = serving(publisher)
+    assert at[pinned.replica] == before
+    assert pinned.is_alive(), "too short a stream for this test"
+    # Here the old one serves, there the new one; who asks for the old one would hold the swap off for ever.
+    assert label(ask(http, server, wanting(min_snapshot=step))) == step
+    assert label(ask(http, server, wanting(max_staleness=0))) == step
+    assert {label(ask(http, server, wanting(max_staleness=1))) for _ in range(4)} <= {before, step}
+    until(lambda: stages(publisher)[pinned.replica] == "staged")
+    refused = ask(http, server, model=f"{server.model}@{before}")
+    assert refused.status_code == 409, refused.text
+    assert (pinned.replica, before, "staged") in [
+        (row["replica"], row["snapshot"], row["stage"]) for row in refused.json()["serving"]
+    ]
+    pinned.join()
+    publisher.wait_until_ready(step, timeout_s=60)
+    free.join()
+    assert (pinned.error, pinned.done, set(pinned.labels), len(pinned.labels)) == (
+        None,
+        True,
+        {before},
+        LONG,
+    )
+    assert (free.error, free.done, len(free.labels)) == (None, True, LONG)
+    assert free.labels == sorted(free.labels, key=[before, step].index)
+
+
+def test_a_pinned_stream_that_takes_too_long_is_ended_and_never_crossed(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    with serve(tmp_path / "state", "--replicas", "1", "--pin-drain-s", "0.2") as server:
+        steps = Steps(server, tiny_model)
+        stream = Stream(server, {}, LONG * 10, model=f"{server.model}@base").begin()
+        with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
+            step = steps.put()
+            publisher.signal(step)
+            publisher.wait_until_ready(step, timeout_s=60)
+        stream.join()
+        assert set(stream.labels) == {"base"}
+        assert not stream.done
+        assert stream.error is not None
+        assert (stream.error["code"], stream.error["status_code"]) == ("snapshot_not_served", 409)
+        assert f"'base', to which this request is pinned, is replaced by '{step}'" in stream.error["message"]
