@@ -5,6 +5,8 @@
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
 # make bench-placement  placement at scale, in simulation: 1,000 replicas, 1 M sessions, churn; JSON
+# make bench-rollout  64 trajectories x 8 turns on four replicas, by affinity and in other ways, JSON and docs/benchmarks.md;
+#                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
@@ -22,7 +24,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 
-.PHONY: setup setup-fireworks demo test check bench-gateway bench-placement bench-swap bench-delta bench-engine ci clean
+.PHONY: setup setup-fireworks demo test check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -58,6 +60,10 @@ bench-gateway: setup
 
 bench-placement: setup
 	cd benchmarks && ../$(BIN)/python placement.py --write $(BENCH_ARGS)
+
+bench-rollout: setup
+	cd benchmarks && ../$(BIN)/python -m gateway.peers vllm-router
+	cd benchmarks && ../$(BIN)/python rollout.py --write $(BENCH_ARGS)
 
 bench-swap: setup $(VLLM_STAMP)
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)

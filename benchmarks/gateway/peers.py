@@ -2,7 +2,7 @@
 
 Always holds: what cannot be installed is said and left out, never replaced by another version.
 
-    python -m gateway.peers     # install what is missing
+    python -m gateway.peers [ROUTER...]     # install what is missing, of these or of all
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def install(name: str) -> None:
 
 
 def main() -> None:
-    for name in (*PACKAGES, *DEBIAN):
+    for name in sys.argv[1:] or (*PACKAGES, *DEBIAN):
         if program(name) is not None:
             continue
         try:
