@@ -34,7 +34,8 @@ class Framing {
     bool at_boundary() const { return state_ == DONE || (state_ == SIZE && digits_ == 0 && newlines_ >= 2); }
     std::string_view marks() const { return {marks_.data(), marks_kept_}; }  // of whole events
 
-    // Read on. Returns the bytes that belong to the message; -1: it is broken. *boundary: how many of them to the last boundary.
+    // Read on. Returns the bytes that belong to the message; -1: it is broken. *boundary: how many of them go to the last
+    // boundary.
     ptrdiff_t feed(const char *data, size_t length, size_t *boundary) {
         size_t at = 0;
         *boundary = 0;
@@ -57,7 +58,9 @@ class Framing {
     }
 
   private:
-    enum State : unsigned char { SIZE, EXTENSION, SIZE_LF, DATA, DATA_CR, DATA_LF, TRAILER_START, TRAILER, TRAILER_LF, END_LF, DONE };
+    enum State : unsigned char {
+        SIZE, EXTENSION, SIZE_LF, DATA, DATA_CR, DATA_LF, TRAILER_START, TRAILER, TRAILER_LF, END_LF, DONE
+    };
     enum Line : unsigned char { START, COLON, SPACE, LETTER, MARK, OTHER };  // how much of ": m " a line has had
 
     State state_ = DONE;
