@@ -144,25 +144,52 @@ def test_wherever_a_stream_breaks_its_client_gets_every_event_once() -> None:
     ends = [0]
     for data in WRITES:
         ends.append(ends[-1] + len(data))
+    broken: list[bytes] = []  # what the next stream consists of
+
+    async def handler(request: Message, peer: Peer) -> None:
+        if "/replica/resume" in request.start:
+            go_on(request, peer)
+            return
+        begin(peer)
+        if broken:
+            peer.send(broken.pop())
+            await die(peer)
+        else:
+            peer.send(STREAM)
+            peer.end_stream()
 
     async def main() -> None:
-        cuts = sorted({*range(0, len(STREAM), 5), *ends, *(end - 1 for end in ends[1:])})
-        for cut in cuts:
-            async with staged(*[losing(STREAM[:cut], 1)] * 2) as stage:
+        async with staged(handler, handler) as stage:
+            for cut in range(len(STREAM)):
+                broken.append(STREAM[:cut])
+                for mock in stage.mocks:
+                    mock.requests.clear()
+                stage.metrics.retries.clear()
                 assert await answer(stage) == WHOLE, cut
-                had = sum(end <= cut for end in ends) - 1
-                if had > EVENTS:  # all but the end of the response
-                    assert resumes(stage) == []
-                    continue
-                if had == 0:  # begun again
-                    assert [request.body for mock in stage.mocks for request in mock.requests] == [BODY] * 2
-                    continue
-                [asked] = resumes(stage)
-                assert asked["state"].count("\n") == had
-                assert asked["path"] == "/v1/completions"
-                assert (asked["lost"], asked["exact"], asked["body"]) == ("replica-0", True, json.loads(BODY))
-                assert stage.metrics.retries == {"other_replica": 1, "resumed": 1}
-                assert stage.metrics.cut_responses == {}
+                check(stage, sum(end <= cut for end in ends) - 1)
+
+    def check(stage: Stage, had: int) -> None:
+        requests = [request for mock in stage.mocks for request in mock.requests]
+        if had == 0:  # begun again
+            assert [request.body for request in requests] == [BODY] * 2
+            return
+        [asked] = resumes(stage)
+        assert asked["state"].count("\n") == had
+        assert asked["path"] == "/v1/completions"
+        assert (asked["exact"], asked["body"]) == (True, json.loads(BODY))
+        assert asked["lost"] == f"replica-{int('resume' in stage.mocks[0].requests[0].start)}"
+        assert stage.metrics.retries["resumed"] == 1
+        assert stage.metrics.cut_responses == {}
+
+    run(main)
+
+
+def test_a_stream_of_which_only_the_end_of_the_response_is_missing_is_ended() -> None:
+    async def main() -> None:
+        async with staged(*[losing(STREAM)] * 2) as stage:
+            assert await answer(stage) == WHOLE
+            assert resumes(stage) == []
+            assert await answer(stage) == WHOLE
 
     run(main)
 
@@ -461,3 +488,36 @@ def test_what_a_stream_tells_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPat
         assert passed.take(event) == event
     assert passed.told() is None
     assert passed.take(event[:-1]) == b"", "the client has whole events all the same"
+
+
+@pytest.mark.parametrize("mode", ["exact", "any"])
+@pytest.mark.parametrize("there", ["base", "v1"])
+def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves(mode: str, there: str) -> None:
+    async def main() -> None:
+        placed = asyncio.Event()
+
+        async def handler(request: Message, peer: Peer) -> None:
+            await placed.wait()
+            await losing(WRITES[0] + WRITES[1])(request, peer)
+
+        async with staged(handler, handler) as stage:
+            second = stage.views[1].report
+            assert second is not None
+            wish = f"x-midstream-snapshot: base\r\nx-midstream-failover: {mode}\r\n"
+            stage.views[1].report = msgspec.structs.replace(second, snapshot="elsewhere")
+            client = asyncio.create_task(answer(stage, wish + "x-midstream-min-snapshot: base\r\n"))
+            await stage.mocks[0].asked(1)
+            stage.views[1].report = msgspec.structs.replace(second, snapshot=there)
+            placed.set()
+            events, complete = await client
+            if there == "base":
+                assert (events, complete) == WHOLE
+                (resume,) = [r for r in stage.mocks[1].requests if "/replica/resume" in r.start]
+                told = json.loads(resume.headers["x-midstream-admitted"])
+                assert told == {"snapshot": "base", "pinned": True, "body": True}
+            else:
+                assert (events[:2], complete) == (numbers(0, 2), False)
+                assert "no other replica could go on with it" in error(events)
+                assert resumes(stage) == []
+
+    run(main)
