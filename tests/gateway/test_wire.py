@@ -278,6 +278,29 @@ def test_a_loop_that_closes_ends_its_connections_and_tells_them() -> None:
     there.close()
 
 
+def test_a_name_is_looked_up_and_each_of_its_addresses_tried() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, WireLoop)
+        connected = asyncio.Event()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected.set()
+            assert await reader.read() == b""
+            writer.close()
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:  # not on ::1
+            port = server.sockets[0].getsockname()[1]
+            transport, _ = await loop.connect(asyncio.Protocol, "localhost", port)
+            await connected.wait()
+            transport.close()
+        with pytest.raises(ConnectionRefusedError):
+            await loop.connect(asyncio.Protocol, "localhost", port)
+
+    with asyncio.Runner(loop_factory=WireLoop) as runner:
+        runner.run(main())
+
+
 def test_connections_are_accepted_again_after_descriptors_ran_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

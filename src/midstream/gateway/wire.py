@@ -111,7 +111,11 @@ class WireLoop(asyncio.SelectorEventLoop):
     ) -> tuple[WireTransport, asyncio.Protocol]:
         """As create_connection. Raises OSError."""
         failed: OSError | None = None
-        for family, kind, proto, _, address in await self.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:  # an address needs no thread to look it up
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            found = await self.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, kind, proto, _, address in found:
             sock = socket.socket(family, kind, proto)
             try:
                 sock.setblocking(False)
