@@ -409,6 +409,27 @@ def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
     run(main)
 
 
+def test_the_end_of_a_wait_that_was_not_in_vain_changes_nothing() -> None:
+    async def main() -> None:
+        over = asyncio.Event()
+
+        async def slow(request: Message, peer: Peer) -> None:
+            await over.wait()
+            peer.respond(b'{"snapshot":"v2"}')
+
+        async with staged(slow) as stage:
+            tell(stage, "v1", "v2", ready=["v1"])
+            serve(stage, 0, "v1")
+            asked = asyncio.create_task(served(stage, asking(min_snapshot="v2", snapshot_wait=1)))
+            await waiting(stage)
+            asyncio.get_running_loop().call_later(1.01, over.set)  # after the request's own deadline
+            serve(stage, 0, "v2")
+            assert await asked == ("replica-0", "v2")
+            assert len(stage.mocks[0].requests) == 1
+
+    run(main)
+
+
 def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
     async def main() -> None:
         async with staged(Versioned("v1")) as stage:
@@ -541,6 +562,9 @@ def test_a_replica_that_refuses_what_it_serves_is_not_asked_again_before_it_repo
             asked = asyncio.create_task(stage.ask(asking(min_snapshot="v1", snapshot_wait=60)))
             for count in range(2, 2 + versions.REFUSALS_MAX + 1):
                 await stage.mocks[0].asked(count)
+                if count <= 1 + versions.REFUSALS_MAX:
+                    await waiting(stage)
+                    assert len(stage.mocks[0].requests) == count
                 serve(stage, 0, "v1", in_flight=count)
             assert (await asked).status == 409
             assert len(stage.mocks[0].requests) == 2 + versions.REFUSALS_MAX
