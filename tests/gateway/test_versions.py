@@ -150,6 +150,15 @@ def test_the_last_signal_of_a_snapshot_gives_it_its_place() -> None:
     assert order.between(0, 4) == 3
 
 
+def test_the_newest_is_named_also_when_what_was_ready_was_signalled_again() -> None:
+    order = order_of("v1", "v2", ready=["v1", "v2"])
+    order.learn([Signalled("v2", 3, False)])
+    admission = Admission(Wish("v9", wait_s=0), order, 0.0)
+    views = [view("base")]
+    assert admission.judge(views, (), None, 0.0) == Verdict("refuse")
+    assert admission.refusal(views).body()["newest"] == "v1"
+
+
 def test_a_reset_forgets_all_signals_and_the_base_weights_come_first_again() -> None:
     order = order_of("v1", "v2", ready=["v1", "v2"])
     order.learn([Signalled("v9", 7, False)], reset=6)

@@ -76,7 +76,8 @@ class SignalOrder:
 
     def newest(self, served: Iterable[str]) -> int:
         """The position of the newest snapshot that was ready, or is served."""
-        return max(self._ready, *(self._generations.get(name, 0) for name in (*served, BASE_SNAPSHOT)))
+        newest = max(self._ready, *(self._generations.get(name, 0) for name in (*served, BASE_SNAPSHOT)))
+        return self._sorted[bisect_right(self._sorted, newest) - 1]  # that one may have been signalled again
 
     def name(self, position: int) -> str:
         return self._names[position]
