@@ -62,6 +62,12 @@ def test_a_closed_door_is_a_turn() -> None:
     assert next_turn(reports, {"r0", "r1"}, None) == turn(1)
 
 
+def test_a_switch_that_waits_for_pinned_requests_keeps_its_turn() -> None:
+    reports = [report(0, Stage.STAGED), report(1, Stage.STAGED, pinnable=False)]
+    for last, overdue in ((None, False), (turn(1), False), (turn(1), True)):
+        assert next_turn(reports, {"r0", "r1"}, last, overdue) == turn(1)
+
+
 def test_a_new_boot_does_not_inherit_the_turn() -> None:
     reports = [report(0, Stage.STAGED), report(1, Stage.STAGED)]
     assert next_turn(reports, {"r0", "r1"}, Turn("r1", "an earlier boot")) == turn(0)

@@ -47,5 +47,7 @@ def _turn(report: ReplicaReport) -> Turn:
 
 
 def _switching(report: ReplicaReport) -> bool:
-    """Let go already: a sync switch closes the door while it still waits, staged, for requests to end."""
-    return report.stage in (Stage.COMMITTING, Stage.CHECKING) or not report.admitting
+    """Let go already: while it still waits, staged, for requests to end, a sync switch closes the door, and an async one takes
+    no pinned requests."""
+    waits = not (report.admitting and report.pinnable)
+    return waits or report.stage in (Stage.COMMITTING, Stage.CHECKING)
