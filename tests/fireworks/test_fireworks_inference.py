@@ -107,6 +107,9 @@ def test_the_account_and_its_models(got: dict[str, Any], endpoint: Endpoint) -> 
 def test_errors_are_of_the_kind_the_client_expects(got: dict[str, Any]) -> None:
     assert (got["wrong_key"]["kind"], got["wrong_key"]["status"]) == ("AuthenticationError", 401)
     assert (got["wrong_model"]["kind"], got["wrong_model"]["param"]) == ("NotFoundError", "model")
-    assert (got["wrong_snapshot"]["kind"], got["wrong_snapshot"]["param"]) == ("NotFoundError", "model")
+    assert (got["wrong_snapshot"]["kind"], got["wrong_snapshot"]["code"]) == (
+        "ConflictError",
+        "snapshot_not_served",
+    )
     assert got["unknown_field"]["kind"] == "BadRequestError"
     assert got["unknown_field"]["message"] == "Extra inputs are not permitted, field: 'zap'"
