@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from midstream.errors import SnapshotNotServed
 from midstream.types import served_model_name
 from midstream.versions import Admitted, Refusal, Refused, Wish
 
@@ -44,7 +43,10 @@ class Asked:
             why = f"snapshot {serving!r} takes no pinned requests any more: {coming!r} waits to replace it"
         else:
             return
-        raise Refused(why, Refusal(serving, coming is None, self._wish))
+        raise self.refused(why, serving, pinnable=coming is None)
+
+    def refused(self, why: str, serving: str, *, pinnable: bool) -> Refused:
+        return Refused(why, Refusal(serving, pinnable, self._wish))
 
 
 class Pins:
@@ -66,8 +68,8 @@ class Pins:
         return len(self._held)
 
     @asynccontextmanager
-    async def hold(self, snapshot: str) -> AsyncIterator[None]:
-        """The request inside is pinned to `snapshot`, which serves. Ends it with SnapshotNotServed when a swap has waited."""
+    async def hold(self, asked: Asked, snapshot: str) -> AsyncIterator[None]:
+        """The request inside is pinned to `snapshot`, which serves. Ends it with Refused when a swap has waited."""
         limit = asyncio.timeout(None)
         self._held.add(limit)
         self._none.clear()
@@ -81,7 +83,7 @@ class Pins:
                 f"snapshot {snapshot!r}, to which this request is pinned, is replaced by {self._ended_for!r}: it had"
                 f" {self._drain_s:g} s to end"
             )
-            raise SnapshotNotServed(message) from None
+            raise asked.refused(message, snapshot, pinnable=False) from None
         finally:
             self._held.discard(limit)
             if not self._held:

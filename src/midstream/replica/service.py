@@ -119,7 +119,7 @@ class Service:
         salt = self._salt(checked, session, headers)
         age_max = self.namespaces.kv_age_max
         requests = [replace(request, salt=salt, kv_age_max=age_max) for request in requests]
-        pinned = self.pins.hold(self.serving()) if asked.pinned else nullcontext()
+        pinned = self.pins.hold(asked, self.serving()) if asked.pinned else nullcontext()
         inside = self.gate.admitted(choices)
         turns = self.sessions.turn(session, stamp_of(headers))
         async with pinned:
