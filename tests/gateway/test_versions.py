@@ -496,6 +496,7 @@ def test_a_replica_that_serves_something_else_by_now_is_judged_by_what_it_says()
             serve(stage, 0, "v1")  # its report is late
             assert await served(stage, asking(min_snapshot="v1")) == ("replica-0", "v2")
             assert mock.admitted == [Admitted("v1"), Admitted("v2", body=True)]
+            assert stage.metrics.retries == {"other_snapshot": 1}
             answer = await stage.ask(asking(snapshot="v1"))
             assert (answer.status, json.loads(answer.body)["error"]["code"]) == (409, "snapshot_not_served")
             assert len(stage.mocks[0].requests) == 3

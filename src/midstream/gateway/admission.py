@@ -78,6 +78,7 @@ class VersionedExchange(InferenceExchange):
         except MidstreamError as error:
             self._fail(error)
             return
+        self._proxy.metrics.retries["other_snapshot"] += 1
         self._send_to_a_replica()
 
     # -- which replica

@@ -136,7 +136,9 @@ class GatewayMetrics(Collector):
         )  # (path class, status); 499: the client left first
         self.routes: Counter[str] = Counter()  # by route reason
         self.upstream_errors: Counter[str] = Counter()  # connections lost or refused, by replica
-        self.retries: Counter[str] = Counter()  # by kind: stale_connection, other_replica, resumed
+        self.retries: Counter[str] = (
+            Counter()
+        )  # by kind: stale_connection, other_replica, other_snapshot, resumed
         self.cut_responses: Counter[str] = Counter()  # ended short, visibly, by replica
         self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # by path class
         self.total_s: defaultdict[str, Histogram] = defaultdict(Histogram)
