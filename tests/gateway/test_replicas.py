@@ -10,6 +10,7 @@ import pytest
 from gateway_harness import run
 
 from midstream.errors import ReplicaUnavailable
+from midstream.gateway import replicas
 from midstream.gateway.replicas import ReplicaSet
 from midstream.types import Desired, ReplicaReport
 
@@ -118,6 +119,84 @@ def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
             server.send(*(report(in_flight=n) for n in range(5)), report(in_flight=4))
             await watched.until(lambda: watched.view.report == report(in_flight=4))
             assert watched.calls == 1
+
+    run(main)
+
+
+def test_who_waits_for_what_is_served_is_not_woken_by_every_report() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            woken: list[str] = []
+            watched.set.wait(lambda: woken.append("snapshot"), any_report=False)
+            for n in (1, 2):
+                watched.set.wait(lambda n=n: woken.append(f"report {n}"))  # type: ignore[misc]
+                server.send(report(in_flight=n))
+                await watched.until(lambda n=n: len(woken) == n)  # type: ignore[misc]
+            assert (woken, watched.set.waiting) == (["report 1", "report 2"], 1)
+            watched.set.wait(lambda: woken.append("report 3"))
+            server.send(report(in_flight=2, target="s2", stage="staged"))
+            await watched.until(lambda: len(woken) == 4)
+            assert (set(woken[2:]), watched.set.waiting) == ({"report 3", "snapshot"}, 0)
+            left = lambda: woken.append("left")  # noqa: E731
+            watched.set.wait(left, any_report=False)
+            watched.set.wait_no_more(left)
+            assert watched.set.waiting == 0
+
+    run(main)
+
+
+def test_what_waits_is_not_woken_by_every_count_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "WOKEN_EVERY_S", 3600.0)
+    changes: list[dict[str, object]] = [
+        {"snapshot": "x"},
+        {"snapshot": "x", "target": "y"},
+        {"snapshot": "x", "target": "y", "stage": "staged"},
+        {"snapshot": "x", "target": "y", "stage": "staged", "pinnable": False},
+        {"snapshot": "x", "target": "y", "stage": "staged", "pinnable": False, "admitting": False},
+    ]
+
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            woken: list[str] = []
+
+            def wait() -> None:
+                woken.append("")
+                watched.set.wait(wait)
+
+            watched.set.wait(wait)
+            await asyncio.sleep(0)
+            woken.clear()
+            for number, change in enumerate(changes):
+                for count in (1, 2, 3):
+                    server.send(busy := report(**change, in_flight=count))
+                    await watched.until(lambda busy=busy: watched.view.report == busy)  # type: ignore[misc]
+                    await asyncio.sleep(0)
+                assert len(woken) == number + 1
+
+    run(main)
+
+
+def test_what_waits_is_woken_after_a_while_by_any_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "WOKEN_EVERY_S", 0.01)
+
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            await server.connected.wait()
+            server.send(report())
+            await watched.until(lambda: watched.view.report is not None)
+            woken = asyncio.Event()
+            watched.set.wait(woken.set)
+            await asyncio.sleep(0)
+            woken.clear()
+            watched.set.wait(woken.set)
+            server.send(report(in_flight=9))
+            await woken.wait()
 
     run(main)
 

@@ -327,7 +327,7 @@ async def served(stage: Stage, request: bytes) -> tuple[str, str]:
 
 async def waiting(stage: Stage, count: int = 1) -> None:
     replicas = stage.gateway.proxy.deployments.default.replicas
-    await until(lambda: len(replicas._waiting) == count)
+    await until(lambda: replicas.waiting == count)
 
 
 def test_requests_go_where_what_they_ask_for_serves_and_the_replica_is_told() -> None:

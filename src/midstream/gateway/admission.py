@@ -105,7 +105,7 @@ class VersionedExchange(InferenceExchange):
             self._fail(self._admission.refusal(replicas.views))
         else:
             self._waits = True
-            replicas.wait(self._send_to_a_replica)
+            replicas.wait(self._send_to_a_replica, any_report=self._admission.doubted)
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(verdict.until, self._send_to_a_replica)
 

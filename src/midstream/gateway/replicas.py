@@ -89,6 +89,8 @@ class ReplicaSet:
         self._named: dict[str, ReplicaView] = {}
         self._fleet: Fleet[ReplicaView] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
+        self._waiting_for_use: dict[Callable[[], None], None] = {}
+        self._use_is_news = False  # when those who wait are called
         self._waking: asyncio.Handle | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._notice: asyncio.Handle | None = None
@@ -113,9 +115,10 @@ class ReplicaSet:
         """A member by its name."""
         return self._named.get(name)
 
-    def wait(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, after the next change of who is usable, of any report, or of `learning`."""
-        self._waiting[callback] = None
+    def wait(self, callback: Callable[[], None], *, any_report: bool = True) -> None:
+        """Call `callback` once, after the next change of who is usable for what, of any report (there are many), or of
+        `learning`."""
+        (self._waiting if any_report else self._waiting_for_use)[callback] = None
 
     def look_again(self) -> None:
         """Something else changed that whoever waits may wait for."""
@@ -123,6 +126,12 @@ class ReplicaSet:
 
     def wait_no_more(self, callback: Callable[[], None]) -> None:
         self._waiting.pop(callback, None)
+        self._waiting_for_use.pop(callback, None)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting) + len(self._waiting_for_use)
 
     def set_members(
         self, replicas: Sequence[tuple[str, str] | Member], leaving: Collection[str] = ()
@@ -311,8 +320,9 @@ class ReplicaSet:
             ear.boot = report.boot
             view.admitted = False
         if report != view.report:
+            news = _serving(report) != _serving(view.report)
             view.report = report
-            self._changed()
+            self._changed(use=news)
 
     def _told(self, view: ReplicaView, told: SessionsTold | Trajectories) -> None:
         if isinstance(told, SessionsTold):
@@ -344,18 +354,25 @@ class ReplicaSet:
         self.learning = False
         self._wake()
 
-    def _wake(self) -> None:
-        if self._waiting and self._waking is None:
+    def _wake(self, *, use: bool = True) -> None:
+        if not (self._waiting or (use and self._waiting_for_use)):
+            return
+        self._use_is_news = self._use_is_news or use
+        if self._waking is None:
             self._waking = asyncio.get_running_loop().call_soon(self._call_waiting)
 
     def _call_waiting(self) -> None:
         self._waking = None
         waiting, self._waiting = self._waiting, {}
+        if self._use_is_news:
+            self._use_is_news = False
+            waiting |= self._waiting_for_use
+            self._waiting_for_use = {}
         for callback in waiting:
             callback()
 
-    def _changed(self) -> None:
-        self._wake()
+    def _changed(self, *, use: bool = True) -> None:
+        self._wake(use=use)
         if self._notice is None and self._callbacks:
             self._notice = asyncio.get_running_loop().call_soon(self._notify)
 
@@ -382,6 +399,11 @@ class _Ear:
         if self.doubt is not None:
             self.doubt.cancel()
             self.doubt = None
+
+
+def _serving(report: ReplicaReport | None) -> tuple[object, ...]:
+    """What it is of use for, now and soon."""
+    return () if report is None else (report.snapshot, report.pinnable, report.stage, report.target)
 
 
 class _Lines:

@@ -129,6 +129,11 @@ class Admission:
     def __repr__(self) -> str:
         return f"Admission({self.wish}, {self._refusals} refusals)"
 
+    @property
+    def doubted(self) -> bool:
+        """A replica was found to serve something else than it reported: any new report may say better."""
+        return bool(self._heard)
+
     def refused(self, view: ReplicaView, refusal: Refusal) -> None:
         """The replica it was sent to did not take it. Until the next report that is what is known of that replica.
 
