@@ -10,7 +10,6 @@ import pytest
 from gateway_harness import run
 
 from midstream.errors import ReplicaUnavailable
-from midstream.gateway import replicas
 from midstream.gateway.replicas import ReplicaSet
 from midstream.types import Desired, ReplicaReport
 
@@ -144,59 +143,6 @@ def test_who_waits_for_what_is_served_is_not_woken_by_every_report() -> None:
             watched.set.wait(left, any_report=False)
             watched.set.wait_no_more(left)
             assert watched.set.waiting == 0
-
-    run(main)
-
-
-def test_what_waits_is_not_woken_by_every_count_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "WOKEN_EVERY_S", 3600.0)
-    changes: list[dict[str, object]] = [
-        {"snapshot": "x"},
-        {"snapshot": "x", "target": "y"},
-        {"snapshot": "x", "target": "y", "stage": "staged"},
-        {"snapshot": "x", "target": "y", "stage": "staged", "pinnable": False},
-        {"snapshot": "x", "target": "y", "stage": "staged", "pinnable": False, "admitting": False},
-    ]
-
-    async def main() -> None:
-        async with EventServer() as server, Watched(server) as watched:
-            await server.connected.wait()
-            server.send(report())
-            await watched.until(lambda: watched.view.report is not None)
-            woken: list[str] = []
-
-            def wait() -> None:
-                woken.append("")
-                watched.set.wait(wait)
-
-            watched.set.wait(wait)
-            await asyncio.sleep(0)
-            woken.clear()
-            for number, change in enumerate(changes):
-                for count in (1, 2, 3):
-                    server.send(busy := report(**change, in_flight=count))
-                    await watched.until(lambda busy=busy: watched.view.report == busy)  # type: ignore[misc]
-                    await asyncio.sleep(0)
-                assert len(woken) == number + 1
-
-    run(main)
-
-
-def test_what_waits_is_woken_after_a_while_by_any_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "WOKEN_EVERY_S", 0.01)
-
-    async def main() -> None:
-        async with EventServer() as server, Watched(server) as watched:
-            await server.connected.wait()
-            server.send(report())
-            await watched.until(lambda: watched.view.report is not None)
-            woken = asyncio.Event()
-            watched.set.wait(woken.set)
-            await asyncio.sleep(0)
-            woken.clear()
-            watched.set.wait(woken.set)
-            server.send(report(in_flight=9))
-            await woken.wait()
 
     run(main)
 
