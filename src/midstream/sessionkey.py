@@ -15,7 +15,7 @@ from midstream.errors import InvalidRequest
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity", "x-session-id")
 SESSION_BODY_FIELDS = ("prompt_cache_key", "user")
 MAX_KEY_BYTES = 512
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def session_from_headers(headers: Mapping[str, str]) -> str | None:
@@ -24,7 +24,7 @@ def session_from_headers(headers: Mapping[str, str]) -> str | None:
     for name in SESSION_HEADERS:
         value = headers.get(name)
         if value is not None:
-            return check_key(value.strip(), name)
+            return check_key(value.strip(" \t"), name)
     return None
 
 

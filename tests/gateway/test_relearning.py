@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-from gateway_harness import post, run
+from gateway_harness import Message, Peer, post, run
 from session_holders import all_usable, gateway, holders, home, until, until_known, where
 
 from midstream.gateway.replicas import FAILURES_MAX
@@ -112,6 +113,37 @@ def test_a_session_moved_back_is_where_it_was_moved_last_for_every_gateway() -> 
             await until_known(other, "s", first)
             async with gateway(made, learn_s=1000.0) as third:
                 assert await where(third, "s") == (first, "sticky")
+
+    run(main)
+
+
+def test_a_session_that_began_beside_a_refused_request_of_it_stays() -> None:
+    async def main() -> None:
+        async with holders(2) as made, gateway(made) as stage:
+            await all_usable(stage)
+            first, _ = await where(stage, "s")
+            holder = next(holder for holder in made if holder.name == first)
+            holder.sessions.close(("", "s"))
+            await until_known(stage, "s", None)
+            handle, refused = holder.mock.handler, asyncio.Event()
+
+            async def refuse(request: Message, peer: Peer) -> None:
+                holder.mock.handler = handle
+                await refused.wait()
+                peer.respond(b"{}", "429 Too Many Requests", "retry-after: 1\r\n")
+
+            holder.mock.handler = refuse
+            one = asyncio.create_task(where(stage, "s"))
+            await until_known(stage, "s", first)
+            await until(lambda: holder.mock.handler is handle)
+            sessions = stage.gateway.proxy.deployments.default.sessions
+            placed = sessions._homes["", "s"][1]
+            await until(lambda: time.time() * 1000 > placed + 2)
+            assert await where(stage, "s") == (first, "sticky")
+            await until(lambda: sessions._homes["", "s"][1] > placed)
+            refused.set()
+            assert (await one)[0] != first
+            assert await where(stage, "s") == (first, "sticky")
 
     run(main)
 

@@ -17,6 +17,7 @@ from midstream.gateway.sessions import SessionTable, body_model, session_key
         ({b"x-multi-turn-session-id": b"a", b"x-session-affinity": b"b", b"x-session-id": b"c"}, b"", "a"),
         ({b"x-session-id": " é ".encode()}, b"", "é"),
         ({b"x-session-id": b"\xe9"}, b"", "é"),
+        ({b"x-session-id": "\u00a0a\u2003".encode()}, b"", "\u00a0a\u2003"),
         ({b"x-other": b"a"}, b'{"prompt_cache_key":"k","user":"u"}', "k"),
         ({}, b'{"user":"u","prompt":[1,2]}', "u"),
         ({}, b'{"prompt_cache_key":null,"user":"u"}', "u"),
@@ -48,10 +49,13 @@ def test_the_key_comes_from_the_first_place_that_has_one(
         ({b"x-session-id": b" "}, b"", "x-session-id"),
         ({b"x-multi-turn-session-id": b"", b"x-session-id": b"c"}, b"", "x-multi-turn-session-id"),
         ({b"x-session-affinity": b"\x7f", b"x-session-id": b"c"}, b"", "x-session-affinity"),
+        ({b"x-session-id": b"\x0ba"}, b"", "x-session-id"),
+        ({b"x-session-id": b"a\x85"}, b"", "x-session-id"),
         ({}, b'{"prompt_cache_key":"","user":"u"}', "prompt_cache_key"),
         ({}, b'{"prompt_cache_key":null,"user":""}', "user"),
         ({}, b'{"user":"' + b"x" * 513 + b'"}', "user"),
         ({}, b'{"prompt_cache_key":"a\\nb"}', "prompt_cache_key"),
+        ({}, b'{"user":"a\\u0085b"}', "user"),
     ],
 )
 def test_a_value_that_cannot_be_a_key_names_its_place(

@@ -146,10 +146,11 @@ class InferenceExchange(ControlExchange):
         self._fail(ReplicaUnavailable("no replica can take the request now"))
 
     def _not_begun(self) -> None:
-        """A replica refused this request: a session that has nothing there yet may begin elsewhere."""
+        """A replica refused this request: a session that has nothing there yet may begin elsewhere. One that another request
+        began there meanwhile has the replica's own stamp."""
         assert self._placed is not None
         if self._session is not None and self._placed.stamp:
-            self._deployment.sessions.forget(self._session, self._placed.view.name)
+            self._deployment.sessions.forget(self._session, self._placed.view.name, self._placed.stamp)
 
     def _may_be_told(self) -> bool:
         """A replica may yet say that it holds the session, or become usable."""

@@ -67,9 +67,9 @@ def body_model(body: bytes) -> str | None:
 
 def _text(value: bytes) -> str:
     try:
-        return value.strip().decode()
+        return value.decode()
     except UnicodeDecodeError:
-        return value.strip().decode("latin-1")
+        return value.decode("latin-1")
 
 
 class SessionTable:
@@ -115,10 +115,10 @@ class SessionTable:
         found = self._boots.get(replica)
         return 0 if found is None else found[1]
 
-    def forget(self, session: Session, replica: str | None = None) -> bool:
-        """The session lives nowhere, or not on `replica` any more. Whether that is news."""
+    def forget(self, session: Session, replica: str | None = None, stamp: int | None = None) -> bool:
+        """The session lives nowhere; or not on `replica`, or not by the placing of this stamp, any more. Whether it did."""
         found = self._homes.get(session)
-        if found is None or (replica is not None and found[0] != replica):
+        if found is None or replica not in (None, found[0]) or stamp not in (None, found[1]):
             return False
         del self._homes[session]
         self._left(found)
