@@ -246,11 +246,29 @@ def test_what_is_said_later_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "10.0.0.7:9000", "http://h:x", "http://h:1/path", "http://h:1?q", "https://h:1"]
+    "url",
+    [
+        "",
+        "10.0.0.7:9000",
+        "http://h:x",
+        "http://h:1/path",
+        "http://h:1?q",
+        "https://h:1",
+        "http://h:0",
+        "http://h:65536",
+        "http://a b:1",
+        f"http://{'a' * 64}.x:1",
+    ],
 )
 def test_what_is_no_base_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
         replica_name(url)
+
+
+@pytest.mark.parametrize("name", ["replicas.local", ":80", "h:x", "h:0", "h:65536", f"{'a' * 64}.x:80"])
+def test_a_dns_name_that_cannot_be_one_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        Resolver(name, lambda: None)
 
 
 def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(

@@ -48,14 +48,16 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def replica_name(url: str) -> str:
     """What a replica at this base URL is called here. Raises ConfigError."""
     parts = urlsplit(url)
+    host = parts.hostname or ""
     try:
         port = parts.port
-    except ValueError:
+        host.encode("idna")
+    except ValueError:  # UnicodeError too
         port = None
     plain = parts.scheme == "http" and not (parts.username or parts.query or parts.fragment)
-    if not plain or not parts.hostname or port is None or parts.path not in ("", "/"):
+    if not plain or not host or " " in host or not port or parts.path not in ("", "/"):
         raise ConfigError(f"{url!r}: expected http://HOST:PORT")
-    return f"{parts.hostname}:{port}"
+    return f"{host}:{port}"
 
 
 def entries_of_settings(urls: Collection[str], weights: Mapping[str, float]) -> dict[str, ReplicaEntry]:
@@ -98,6 +100,7 @@ class Resolver:
         host, _, port = name.rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError(f"{name!r}: expected HOST:PORT")
+        replica_name(f"http://{name}")
         self._host, self._port = host, int(port)
         self._changed = changed
         self._every_s = every_s
