@@ -194,7 +194,9 @@ class _WireSelector(selectors.EpollSelector):
         loop = self._loop
         ready = []
         for fd, events in loop.functions[0](timeout, loop._ready, loop._scheduled):
-            key = self.get_key(fd)
+            key = self.get_map().get(fd)
+            if key is None:  # what a protocol was told in the same turn had it unregistered
+                continue
             wanted = selectors.EVENT_READ * bool(events & ~_OUT) | selectors.EVENT_WRITE * bool(events & ~_IN)
             if wanted & key.events:
                 ready.append((key, wanted & key.events))
@@ -287,8 +289,13 @@ class WireTransport(asyncio.Transport):
     def reset(self) -> None:
         """Abort so that the other side sees a broken connection."""
         if self._fd >= 0:
-            with socket.socket(fileno=os.dup(self._fd)) as sock:
+            sock = socket.socket(
+                socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._fd
+            )  # needs no new descriptor
+            try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            finally:
+                sock.detach()
         self.abort()
 
     def relay(

@@ -29,16 +29,22 @@ class Framing {
     bool done() const { return state_ == DONE; }
     uint64_t left() const { return left_; }
     // The last byte read lies within a chunk: in its data, or before the line end after it.
-    bool in_chunk() const { return chunked_ && (state_ == DATA || state_ == DATA_CR || state_ == DATA_LF); }
+    bool in_chunk() const { return chunked_ && (state_ == DATA || state_ == DATA_CR || state_ == DATA_LF || state_ == FAILED); }
     // Everything read is whole chunks of whole events.
     bool at_boundary() const { return state_ == DONE || (state_ == SIZE && digits_ == 0 && newlines_ >= 2); }
     std::string_view marks() const { return {marks_.data(), marks_kept_}; }  // of whole events
+    // What was read last is not passed on: its marks were not told, and nobody knows where it would have stood.
+    void fail() {
+        if (!lost_marks) marks_kept_ = marks_before_;
+        state_ = FAILED;
+    }
 
     // Read on. Returns the bytes that belong to the message; -1: it is broken. *boundary: how many of them go to the last
-    // boundary.
+    // boundary. What was read may be taken back, once, by fail().
     ptrdiff_t feed(const char *data, size_t length, size_t *boundary) {
         size_t at = 0;
         *boundary = 0;
+        marks_before_ = marks_kept_;
         while (at < length && state_ != DONE) {
             if (state_ == DATA) {
                 size_t part = length - at < left_ ? length - at : (size_t)left_;
@@ -59,7 +65,7 @@ class Framing {
 
   private:
     enum State : unsigned char {
-        SIZE, EXTENSION, SIZE_LF, DATA, DATA_CR, DATA_LF, TRAILER_START, TRAILER, TRAILER_LF, END_LF, DONE
+        SIZE, EXTENSION, SIZE_LF, DATA, DATA_CR, DATA_LF, TRAILER_START, TRAILER, TRAILER_LF, END_LF, DONE, FAILED
     };
     enum Line : unsigned char { START, COLON, SPACE, LETTER, MARK, OTHER };  // how much of ": m " a line has had
 
@@ -71,7 +77,7 @@ class Framing {
     int newlines_ = 2;
     Line line_ = START;
     std::string marks_;
-    size_t marks_kept_ = 0;
+    size_t marks_kept_ = 0, marks_before_ = 0;
 
     void begin(bool events) {
         state_ = SIZE;

@@ -38,12 +38,10 @@ void finish_relay(Wire &wire, Conn &conn, bool begun_before, bool clean) {
 void pass_on(Wire &wire, Conn &conn, std::string_view head, std::string_view data) {
     size_t boundary = 0;
     ptrdiff_t used = conn.framing.feed(data.data(), data.size(), &boundary);
-    if (used < 0) {
-        break_relay(wire, conn, "bad response: its body is not framed as it says");
-        return;
-    }
-    if ((size_t)used < data.size()) {
-        break_relay(wire, conn, "bytes follow the end of the response");
+    if (used < 0 || (size_t)used < data.size()) {
+        conn.framing.fail();
+        const char *not_framed = "bad response: its body is not framed as it says";
+        break_relay(wire, conn, used < 0 ? not_framed : "bytes follow the end of the response");
         return;
     }
     const bool done = conn.framing.done(), before = conn.begun;

@@ -93,10 +93,15 @@ void read_client(Wire &wire, Conn &conn, std::string_view data) {
     }
     conn.last_read = monotonic();
     conn.body_left = length - rest.size();
-    if (!tell(wire, conn, conn.owner, words().request_begun, conn.target, conn.first) || conn.state != Conn::OPEN ||
-        (conn.body = returned(wire, PyBytes_FromStringAndSize(nullptr, (Py_ssize_t)length))) == nullptr) {
+    if (!tell(wire, conn, conn.owner, words().request_begun, conn.target, conn.first) || conn.state != Conn::OPEN) {
+        for (PyObject **object : {&conn.target, &conn.first, &conn.lines}) drop(*object);
         conn.body_left = 0;
         conn.raw = true;  // refused: the rest is nobody's
+        return;
+    }
+    conn.body = returned(wire, PyBytes_FromStringAndSize(nullptr, (Py_ssize_t)length));
+    if (conn.body == nullptr) {  // no memory: what comes next would be taken for a request
+        kill(wire, conn, ENOMEM);
         return;
     }
     char *const start = PyBytes_AsString(conn.body);
