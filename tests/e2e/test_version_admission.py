@@ -79,16 +79,19 @@ class Stream(threading.Thread):
                 "POST", url, json=self.body, headers=self.headers, timeout=180, trust_env=False
             ) as answer:
                 self.replica = answer.headers.get("x-midstream-replica", "")
-                for line in answer.iter_lines():
-                    self._take(line)
+                rest = b""
+                for data in answer.iter_bytes():  # a text may hold what httpx takes for the end of a line
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        self._take(line)
         finally:
             self.started.set()
 
-    def _take(self, line: str) -> None:
-        if line == "data: [DONE]":
+    def _take(self, line: bytes) -> None:
+        if line == b"data: [DONE]":
             self.done = True
-        elif line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
+        elif line.startswith(b"data: "):
+            event = json.loads(line.removeprefix(b"data: "))
             self.error = event.get("error")
             for choice in event.get("choices", ()):
                 self.labels += [event["model"].rpartition("@")[2]] * len(choice.get("token_ids") or ())
