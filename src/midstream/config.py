@@ -6,6 +6,7 @@ an error that names it.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -168,7 +169,7 @@ def _checked(settings: Settings) -> Settings:
             "gateway.api_keys must not hold an empty key",
         ),
         *(
-            (getattr(gateway, name) > 0, f"gateway.{name} must be above 0")
+            (0 < getattr(gateway, name) < math.inf, f"gateway.{name} must be above 0 and finite")
             for name in (
                 "max_body_bytes",
                 "max_header_bytes",
@@ -177,6 +178,7 @@ def _checked(settings: Settings) -> Settings:
                 "connect_timeout_s",
                 "keep_alive_s",
                 "chain_max",
+                "load_bound",
             )
         ),
         (
@@ -194,7 +196,10 @@ def _checked(settings: Settings) -> Settings:
         (settings.embedded.threads >= 0, "embedded.threads must be at least 0"),
         (settings.embedded.block_size >= 2, "embedded.block_size must be at least 2"),
         *(
-            (getattr(settings.embedded, name) >= 1, f"embedded.{name} must be at least 1")
+            (
+                1 <= getattr(settings.embedded, name) < math.inf,
+                f"embedded.{name} must be at least 1 and finite",
+            )
             for name in (
                 "max_batch_tokens",
                 "max_prefill_tokens",
@@ -221,7 +226,6 @@ def _checked(settings: Settings) -> Settings:
             "gateway.data_path native and gateway.tls_cert exclude each other",
         ),
         (1 <= gateway.workers <= 64, f"gateway.workers must be 1 to 64, got {gateway.workers}"),
-        (settings.gateway.load_bound > 0, "gateway.load_bound must be above 0"),
     ]
     for holds, message in checks:
         if not holds:
