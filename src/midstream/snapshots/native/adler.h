@@ -22,10 +22,10 @@ struct Adler {
 static const uint32_t ADLER_MODULUS = 65521;
 static const size_t ADLER_CHUNK = 5536;  // the most 32-byte rows whose sums fit in 32 bits
 
-// What the checksum is of: the result of the XOR (a rebuild), or `other` (an encode).
-enum class SumOf { RESULT, OTHER };
+// What the checksum is of: the result of the XOR (a rebuild), `other` (an encode), or the bytes as they are, without an XOR.
+enum class SumOf { RESULT, OTHER, ITSELF };
 
-// into ^= other; the sum goes on over what SUM says. Returns whether any byte of the result is not zero.
+// into ^= other (null for ITSELF); the sum goes on over what SUM says. Returns whether any byte of the result is not zero.
 template <SumOf SUM>
 static bool xor_and_sum(uint8_t* into, const uint8_t* other, size_t size, Adler& adler) {
     uint32_t low = adler.low, high = adler.high;
@@ -40,10 +40,13 @@ static bool xor_and_sum(uint8_t* into, const uint8_t* other, size_t size, Adler&
         __m256i sums = zero, before = zero, weighted = zero, seen = zero;
         for (; i + 32 <= count; i += 32) {
             __m256i* const at = reinterpret_cast<__m256i*>(into + start + i);
-            const __m256i with = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other + start + i));
-            const __m256i result = _mm256_xor_si256(_mm256_loadu_si256(at), with);
-            const __m256i bytes = SUM == SumOf::RESULT ? result : with;
-            _mm256_storeu_si256(at, result);
+            __m256i result = _mm256_loadu_si256(at), with = zero;
+            if (SUM != SumOf::ITSELF) {
+                with = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other + start + i));
+                result = _mm256_xor_si256(result, with);
+                _mm256_storeu_si256(at, result);
+            }
+            const __m256i bytes = SUM == SumOf::OTHER ? with : result;
             seen = _mm256_or_si256(seen, result);
             before = _mm256_add_epi32(before, sums);
             sums = _mm256_add_epi32(sums, _mm256_sad_epu8(bytes, zero));
@@ -61,10 +64,10 @@ static bool xor_and_sum(uint8_t* into, const uint8_t* other, size_t size, Adler&
 #endif
         uint32_t plain = 0;
         for (; i < count; i++) {
-            const uint8_t with = other[start + i], result = into[start + i] ^ with;
+            const uint8_t with = SUM == SumOf::ITSELF ? 0 : other[start + i], result = into[start + i] ^ with;
             into[start + i] = result;
             plain |= result;
-            low += SUM == SumOf::RESULT ? result : with;
+            low += SUM == SumOf::OTHER ? with : result;
             high += low;
         }
         any = any || plain;

@@ -3,6 +3,7 @@
 // Owns: the C functions that library.py declares.
 // Always holds: a function that returns an error leaves what it was given to be freed; no exception leaves.
 
+#include <algorithm>
 #include <cerrno>
 #include <new>
 #include <unistd.h>
@@ -42,10 +43,32 @@ int64_t write_all(int file, const uint8_t* from, size_t size, int64_t position) 
 }
 
 struct Rebuild {
-    Rebuild(const uint8_t* blob, size_t size) : frame(blob, size), old(new uint8_t[BLOCK]) {}
+    Rebuild(const uint8_t* blob, size_t size, size_t content)
+        : frame(blob, size), left(content), bytes(new uint8_t[BLOCK + FrameDecoder::SLACK]()) {}
+
+    // The next block rebuilt in `bytes`: its size, or an error. `from`: where its old bytes are.
+    int64_t next(int old_file, int64_t from) {
+        size_t size;
+        if (frame.may_be_sparse()) {
+            if (const int64_t error = read_all(old_file, bytes.get(), std::min(left, BLOCK), from)) return error;
+            if (frame.next_onto(bytes.get(), &size)) {
+                xor_and_sum<SumOf::ITSELF>(bytes.get(), nullptr, size, adler);
+                left -= size;
+                return int64_t(size);
+            }
+        }
+        uint8_t* difference;
+        if (!frame.next(&difference, &size)) return REFUSED;
+        if (const int64_t error = read_all(old_file, bytes.get(), size, from)) return error;
+        xor_and_sum<SumOf::RESULT>(bytes.get(), difference, size, adler);
+        left -= size;
+        return int64_t(size);
+    }
+
     FrameDecoder frame;
+    size_t left;
     Adler adler;
-    std::unique_ptr<uint8_t[]> old;
+    std::unique_ptr<uint8_t[]> bytes;
 };
 
 struct Encode {
@@ -63,7 +86,7 @@ extern "C" {
 
 // Null: a blob of a kind not known here, or no memory.
 Rebuild* delta_rebuild_new(const uint8_t* blob, int64_t size, int64_t content) try {
-    Rebuild* const made = new Rebuild(blob, size_t(size));
+    Rebuild* const made = new Rebuild(blob, size_t(size), size_t(content));
     if (made->frame.start(uint64_t(content))) return made;
     delete made;
     return nullptr;
@@ -75,14 +98,11 @@ Rebuild* delta_rebuild_new(const uint8_t* blob, int64_t size, int64_t content) t
 int64_t delta_rebuild_step(Rebuild* work, int old_file, int64_t from, int new_file, int64_t to, int64_t count) {
     int64_t done = 0;
     while (done < count && !work->frame.finished()) {
-        uint8_t* difference;
-        size_t size;
-        if (!work->frame.next(&difference, &size)) return REFUSED;
-        if (const int64_t error = read_all(old_file, work->old.get(), size, from + done)) return error;
-        xor_and_sum<SumOf::RESULT>(work->old.get(), difference, size, work->adler);
+        const int64_t size = work->next(old_file, from + done);
+        if (size < 0) return size;
         if (new_file >= 0)
-            if (const int64_t error = write_all(new_file, work->old.get(), size, to + done)) return error;
-        done += int64_t(size);
+            if (const int64_t error = write_all(new_file, work->bytes.get(), size_t(size), to + done)) return error;
+        done += size;
     }
     return done;
 }

@@ -1,9 +1,9 @@
-// One zstd frame, decoded block by block into a window of its own (RFC 8878). The differences of checkpoints are long runs of
-// zeros, so repeating the last byte is what is made fast.
+// One zstd frame, decoded block by block into a window of its own, or XORed onto what it is the difference to (RFC 8878). The
+// differences of checkpoints are long runs of zeros: repeating the last byte is what is made fast, and zeros change nothing.
 //
 // Owns: FrameDecoder.
-// Always holds: whatever the blob says, nothing outside blob and window is read and nothing outside the window written; a frame of a
-// kind not known here (dictionary, checksum, large window, several frames) is refused, not guessed at. What it decodes is
+// Always holds: whatever the blob says, nothing outside blob and window is read and nothing outside window and target written; a
+// frame of a kind not known here (dictionary, checksum, large window, several frames) is refused, not guessed at. What it decodes is
 // compared with a checksum by its caller, and what it refuses is decoded again by libzstd.
 
 #pragma once
@@ -46,6 +46,7 @@ class FrameDecoder {
         if (size_bytes && stated != content) return false;
         if (single) window = stated;
         if (window > LARGEST_WINDOW) return false;
+        sparse_ = !single && window == BLOCK;  // as zstd_encode.h says: no match leaves its block
         left_ = content;
         window_ = size_t(window);
         limit_ = window_ < BLOCK ? window_ : BLOCK;
@@ -57,33 +58,71 @@ class FrameDecoder {
 
     // The next block: its bytes, valid until the next call. False: the blob is no good or not known here.
     bool next(uint8_t** piece, size_t* size) {
-        if (last_ || end_ - at_ < 3) return false;
-        const uint32_t head = uint32_t(at_[0]) | uint32_t(at_[1]) << 8 | uint32_t(at_[2]) << 16;
-        at_ += 3;
-        last_ = head & 1;
-        const unsigned kind = head >> 1 & 3;
-        const size_t length = head >> 3, stored = kind == 1 ? 1 : length;
-        if (length > limit_ || size_t(end_ - at_) < stored) return false;
+        Block block;
+        if (!read_block(&block)) return false;
         make_room();
-        uint8_t* to = buffer_.get() + filled_;
-        size_t made = length;
-        if (kind == 0) memcpy(to, at_, length);
-        else if (kind == 1) memset(to, *at_, length);
-        else if (kind == 3 || !compressed(at_, length, to, &made)) return false;
-        at_ += stored;
-        if (made > left_) return false;
-        filled_ += made;
-        left_ -= made;
+        uint8_t* const to = buffer_.get() + filled_;
+        *size = block.length;
+        if (block.kind == 0) memcpy(to, block.bytes, block.length);
+        else if (block.kind == 1) memset(to, *block.bytes, block.length);
+        else if (!compressed<false>(block.bytes, block.length, to, size)) return false;
         *piece = to;
-        *size = made;
-        return true;
+        filled_ += *size;
+        return take(block, *size);
     }
+
+    // Whether the next block may be given to `next_onto`.
+    bool may_be_sparse() const { return sparse_; }
+
+    // XORs the next block, if all its matches are runs of zeros, onto `target` of BLOCK bytes and SLACK more. False: it was
+    // something else; `target` is spoilt, and the block can be had by `next`. What is XORed is not in the window: a frame that
+    // reaches back to it is refused by `next`.
+    bool next_onto(uint8_t* target, size_t* size) {
+        Block block;
+        sparse_ = read_block(&block);
+        if (!sparse_) return false;
+        *size = block.length;
+        if (block.kind == 0) {
+            for (size_t i = 0; i < block.length; i++) target[i] ^= block.bytes[i];
+        } else if (block.kind == 1) {
+            if (*block.bytes)
+                for (size_t i = 0; i < block.length; i++) target[i] ^= *block.bytes;
+        } else {
+            sparse_ = compressed<true>(block.bytes, block.length, target, size);
+        }
+        return sparse_ = sparse_ && take(block, *size);
+    }
+
+    static const size_t SLACK = 128;  // copies may write this much beyond their end
 
     bool finished() const { return last_; }
     bool complete() const { return last_ && at_ == end_ && left_ == 0; }
 
   private:
-    static const size_t SLACK = 128;  // copies may write this much beyond their end
+    struct Block {
+        const uint8_t* bytes;
+        size_t length, stored;
+        unsigned kind;
+        bool last;
+    };
+
+    bool read_block(Block* block) const {
+        if (last_ || end_ - at_ < 3) return false;
+        const uint32_t head = uint32_t(at_[0]) | uint32_t(at_[1]) << 8 | uint32_t(at_[2]) << 16;
+        const size_t length = head >> 3;
+        const unsigned kind = head >> 1 & 3;
+        *block = {at_ + 3, length, kind == 1 ? 1 : length, kind, bool(head & 1)};
+        return kind != 3 && length <= limit_ && size_t(end_ - block->bytes) >= block->stored;
+    }
+
+    // The block is done with, and made `made` bytes.
+    bool take(const Block& block, size_t made) {
+        if (made > left_) return false;
+        last_ = block.last;
+        at_ = block.bytes + block.stored;
+        left_ -= made;
+        return true;
+    }
 
     void make_room() {
         if (capacity_ - filled_ >= BLOCK) return;
@@ -92,10 +131,11 @@ class FrameDecoder {
         filled_ = keep;
     }
 
+    template <bool ONTO>
     bool compressed(const uint8_t* from, size_t size, uint8_t* to, size_t* made) {
         const uint8_t* const end = from + size;
         size_t literals;
-        return read_literals(&from, end, &literals) && read_sequences(from, end, literals, to, made);
+        return read_literals(&from, end, &literals) && read_sequences<ONTO>(from, end, literals, to, made);
     }
 
     bool read_literals(const uint8_t** position, const uint8_t* end, size_t* count) {
@@ -105,7 +145,8 @@ class FrameDecoder {
         if (kind < 2) {  // as they are, or one byte repeated
             const size_t head = format == 1 ? 2 : format == 3 ? 3 : 1;
             if (size_t(end - from) < head) return false;
-            const uint32_t bits = uint32_t(from[0]) | (head > 1 ? uint32_t(from[1]) << 8 : 0) | (head > 2 ? uint32_t(from[2]) << 16 : 0);
+            uint32_t bits = 0;
+            for (size_t i = 0; i < head; i++) bits |= uint32_t(from[i]) << (8 * i);
             *count = head == 1 ? bits >> 3 : bits >> 4;
             from += head;
             const size_t stored = kind == 0 ? *count : 1;
@@ -186,6 +227,7 @@ class FrameDecoder {
         }
     }
 
+    template <bool ONTO>
     bool read_sequences(const uint8_t* from, const uint8_t* end, size_t literals, uint8_t* to, size_t* made) {
         if (from == end) return false;
         uint32_t count = *from++;
@@ -197,7 +239,7 @@ class FrameDecoder {
         }
         if (count == 0) {
             if (from != end) return false;
-            memcpy(to, literals_.get(), literals);
+            put<ONTO>(to, literals_.get(), literals);
             *made = literals;
             return true;
         }
@@ -210,7 +252,7 @@ class FrameDecoder {
             !table(modes >> 2 & 3, &from, end, matches_, 52, 9, MATCH_BASES, MATCH_EXTRAS, MATCH_COUNTS, 53, 6))
             return false;
         BackwardBits bits;
-        return bits.start(from, size_t(end - from)) && execute(bits, count, literals, to, made);
+        return bits.start(from, size_t(end - from)) && execute<ONTO>(bits, count, literals, to, made);
     }
 
     struct OffsetCodes {
@@ -240,11 +282,13 @@ class FrameDecoder {
     }
 
     // Everything the loop changes is a local of its own, which the bytes it writes cannot alias.
+    template <bool ONTO>
     bool execute(BackwardBits bits, uint32_t count, size_t literals, uint8_t* to, size_t* made) {
         const uint8_t* literal = literals_.get();
         const uint8_t* const literals_end = literal + literals;
         uint8_t *const begin = to, *const limit = to + limit_, *const buffer = buffer_.get();
         Recent recent = recent_;
+        bool zero = false;  // the last byte: what a match at distance 1 repeats
         bits.refill();
         const FseEntry* length = lengths_.entries + bits.take(unsigned(lengths_.log));
         const FseEntry* offset = offsets_.entries + bits.take(unsigned(offsets_.log));
@@ -264,16 +308,21 @@ class FrameDecoder {
                 offset = offsets_.entries + offset->next + bits.take(offset->bits);
             }
             if (plain > size_t(literals_end - literal) || plain + run > size_t(limit - to)) return false;
-            copy(to, literal, plain);
+            put<ONTO>(to, literal, plain);
             literal += plain;
             to += plain;
-            if (distance - 1 >= size_t(to - buffer)) return false;  // 0 as well
-            repeat(to, distance, run);
+            if (ONTO) {
+                if (plain) zero = literal[-1] == 0;
+                if (distance != 1 || !zero) return false;
+            } else {
+                if (distance - 1 >= size_t(to - buffer)) return false;  // 0 as well
+                repeat(to, distance, run);
+            }
             to += run;
         }
         const size_t rest = size_t(literals_end - literal);
         if (!bits.finished() || rest > size_t(limit - to)) return false;
-        memcpy(to, literal, rest);
+        put<ONTO>(to, literal, rest);
         recent_ = recent;
         *made = size_t(to - begin) + rest;
         return true;
@@ -293,8 +342,18 @@ class FrameDecoder {
         }
     };
 
-    // Copies of up to SLACK bytes more than asked: both buffers have room for them.
-    static void copy(uint8_t* to, const uint8_t* from, size_t count) {
+    // Up to SLACK bytes more than asked are read, and written as they are or as anything: both buffers have room for them.
+    template <bool ONTO>
+    static void put(uint8_t* to, const uint8_t* from, size_t count) {
+        if (ONTO) {
+            for (size_t done = 0; done < count; done += 8) {
+                const size_t left = count - done;
+                const uint64_t kept = left >= 8 ? ~uint64_t(0) : (uint64_t(1) << (8 * left)) - 1;
+                const uint64_t value = load64(to + done) ^ (load64(from + done) & kept);
+                memcpy(to + done, &value, 8);
+            }
+            return;
+        }
         memcpy(to, from, 16);
         if (count > 16) memcpy(to + 16, from + 16, count - 16);
     }
@@ -326,7 +385,7 @@ class FrameDecoder {
     const uint8_t* const end_;
     uint64_t left_ = 0;
     size_t window_ = 0, limit_ = 0, capacity_ = 0, filled_ = 0;
-    bool last_ = false;
+    bool last_ = false, sparse_ = false;
     Recent recent_;
     std::unique_ptr<uint8_t[]> buffer_, literals_;
     Huffman huffman_;
