@@ -206,3 +206,25 @@ def test_a_connection_is_reset_also_when_descriptors_ran_out() -> None:
 
     with asyncio.Runner(loop_factory=WireLoop) as runner:
         runner.run(main())
+
+
+def test_an_idle_connection_keeps_nothing_of_the_stream_it_had() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.send(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+                b"x-midstream-resumable: 1\r\n\r\n"
+            )
+            peer.send(chunk(event(0)) + chunk(event(1)) + chunk(LAST) + b"0\r\n\r\n")
+
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            client.send(post(b'{"stream":true}'))
+            await client.message()
+            connection = stage.pool(stage.views[0]).take()
+            assert connection is not None
+            assert connection.wire is not None
+            assert connection.wire.relayed()[-1] == b""
+
+    with asyncio.Runner(loop_factory=WireLoop) as runner:
+        runner.run(main())

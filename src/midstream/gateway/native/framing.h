@@ -33,6 +33,10 @@ class Framing {
     // Everything read is whole chunks of whole events.
     bool at_boundary() const { return state_ == DONE || (state_ == SIZE && digits_ == 0 && newlines_ >= 2); }
     std::string_view marks() const { return {marks_.data(), marks_kept_}; }  // of whole events
+    void forget_marks() {
+        std::string().swap(marks_);
+        marks_kept_ = marks_before_ = 0;
+    }
     // What was read last is not passed on: its marks were not told, and nobody knows where it would have stood.
     void fail() {
         if (!lost_marks) marks_kept_ = marks_before_;

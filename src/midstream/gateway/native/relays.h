@@ -10,6 +10,8 @@ namespace {
 void end_relay(Conn &conn) {
     if (conn.client != nullptr) conn.client->upstream = nullptr;
     conn.client = nullptr;
+    conn.framing.forget_marks();  // an idle connection holds nothing
+    std::string().swap(conn.held);
     drop(conn.sink);
 }
 
