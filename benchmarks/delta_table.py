@@ -8,19 +8,16 @@ Always holds: the text depends on the JSON alone (a test compares them).
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+from document import table, write_part
 from hardware import RESULTS
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- begin: delta.json -->\n", "<!-- end: delta.json -->\n"
 
 
 def render(result: dict[str, Any]) -> str:
     """The marked part."""
     layouts = result["layouts"]
-    parts = [_heading(result), _table(["GB/s of tensors (CPU s per GB)", *layouts], _speeds(layouts))]
+    parts = [_heading(result), table(["GB/s of tensors (CPU s per GB)", *layouts], _speeds(layouts))]
     parts += [_ratios(layouts), _sizes(layouts)]
     return "\n\n".join(parts) + "\n"
 
@@ -82,22 +79,8 @@ def _sizes(layouts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def replaced(document: str, part: str) -> str:
-    """The document with its marked part replaced. Raises ValueError when it has no marks."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError("the document has no marked part")
-    return before + BEGIN + part + END + after
-
-
 def write_table(result: dict[str, Any]) -> None:
-    DOCUMENT.write_text(replaced(DOCUMENT.read_text(), render(result)))
+    write_part("delta", render(result))
 
 
 if __name__ == "__main__":

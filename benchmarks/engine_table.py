@@ -8,13 +8,11 @@ Always holds: the text depends on the JSON alone (a test compares them).
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+from document import table, write_part
 from hardware import RESULTS
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- begin: engine.json -->\n", "<!-- end: engine.json -->\n"
 ENGINES = ("midstream", "midstream through the gateway", "vllm", "transformers")
 TITLES = {
     "midstream": "midstream",
@@ -57,11 +55,6 @@ def _heading(result: dict[str, Any]) -> str:
     )
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -100,7 +93,7 @@ def _decode(model: str, rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     title = f"**{model}**, new tokens per second over the whole burst, prompts included (p50 / p99 between two tokens, ms):"
-    return title + "\n\n" + _table(head, body)
+    return title + "\n\n" + table(head, body)
 
 
 def _cpu(model: str, rows: list[dict[str, Any]]) -> str:
@@ -118,7 +111,7 @@ def _cpu(model: str, rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     title = f"**{model}**, CPU time of all processes of a server per new token, prompts included, ms:"
-    return title + "\n\n" + _table(["tokens", "requests", *(TITLES[e] for e in ENGINES)], body)
+    return title + "\n\n" + table(["tokens", "requests", *(TITLES[e] for e in ENGINES)], body)
 
 
 def _prefill(model: str, rows: list[dict[str, Any]]) -> str:
@@ -134,7 +127,7 @@ def _prefill(model: str, rows: list[dict[str, Any]]) -> str:
         body.append(
             [f"{row['streams']} x {row['prompt']:,}", *speeds, _ratio(row, "prompt_tokens_per_s"), _few(row)]
         )
-    return f"**{model}**, prompt tokens per second:\n\n" + _table(head, body)
+    return f"**{model}**, prompt tokens per second:\n\n" + table(head, body)
 
 
 def _late(model: str, rows: list[dict[str, Any]]) -> str:
@@ -147,7 +140,7 @@ def _late(model: str, rows: list[dict[str, Any]]) -> str:
         ]
         parts.append(
             f"**{model}**, a prompt of {row['late_prompt']:,} tokens arrives while {row['streams']} streams run "
-            f"(rounds: {_few(row)}):\n\n" + _table(head, body)
+            f"(rounds: {_few(row)}):\n\n" + table(head, body)
         )
     return "\n\n".join(parts)
 
@@ -165,7 +158,7 @@ def _routes(model: str, rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return f"**{model}**, `include_routing_matrix`, midstream:\n\n" + _table(head, body)
+    return f"**{model}**, `include_routing_matrix`, midstream:\n\n" + table(head, body)
 
 
 def _memory(model: str, servers: dict[str, Any]) -> str:
@@ -176,20 +169,11 @@ def _memory(model: str, servers: dict[str, Any]) -> str:
         [TITLES[name], f"{s['kv_bytes_per_token']:,}", f"{s['idle_cores']:.2f}", f"{s['startup_s']:.0f}"]
         for name, s in servers.items()
     ]
-    return f"**{model}**, at rest:\n\n" + _table(head, body)
-
-
-def replaced(document: str, part: str) -> str:
-    """The document with its marked part replaced. Raises ValueError when it has no marks."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError("the document has no marked part")
-    return before + BEGIN + part + END + after
+    return f"**{model}**, at rest:\n\n" + table(head, body)
 
 
 def write_table(result: dict[str, Any]) -> None:
-    DOCUMENT.write_text(replaced(DOCUMENT.read_text(), render(result)))
+    write_part("engine", render(result))
 
 
 if __name__ == "__main__":

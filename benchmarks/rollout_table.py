@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from delta_table import DOCUMENT
+from document import write_part
 from hardware import RESULTS
 
-BEGIN, END = "<!-- begin: rollout.json -->\n", "<!-- end: rollout.json -->\n"
 OURS = "affinity"
 PREFILL_GOAL, LOAD_GOAL = 1.05, 1.25
 LOADS = {"load_turns": "turns", "load_tokens": "tokens computed", "load_in_flight": "requests in flight"}
@@ -91,17 +90,8 @@ def _verdict(figure: float, most: float) -> str:
     return "met" if figure <= most else "not met"
 
 
-def replaced(document: str, part: str) -> str:
-    """The document with its marked part replaced. Raises ValueError when it has no marks."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError("the document has no marked part")
-    return before + BEGIN + part + END + after
-
-
 def write_table(result: dict[str, Any]) -> None:
-    DOCUMENT.write_text(replaced(DOCUMENT.read_text(), render(result)))
+    write_part("rollout", render(result))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from delta_table import DOCUMENT
+from document import table, write_part
 from hardware import RESULTS
 
-BEGIN, END = "<!-- begin: gateway.json -->\n", "<!-- end: gateway.json -->\n"
 DIRECT, OURS = "direct", "midstream"
 UNITS = {
     "1 KB": "1 KB request",
@@ -80,7 +79,7 @@ def _costs(result: dict[str, Any]) -> str:
         [name, *(_pairs(result, shape, name, "cpu_us", _figure) for shape in shapes)]
         for name in result["routers"]
     ]
-    return "CPU time of the router, us:\n\n" + _table(["", *(UNITS[shape] for shape in shapes)], rows)
+    return "CPU time of the router, us:\n\n" + table(["", *(UNITS[shape] for shape in shapes)], rows)
 
 
 def ratios(result: dict[str, Any], shape: str, peer: str) -> list[float]:
@@ -143,7 +142,7 @@ def _delays(result: dict[str, Any]) -> str:
                 row.append(" / ".join(f"{us:.0f}" for us in added))
         rows.append(row)
     head = ["", *(f"{shapes[shape]}, {which}" for shape in shown for which in ("p50", "p99"))]
-    return "Time that the router adds against direct, us:\n\n" + _table(head, rows)
+    return "Time that the router adds against direct, us:\n\n" + table(head, rows)
 
 
 def _rates(result: dict[str, Any]) -> str:
@@ -153,7 +152,7 @@ def _rates(result: dict[str, Any]) -> str:
         idle = " / ".join(f"{placement['idle_ms_per_s'][name]:.1f}" for placement in placements)
         rate = _pairs(result, "1 KB", name, "per_s", lambda per_s: f"{per_s:,.0f}")
         rows.append([name, rate, f"{router['rss_mb']:.0f}", idle])
-    return _table(
+    return table(
         ["", "1 KB requests per second on its core", "resident, MB", "CPU when idle, ms per s"], rows
     )
 
@@ -188,7 +187,7 @@ def _keys(result: dict[str, Any]) -> str:
         f"of {count} new ones on it 3 s later",
         "moved by a restart of the router",
     ]
-    return f"{count} sessions on {result['configuration']['mocks']} replicas:\n\n" + _table(head, rows)
+    return f"{count} sessions on {result['configuration']['mocks']} replicas:\n\n" + table(head, rows)
 
 
 def _notes(result: dict[str, Any]) -> str:
@@ -222,22 +221,8 @@ def _figure(us: float) -> str:
     return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def replaced(document: str, part: str) -> str:
-    """The document with its marked part replaced. Raises ValueError when it has no marks."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError("the document has no marked part")
-    return before + BEGIN + part + END + after
-
-
 def write_table(result: dict[str, Any]) -> None:
-    DOCUMENT.write_text(replaced(DOCUMENT.read_text(), render(result)))
+    write_part("gateway", render(result))
 
 
 if __name__ == "__main__":

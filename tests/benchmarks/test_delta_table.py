@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 import delta_table
+import document
 import pytest
 from hardware import RESULTS
 
 
 def test_the_document_holds_what_the_results_render_to() -> None:
     result = json.loads((RESULTS / "delta.json").read_text())
-    document = delta_table.DOCUMENT.read_text()
-    assert delta_table.replaced(document, delta_table.render(result)) == document
+    text = document.DOCUMENT.read_text()
+    assert document.replaced(text, "delta", delta_table.render(result)) == text
 
 
 def test_ratios_are_against_the_references_best() -> None:
@@ -53,5 +54,5 @@ def test_ratios_are_against_the_references_best() -> None:
 
 
 def test_a_document_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="no marked part"):
-        delta_table.replaced("# Benchmarks\n", "x")
+    with pytest.raises(ValueError, match="no part marked as delta.json's"):
+        document.replaced("# Benchmarks\n", "delta", "x")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
+import document
 import engine_table
-import pytest
 from hardware import RESULTS
 
 
 def test_the_document_holds_what_the_results_render_to() -> None:
     result = json.loads((RESULTS / "engine.json").read_text())
-    document = engine_table.DOCUMENT.read_text()
-    assert engine_table.replaced(document, engine_table.render(result)) == document
+    text = document.DOCUMENT.read_text()
+    assert document.replaced(text, "engine", engine_table.render(result)) == text
 
 
 def test_a_row_shows_every_engine_the_ratio_and_how_many_rounds_it_had() -> None:
@@ -38,8 +38,3 @@ def test_a_row_shows_every_engine_the_ratio_and_how_many_rounds_it_had() -> None
     )
     assert "| 1,024 + 128 | 16 | 3,000 (1 / 2.5) | - | 2,000 (1 / 2.5) | - | 1.50 | 3-5 |" in text
     assert "2026-01-02, commit 0123456789" in text
-
-
-def test_a_document_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="no marked part"):
-        engine_table.replaced("# Benchmarks\n", "x")

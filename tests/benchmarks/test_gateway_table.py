@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import document
 import pytest
 from gateway import bench, keys, peers, table
 from gateway.routers import Midstream, Smg
@@ -15,8 +16,8 @@ from hardware import RESULTS
 
 def test_the_document_holds_what_the_routers_results_render_to() -> None:
     result = json.loads((RESULTS / "gateway.json").read_text())
-    document = table.DOCUMENT.read_text()
-    assert table.replaced(document, table.render(result)) == document
+    text = document.DOCUMENT.read_text()
+    assert document.replaced(text, "gateway", table.render(result)) == text
 
 
 def _cell(cpu_us: float, **more: Any) -> dict[str, Any]:
@@ -145,8 +146,3 @@ def test_moved_keys_are_those_on_another_replica() -> None:
     assert keys.moved("0123", "0213") == 2
     with pytest.raises(ValueError, match="shorter"):
         keys.moved("0123", "012")
-
-
-def test_a_document_without_the_routers_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="no marked part"):
-        table.replaced("# Benchmarks\n", "x")

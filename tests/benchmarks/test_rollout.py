@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import document
 import msgspec
 import pytest
 import rollout
@@ -40,8 +41,8 @@ PLANS = [[TurnPlan(added=100, answer=10, pause_s=0.0), TurnPlan(added=50, answer
 
 def test_the_document_holds_what_the_results_render_to() -> None:
     result = json.loads((RESULTS / "rollout.json").read_text())
-    document = rollout_table.DOCUMENT.read_text()
-    assert rollout_table.replaced(document, rollout_table.render(result)) == document
+    text = document.DOCUMENT.read_text()
+    assert document.replaced(text, "rollout", rollout_table.render(result)) == text
 
 
 def test_the_ideal_computes_every_token_of_a_trajectory_once() -> None:
