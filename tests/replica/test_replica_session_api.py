@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
+from midstream.replica import app
 from midstream.types import HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
 
 
@@ -59,6 +61,20 @@ def test_a_stream_tells_of_all_sessions_before_its_first_report_and_then_of_chan
                 assert close.json() == {"closed": True}
                 told = await next_of_kind(lines, "sessions")
                 assert (told["held"], told["closed"]) == ([], [["t", "c"]])
+
+    asyncio.run(main())
+
+
+def test_a_session_that_begins_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SESSIONS_GAP_S", 3600.0)
+
+    async def main() -> None:
+        async with asyncio.timeout(20), running(tmp_path, FakeEngine()) as here, events(here) as lines:
+            assert "kind" not in [await anext(lines), await anext(lines)][1]
+            await turn(here, "a", placed=5)
+            assert (await next_of_kind(lines, "sessions"))["held"] == [[["", "a"], 5]]
+            await turn(here, "a", placed=7)
+            assert (await next_of_kind(lines, "sessions"))["held"] == [[["", "a"], 7]]
 
     asyncio.run(main())
 

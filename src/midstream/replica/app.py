@@ -28,7 +28,7 @@ from midstream.replica.generation import Generation
 from midstream.replica.replica import Replica
 from midstream.replica.resume import kind_of
 from midstream.replica.service import Service
-from midstream.replica.sessions import Sessions
+from midstream.replica.sessions import Feed, Sessions
 from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld, SessionsTold
 
@@ -345,19 +345,22 @@ class ResumeExchange(InferenceExchange):
 
 class EventsExchange(TaskExchange):
     """A line of JSON now and after every change, until the replica is closed: the report, and before it what is to be told
-    of sessions, of all of them before the first report."""
+    of sessions, of all of them before the first report. A session that begins is told of in the same turn of the loop."""
 
     def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
         super().__init__(request, client)
         self._replica = replica
         self._trajectories = _NO_TURNS  # as last told
         self._trajectories_at = float("-inf")
+        self._feed: Feed | None = None
+        self._telling = False
 
     async def _answer(self) -> None:
         replica = self._replica
         loop = asyncio.get_running_loop()
         due = loop.time()  # when the next report may go
-        with replica.sessions.feed() as feed:
+        with replica.sessions.feed(self._session_begun) as feed:
+            self._feed = feed
             await self._tell(msgspec.json.encode(SessionsTold(boot=replica.boot)) + b"\n")
             while not replica.closed and not feed.behind:
                 early = due - loop.time()
@@ -375,9 +378,22 @@ class EventsExchange(TaskExchange):
                     await changed
                 finally:
                     changed.cancel()
+        self._feed = None
         if not self._started:
             raise ReplicaUnavailable("the replica is closed")
         self._end()
+
+    def _session_begun(self) -> None:
+        if not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self._tell_sessions)
+
+    def _tell_sessions(self) -> None:
+        self._telling = False
+        ends = self._task.done() or self._task.cancelling()
+        if self._feed is not None and self._started and self.writable and not ends:
+            for line in self._replica.sessions.told(self._feed):
+                self._client.write(self._framed(line))
 
     async def _tell(self, line: bytes) -> None:
         if self._started:

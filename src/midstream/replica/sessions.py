@@ -52,8 +52,9 @@ class Turn:
 class Feed:
     """What one reader has still to be told."""
 
-    def __init__(self, held: list[Session]) -> None:
+    def __init__(self, held: list[Session], begun: Callable[[], None]) -> None:
         self._untold: dict[Session, None] = dict.fromkeys(held)
+        self.begun = begun
 
     @property
     def behind(self) -> bool:
@@ -128,12 +129,12 @@ class Sessions:
         if found is None:
             stamp = round(now * 1000) if stamp is None else stamp
             stats = SessionStats(tenant=session[0], key=session[1], stamp=stamp, opened_at=now, used_at=now)
-            self._tell(session)
+            self._tell(session, begun=True)
         else:
             stats = found[0]
             if stamp is not None and stamp > stats.stamp:
                 stats.stamp = stamp
-                self._tell(session)
+                self._tell(session, begun=True)
         stats.turns += 1
         stats.open_turns += 1
         self._use(session, stats)
@@ -217,9 +218,10 @@ class Sessions:
     # -- what is told
 
     @contextmanager
-    def feed(self) -> Iterator[Feed]:
-        """Of everything held now and all changes after."""
-        feed = Feed(list(self._held))
+    def feed(self, begun: Callable[[], None] = lambda: None) -> Iterator[Feed]:
+        """Of everything held now and all changes after. begun: called when a request has brought a session here; whoever tells
+        of that at once tells it before the request is answered, and so before another gateway has the session's next turn."""
+        feed = Feed(list(self._held), begun)
         self._feeds.add(feed)
         try:
             yield feed
@@ -249,9 +251,11 @@ class Sessions:
         found = (key for owner, key in self._held if owner == tenant and (after is None or key > after))
         return [self._held[tenant, key][0] for key in nsmallest(limit, found)]
 
-    def _tell(self, session: Session) -> None:
+    def _tell(self, session: Session, *, begun: bool = False) -> None:
         for feed in self._feeds:
             feed.note(session)
+            if begun:
+                feed.begun()
 
 
 def stamp_of(headers: Mapping[str, str]) -> int | None:
