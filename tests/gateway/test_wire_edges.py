@@ -228,3 +228,23 @@ def test_an_idle_connection_keeps_nothing_of_the_stream_it_had() -> None:
 
     with asyncio.Runner(loop_factory=WireLoop) as runner:
         runner.run(main())
+
+
+@pytest.mark.parametrize("end", [b"0;x\r\n\r\n", b"0\r\nx-a: 1\r\n\r\n"])
+def test_a_stream_that_can_be_resumed_ends_however_its_last_chunk_is_written(end: bytes) -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.send(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+                b"x-midstream-resumable: 1\r\n\r\n"
+            )
+            peer.send(chunk(event(0)) + chunk(LAST) + end)
+
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            client.send(post(b'{"stream":true}'))
+            await read_head(client.reader)
+            whole = chunk(event(0)) + chunk(LAST) + end
+            assert await client.reader.readexactly(len(whole)) == whole
+
+    run(main)

@@ -93,6 +93,11 @@ class Passed:
             self._pick_out()
         return data
 
+    def rest(self) -> bytes:
+        """What is held still when the response is whole: its end, in a form of its own."""
+        held, self._held = self._held, b""
+        return held
+
     def told(self) -> bytes | None:
         """The lines so far; None: not known."""
         self._pick_out()
@@ -166,6 +171,8 @@ class ResumableExchange(VersionedExchange):
 
     def response_end(self) -> None:
         if self._refusal is None:
+            if self._passed is not None and (rest := self._passed.rest()):
+                self._client.write(rest)
             super().response_end()
             return
         self._why, self._refusal, self._connection = _message(self._refusal), None, None
