@@ -130,6 +130,19 @@ def test_sessions_of_a_boot_that_is_gone_live_nowhere() -> None:
     assert table.counts == {"r1": 1}
 
 
+def test_a_session_placed_before_its_replicas_new_boot_was_heard_of_stays_there() -> None:
+    table = SessionTable(max_sessions=5, clock=lambda: 1.0)
+    table.begin("r1", "boot 1")
+    stamp = table.settle(("", "a"), "r1")
+    table.begin("r1", "boot 2")
+    table.learn(("", "a"), "r1", stamp)
+    assert (table.home(("", "a")), table.counts) == ("r1", {"r1": 1})
+    table.settle(("", "b"), "r1")
+    table.begin("r1", "boot 3")
+    table.learn(("", "b"), "r2", 3)
+    assert (table.home(("", "b")), table.counts) == ("r2", {"r2": 1}), "it lived nowhere"
+
+
 def test_a_tenant_is_stable_and_does_not_show_its_key() -> None:
     assert tenant_of("sk-1") == tenant_of("sk-1") != tenant_of("sk-2")
     assert "sk" not in tenant_of("sk-1")

@@ -136,7 +136,7 @@ class SessionTable:
     def learn(self, session: Session, replica: str, stamp: int) -> None:
         """`replica` says that it holds the session: it lives there unless a later placing brought it elsewhere."""
         before = self._homes.get(session)
-        if before is None or (stamp, replica) > (before[1], before[0]):
+        if before is None or before[2] != self._boot(before[0]) or (stamp, replica) > (before[1], before[0]):
             self._set(session, replica, stamp)
 
     def _set(self, session: Session, replica: str, stamp: int) -> None:
