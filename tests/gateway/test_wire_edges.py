@@ -248,3 +248,26 @@ def test_a_stream_that_can_be_resumed_ends_however_its_last_chunk_is_written(end
             assert await client.reader.readexactly(len(whole)) == whole
 
     run(main)
+
+
+def test_an_interrupt_while_connections_end_reaches_whoever_runs_the_loop() -> None:
+    ended: list[str] = []
+
+    class Interrupted(asyncio.Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            ended.append("one")
+            if len(ended) == 1:
+                raise KeyboardInterrupt
+
+    loop = WireLoop()
+    pairs = [socket.socketpair() for _ in range(3)]
+    transports = [loop.adopt(theirs, Interrupted()) for _, theirs in pairs]
+    for transport in transports:
+        transport.abort()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(asyncio.sleep(0))
+    assert len(ended) == 3
+    loop.close()
+    for ours, _ in pairs:
+        ours.close()

@@ -171,6 +171,10 @@ void bury(Wire &wire) {
         std::vector<Conn *> dead;
         dead.swap(wire.dead);
         for (Conn *conn : dead) {
+            if (wire.broken) {  // nothing may be called before that exception was seen
+                wire.dead.push_back(conn);
+                continue;
+            }
             PyObject *fd = PyLong_FromLong(conn->fd), *error = PyLong_FromLong(conn->error);
             PyObject *result = returned(wire, PyObject_CallFunctionObjArgs(wire.lost, fd, error, nullptr));
             drop(result);
