@@ -195,7 +195,6 @@ def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Serve
         streams = await disturbed(http, served.model, kill)
         lost = streams[0].replica
         assert_all_went_on(streams, expected, lost)
-        assert sum(len(stream.resumed) for stream in streams) >= 4  # a third of 32 had it for home
         assert not any(stream.resumed for stream in streams if stream.replica != lost)
         for answer in await asyncio.gather(*asked):
             assert answer.json()["choices"] == plain
