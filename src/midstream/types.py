@@ -310,7 +310,8 @@ class Distribution(msgspec.Struct):
     sum: float = 0.0
 
 
-_SECONDS = (
+#: Upper bounds in seconds: 1-2.5-5 steps for what is short, coarser ones up to long rollouts.
+BUCKETS_S = (
     0.001,
     0.0025,
     0.005,
@@ -332,9 +333,9 @@ _SECONDS = (
 
 #: What replicas measure of every turn, with the upper bounds of its buckets; turns_per_session of every session that closes.
 TURN_MEASURES: dict[str, tuple[float, ...]] = {
-    "time_to_first_token_seconds": _SECONDS,
-    "inter_token_seconds": (0.0005, *_SECONDS[:11]),
-    "generation_seconds": _SECONDS,
+    "time_to_first_token_seconds": BUCKETS_S,
+    "inter_token_seconds": (0.0005, *BUCKETS_S[:11]),
+    "generation_seconds": BUCKETS_S,
     "cached_prompt_share": (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0),
     "turns_per_session": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0),
 }

@@ -26,10 +26,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from midstream.gateway.app import control_app
-from midstream.gateway.metrics import BUCKETS_S, GatewayMetrics, Histogram
+from midstream.gateway.metrics import GatewayMetrics, Histogram
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
-from midstream.types import EngineStats, ReplicaReport, SwapTiming
+from midstream.types import BUCKETS_S, EngineStats, ReplicaReport, SwapTiming
 
 
 def decoded(message: Message) -> dict:  # type: ignore[type-arg]

@@ -21,7 +21,8 @@ import msgspec
 from midstream.errors import EngineFailed, MidstreamError, ReplicaUnavailable
 from midstream.gateway.metrics import Histogram
 from midstream.gateway.upstream import UpstreamConnection
-from midstream.http1 import ClientConnection, Request, error_response
+from midstream.http1 import ClientConnection
+from midstream.http_message import Request, error_response
 from midstream.types import HEADER_TENANT
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from midstream.gateway.exchange import ControlExchange
 from midstream.gateway.prefixes import Prompt, read_prompt
 from midstream.gateway.sessions import session_key
 from midstream.gateway.view import ReplicaView
-from midstream.http1 import ClientConnection, Request
+from midstream.http1 import ClientConnection
+from midstream.http_message import Request
 from midstream.types import HEADER_PLACED, HEADER_SESSION, Session
 
 if TYPE_CHECKING:

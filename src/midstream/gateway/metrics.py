@@ -26,31 +26,10 @@ from prometheus_client.registry import Collector
 
 from midstream.gateway.registry import Deployments
 from midstream.gateway.view import ReplicaView
-from midstream.types import TURN_MEASURES, Distribution, ReplicaReport
+from midstream.types import BUCKETS_S, TURN_MEASURES, Distribution, ReplicaReport
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-
-#: Upper bounds in seconds: 1-2.5-5 steps for the first byte of short requests, coarser ones up to long rollouts.
-BUCKETS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
-    1800.0,
-)
 
 #: name, help, value: one sample per reachable replica
 _REPORT_GAUGES: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = (

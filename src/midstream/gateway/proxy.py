@@ -32,7 +32,8 @@ from midstream.gateway.resume import ResumableExchange
 from midstream.gateway.sessions import body_model
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.view import ReplicaView
-from midstream.http1 import ClientConnection, Exchange, Request
+from midstream.http1 import ClientConnection, Exchange
+from midstream.http_message import Request
 from midstream.types import Session
 
 logger = logging.getLogger(__name__)

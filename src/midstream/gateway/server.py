@@ -28,7 +28,8 @@ from midstream.gateway.proxy import Proxy
 from midstream.gateway.registry import Deployments
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.wire import WireLoop
-from midstream.http1 import ClientConnection, Limits
+from midstream.http1 import ClientConnection
+from midstream.http_message import Limits
 
 LISTEN_BACKLOG = 4096
 TIMEOUT_CHECK_S = 0.5

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from midstream.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
-from midstream.http1 import ClientConnection, Exchange, Request, response_head
+from midstream.http1 import ClientConnection, Exchange
+from midstream.http_message import Request, response_head
 from midstream.replica.checked import Kind
 from midstream.replica.encode import error_event
 from midstream.replica.generation import Generation

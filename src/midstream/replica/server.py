@@ -10,7 +10,8 @@ import contextlib
 import socket
 import sys
 
-from midstream.http1 import ClientConnection, Limits
+from midstream.http1 import ClientConnection
+from midstream.http_message import Limits
 from midstream.replica.app import ReplicaApp
 from midstream.replica.replica import Replica
 

@@ -12,7 +12,6 @@ Always holds:
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -28,8 +27,9 @@ from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
 from midstream.engine.embedded.native.sampling import NativeSampler
+from midstream.engine.embedded.rows import Rows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.runner import Runner, dispose
-from midstream.engine.embedded.sampler import Sampled, SampleRow, TorchSampler
+from midstream.engine.embedded.sampler import Sampled, TorchSampler
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
 from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
 from midstream.errors import ConfigError
@@ -60,19 +60,6 @@ class Handle:
 
 
 Output = tuple[str, GenerationEvent]  # request_id, event
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Which packed tokens need logits: `scores` for prompt records, then `samples`, then `ends`."""
-
-    scores: list[tuple[Work, int, int]]  # work, position whose pass scores position + 1, packed row
-    samples: list[tuple[Work, int]]  # work, packed row
-    ends: list[tuple[Work, int]]  # the same for prompts not yet complete: only to see that their KV is good
-
-    @property
-    def packed(self) -> list[int]:
-        return [row for _, _, row in self.scores] + [row for _, row in (*self.samples, *self.ends)]
 
 
 class EngineCore:
@@ -254,7 +241,7 @@ class EngineCore:
         return self._constraints.matcher(request.grammar, request.sampling.stop_token_ids)
 
     def _run(self, works: list[Work]) -> list[Output]:
-        rows = _rows_needed(works)
+        rows = rows_needed(works)
         logits, routes = self.runner.forward(works, rows.packed)
         self._kv_snapshot[self.runner.written] = self._ordinal
         self._steps += 1
@@ -263,8 +250,8 @@ class EngineCore:
             last = min(first + SCORED_ROWS_MAX, split)
             self._keep_scores(rows.scores[first:last], logits[first:last], routes)
         ends = split + len(rows.samples)
-        sampled = self._sampler.sample(logits[split:ends], _sample_rows(rows)) if rows.samples else None
-        broken = _not_finite(rows, sampled, logits[ends:])  # their KV must not be found by anybody
+        sampled = self._sampler.sample(logits[split:ends], sample_rows(rows)) if rows.samples else None
+        broken = not_finite(rows, sampled, logits[ends:])  # their KV must not be found by anybody
         self._keep_last_sampled([work.seq for work, _ in rows.samples if work.seq not in broken])
         for work in works:
             if work.seq not in broken:
@@ -302,7 +289,7 @@ class EngineCore:
         )
 
     def _report(
-        self, rows: _Rows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
+        self, rows: Rows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
     ) -> list[Output]:
         outputs: list[Output] = []
         packed, width = (None, 0) if routes is None else (routes.tobytes(), routes[0].nbytes)
@@ -449,36 +436,6 @@ def _cache_tokens(model: LoadedModel, settings: EngineSettings) -> int:
     return tokens
 
 
-def _rows_needed(works: list[Work]) -> _Rows:
-    scores: list[tuple[Work, int, int]] = []
-    samples: list[tuple[Work, int]] = []
-    ends: list[tuple[Work, int]] = []
-    row = 0
-    for work in works:
-        seq, first, last, _ = work
-        if first < seq.prompt_len - 1:  # not a decode
-            unscored = max(first, seq.first_scored - 1)
-            scores.extend((work, p, row + p - first) for p in range(unscored, min(last, seq.prompt_len - 1)))
-        row += last - first
-        (samples if last == len(seq.tokens) else ends).append((work, row - 1))
-    return _Rows(scores, samples, ends)
-
-
-def _sample_rows(rows: _Rows) -> list[SampleRow]:
-    return [
-        SampleRow(
-            params=work.seq.request.sampling,
-            index=work.seq.index,
-            position=len(work.seq.tokens),
-            history=work.seq.tokens,
-            prompt_len=work.seq.prompt_len,
-            top_logprobs=work.seq.request.top_logprobs,
-            mask=None if work.seq.matcher is None else work.seq.matcher.mask(),
-        )
-        for work, _ in rows.samples
-    ]
-
-
 def _sampler(settings: EngineSettings) -> NativeSampler | TorchSampler:
     if settings.kernels == "torch" or settings.device != "cpu":
         return TorchSampler()
@@ -486,21 +443,6 @@ def _sampler(settings: EngineSettings) -> NativeSampler | TorchSampler:
         return NativeSampler(max(1, settings.threads))
     except NoCompiler:
         return TorchSampler()  # loading.py has said so
-
-
-def _not_finite(rows: _Rows, sampled: Sampled | None, ends: torch.Tensor) -> set[Sequence]:
-    """The sequences whose sample has no finite log-probability, or whose prompt so far gave logits that are not.
-
-    ends: [rows.ends, vocab]. The last row looks at all KV before it, so it shows what is wrong with any of it.
-    """
-    broken: set[Sequence] = set()
-    if sampled is not None and not all(map(math.isfinite, sampled.logprobs)):
-        pairs = zip(rows.samples, sampled.logprobs, strict=True)
-        broken |= {work.seq for (work, _), logprob in pairs if not math.isfinite(logprob)}
-    if rows.ends and not torch.isfinite(ends).all():
-        good = torch.isfinite(ends).all(-1).tolist()
-        broken |= {work.seq for (work, _), fine in zip(rows.ends, good, strict=True) if not fine}
-    return broken
 
 
 def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...]:
