@@ -52,23 +52,12 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(state_dir: Path, *arguments: str) -> Iterator[Server]:
-    """Start, wait for the ready line, and stop whatever is left at the end."""
-    log = state_dir.with_suffix(".log")
+def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A `midstream` command, its standard error in `log`; at the end it and whatever it left are stopped."""
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            command("serve", "--port", "0", "--state-dir", str(state_dir), *arguments),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    left: list[int] = []
+        process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = READY.fullmatch(line.strip())
-        assert match, f"no ready line, but {line!r}; log:\n{log.read_text()}"
-        yield Server(process, match[1], match[3], match[4], state_dir, log)
+        yield process
     finally:
         left = descendants(process.pid)
         if process.poll() is None:
@@ -83,3 +72,15 @@ def serve(state_dir: Path, *arguments: str) -> Iterator[Server]:
                 os.kill(pid, signal.SIGKILL)
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextlib.contextmanager
+def serve(state_dir: Path, *arguments: str) -> Iterator[Server]:
+    """Start, wait for the ready line, and stop whatever is left at the end."""
+    log = state_dir.with_suffix(".log")
+    with started(log, "serve", "--port", "0", "--state-dir", str(state_dir), *arguments) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = READY.fullmatch(line.strip())
+        assert match, f"no ready line, but {line!r}; log:\n{log.read_text()}"
+        yield Server(process, match[1], match[3], match[4], state_dir, log)

@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-from serving import Server, command, descendants, serve
+from serving import Server, serve, started
 
 DEADLINE_S = 60.0
 READY = re.compile(r"midstream replica ready on (http://\S+) \(model (\S+)\)")
 KEYS = [f"trajectory-{number}" for number in range(12)]
 
 
-@contextlib.contextmanager
-def started(folder: Path, name: str) -> Iterator[subprocess.Popen[str]]:
+def replica(folder: Path, name: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """`midstream replica`, not waited for."""
-    with (folder / f"{name}.log").open("w") as errors:
-        process = subprocess.Popen(
-            command("replica", "--port", "0", "--state-dir", str(folder / name)),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        yield process
-    finally:
-        left = descendants(process.pid)
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        assert process.stdout is not None
-        process.stdout.close()
+    return started(folder / f"{name}.log", "replica", "--port", "0", "--state-dir", str(folder / name))
 
 
 def url_of(process: subprocess.Popen[str]) -> str:
@@ -59,6 +35,7 @@ def until(holds: Callable[[], Any]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.05)  # a poll
 
 
 def usable(server: Server) -> list[str]:
@@ -88,7 +65,7 @@ def homes(server: Server) -> dict[str, tuple[str, str]]:
 
 
 def test_sessions_are_in_one_place_for_both_gateways_and_outlive_either(tmp_path: Path) -> None:
-    with started(tmp_path, "a") as a, started(tmp_path, "b") as b:
+    with replica(tmp_path, "a") as a, replica(tmp_path, "b") as b:
         urls = [url_of(a), url_of(b)]
         names = sorted(url.removeprefix("http://") for url in urls)
         options = ["--replicas", "0", *(word for url in urls for word in ("--replica-url", url))]
