@@ -42,7 +42,7 @@ class Background:
             job = self._jobs.get()
             try:
                 job()
-            except Exception:
+            except Exception:  # jobs answer for themselves; one that does not must not end those behind it
                 logger.exception("a job beside the steps failed")
             del job  # with what it holds
 
