@@ -72,6 +72,7 @@ class _Endpoints:
             "deployments": [_deployment_summary(deployment) for deployment in self._deployments],
             "status": "ok" if usable else "unavailable",
             "usable_replicas": usable,
+            "gateway_workers_ready": self._metrics.workers_ready(),
             "replicas": [_summary(view) for view in views],
         }
         return JSONResponse(body, status_code=200 if usable else 503)

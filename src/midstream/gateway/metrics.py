@@ -104,12 +104,14 @@ class GatewayMetrics(Collector):
     """Counters of the data path and gauges of its replicas, in a registry of their own.
 
     others: tallies of other processes on the same port, shown with this one's. workers: how many processes listen on it.
+    workers_ready: how many of them can use every replica that this one can.
     """
 
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
         self.others: Callable[[], Iterable[Tally]] = tuple
         self.workers: Callable[[], int] = lambda: 1
+        self.workers_ready: Callable[[], int] = lambda: 1
         self.requests: Counter[tuple[str, int]] = (
             Counter()
         )  # (path class, status); 499: the client left first

@@ -51,12 +51,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """boot: which process says this. state: the number of the last one it took up. in_flight: requests by name of the
-    replica, where there are any."""
+    """boot: which process says this. state: the number of the last one it took up. caught_up: whether every replica that
+    one admits can be used here. in_flight: requests by name of the replica, where there are any."""
 
     boot: str
     state: int
     listening: bool
+    caught_up: bool
     in_flight: dict[str, int]
     tally: Tally
 
@@ -100,6 +101,14 @@ class Leader:
     def listening(self) -> int:
         """How many workers do."""
         return sum(report.listening for report in self._reports.values())
+
+    @property
+    def ready(self) -> int:
+        """How many listen and can use what the first process can use."""
+        return sum(
+            report.listening and report.caught_up and report.state == self.state.number
+            for report in self._reports.values()
+        )
 
     def tallies(self) -> list[Tally]:
         return [*self._ended, *(report.tally for report in self._reports.values())]
@@ -183,11 +192,21 @@ class Follower:
             self._admit(found)
         self.state = state.number
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether it was told anything, and every replica that the first process admits can be used here."""
+        members = (view for deployment in self._deployments for view in deployment.replicas.views)
+        return self.state > 0 and all(view.usable for view in members if self._admitted.get(view.name))
+
     def report(self, tally: Tally, *, listening: bool) -> WorkerReport:
-        views = self._views()
-        in_flight = {view.name: view.in_flight for view in views if view.in_flight}
+        in_flight = {view.name: view.in_flight for view in self._views() if view.in_flight}
         return WorkerReport(
-            boot=self._boot, state=self.state, listening=listening, in_flight=in_flight, tally=tally
+            boot=self._boot,
+            state=self.state,
+            listening=listening,
+            caught_up=self.caught_up,
+            in_flight=in_flight,
+            tally=tally,
         )
 
     def _views(self) -> Iterable[ReplicaView]:

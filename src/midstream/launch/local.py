@@ -241,7 +241,8 @@ class Supervisor:
         )
 
     async def _all_usable(self, url: str) -> int:
-        """Until every deployment has what it should have; snapshots in the ledger are loaded first.
+        """Until every deployment has what it should have, as every gateway process sees it; snapshots in the ledger are loaded
+        first.
 
         The number of replicas of the default deployment. Raises StartFailed when one of those cannot be started; another
         deployment's failure is that deployment's alone.
@@ -253,8 +254,9 @@ class Supervisor:
                     if replica.error is not None and replica.deployment == self.deployment:
                         raise StartFailed(replica.error)
                 with contextlib.suppress(httpx.TransportError):
-                    deployments = (await client.get(f"{url}/health")).json()["deployments"]
-                    if all(
+                    health = (await client.get(f"{url}/health")).json()
+                    deployments = health["deployments"]
+                    if health["gateway_workers_ready"] >= self._settings.gateway.workers and all(
                         d["usable"] - d["elsewhere"] + len(d["failed"]) >= d["wanted"] for d in deployments
                     ):
                         return int(deployments[0]["wanted"])

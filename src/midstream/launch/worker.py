@@ -1,7 +1,7 @@
 """One gateway process beside the first: its own data path and its own ears, on the same port. No ledger, no control, no API.
 
 Run as `python -m midstream.launch.worker` by the first one, which it passes control requests to, and whose end is its own.
-Always holds: it listens once it knows the replicas and has heard them, or has tried for as long as the first one would.
+Always holds: it listens once it can use every replica that the first one can, or has tried for CATCH_UP_S.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from midstream.launch.gateway import LEARN_S
 from midstream.names import ServedNames
 
 REPORT_S = 0.5
+CATCH_UP_S = 10.0  # meanwhile the others on the port answer
 
 
 class Worker:
@@ -75,16 +76,16 @@ class Worker:
 
     async def _work(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEARN_S):
-                await self._learned()
+            async with asyncio.timeout(CATCH_UP_S):
+                await self._caught_up()
         await self._gateway.start(self._spec.host, self._spec.port)
         self._listening = True
         while True:
             self._report()
             await asyncio.sleep(REPORT_S)
 
-    async def _learned(self) -> None:
-        while self._follower.state == 0 or any(d.replicas.learning for d in self._deployments):
+    async def _caught_up(self) -> None:
+        while not self._follower.caught_up:
             self._news.clear()
             for deployment in self._deployments:
                 deployment.replicas.wait(self._news.set)

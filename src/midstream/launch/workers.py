@@ -32,6 +32,7 @@ class Workers:
         self.leader = Leader(deployments, self._tell)
         metrics.others = self.leader.tallies
         metrics.workers = lambda: 1 + self.leader.listening
+        metrics.workers_ready = lambda: 1 + self.leader.ready
 
     def start(self, control_path: str, port: int) -> asyncio.Task[None]:
         """What starts them and keeps them running; it ends by itself only when it fails."""
