@@ -11,6 +11,7 @@ import pytest
 from gateway_harness import Handler, Message, Peer, Stage, post, read_chunk, read_head, run, staged
 
 from midstream.gateway.resume import GATHERED_BYTES_MAX, UNFINISHED_BYTES_MAX, Passed
+from midstream.ledger import Signalled
 
 SESSION = "x-multi-turn-session-id: s1\r\n"
 OPENING = '{"id":"x","created":1,"seed":7,"prompts":"d"}'
@@ -190,6 +191,26 @@ def test_a_stream_of_which_only_the_end_of_the_response_is_missing_is_ended() ->
             assert await answer(stage) == WHOLE
             assert resumes(stage) == []
             assert await answer(stage) == WHOLE
+
+    run(main)
+
+
+def test_what_came_of_the_end_of_a_lost_response_is_not_written_behind_the_end() -> None:
+    end = b"0\r\n\r\n"
+
+    async def main() -> None:
+        async with staged(*[losing(STREAM + end[:cut]) for cut in range(1, len(end))]) as stage:
+            for _ in stage.mocks:
+                client = await stage.connect()
+                client.send(post(BODY))
+                head = await read_head(client.reader)
+                while await read_chunk(client.reader):
+                    pass
+                client.send(post(BODY))
+                again = await read_head(client.reader)
+                assert (again.start, again.status) == (head.start, 200), "the next response begins at once"
+                client.writer.close()
+            assert resumes(stage) == []
 
     run(main)
 
@@ -519,5 +540,40 @@ def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves(mode: st
                 assert (events[:2], complete) == (numbers(0, 2), False)
                 assert "no other replica could go on with it" in error(events)
                 assert resumes(stage) == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("there", ["base", "v1"])
+def test_a_stream_of_which_no_event_came_through_is_judged_anew(there: str) -> None:
+    async def main() -> None:
+        placed = asyncio.Event()
+
+        async def broken(request: Message, peer: Peer) -> None:
+            await placed.wait()
+            begin(peer)
+            peer.send(WRITES[0][:9])
+            await die(peer)
+
+        async with staged(broken, losing(b"", times=0)) as stage:
+            stage.gateway.proxy.deployments.default.order.learn([Signalled("v1", 1, True)])
+            first, second = (view.report for view in stage.views)
+            assert first is not None
+            assert second is not None
+            stage.views[0].report = msgspec.structs.replace(first, snapshot="v1")
+            wish = "x-midstream-min-snapshot: v1\r\nx-midstream-snapshot-wait: 0\r\n"
+            client = asyncio.create_task(answer(stage, wish))
+            await stage.mocks[0].asked(1)
+            stage.views[1].report = msgspec.structs.replace(second, snapshot=there)
+            placed.set()
+            events, complete = await client
+            if there == "v1":
+                assert (events, complete) == WHOLE
+                told = json.loads(stage.mocks[1].requests[0].headers["x-midstream-admitted"])
+                assert told["snapshot"] == "v1"
+            else:
+                assert (len(events), complete) == (1, False)
+                assert "no replica can take the request now" in error(events)
+                assert stage.mocks[1].requests == []
 
     run(main)

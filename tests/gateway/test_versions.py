@@ -539,6 +539,27 @@ def test_what_a_body_asks_for_is_told_by_the_replica_that_reads_it() -> None:
     run(main)
 
 
+def test_a_report_that_overtakes_a_refusal_is_believed() -> None:
+    mock = Versioned("v1")
+    mock.wish = Wish(snapshot="v2")
+
+    async def main() -> None:
+        async def swaps_meanwhile(request: Message, peer: Peer) -> None:
+            if mock.snapshot == "v1":
+                serve(stage, 0, "v2")
+            await mock(request, peer)
+            mock.snapshot = "v2"
+
+        async with staged(swaps_meanwhile) as stage:
+            tell(stage, "v1", "v2", ready=["v1", "v2"])
+            serve(stage, 0, "v1")
+            mock.snapshot = "v1"
+            assert await served(stage, post()) == ("replica-0", "v2")
+            assert len(stage.mocks[0].requests) == 2
+
+    run(main)
+
+
 def test_a_session_whose_first_request_did_not_fit_begins_where_it_fits() -> None:
     async def main() -> None:
         mocks = [Versioned("v1"), Versioned("v2")]

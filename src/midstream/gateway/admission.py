@@ -2,7 +2,8 @@
 
 Owns: reading the wish from headers and from a replica's refusal (versions.py), and the wait.
 Always holds: a request without a wish costs four look-ups; no body is read for one; what waits is woken by reports and signals,
-and ends when its client leaves; a stream that goes on elsewhere is still bound to the snapshot that it is pinned to.
+and ends when its client leaves; a stream that goes on elsewhere is still bound to the snapshot that it is pinned to, and one
+of which its client has no event yet to the whole wish.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from midstream.errors import MidstreamError, SnapshotNotServed
 from midstream.gateway.inference import InferenceExchange
 from midstream.gateway.versions import REFUSE, SEND, Admission, Verdict
 from midstream.gateway.view import ReplicaView
+from midstream.types import ReplicaReport
 from midstream.versions import (
     HEADER_ADMITTED,
     HEADER_REFUSED,
@@ -39,6 +41,8 @@ class VersionedExchange(InferenceExchange):
     _verdict: Verdict = SEND
     _timer: asyncio.TimerHandle | None = None  # of a wait
     _unfit: Refusal | None = None  # said by the replica whose answer is being read
+    _begun = False  # its client has events of a stream that is to go on: it was let in
+    _sent_under: ReplicaReport | None = None  # what was known of the replica that it was sent to
 
     def start(self) -> None:
         try:
@@ -74,7 +78,7 @@ class VersionedExchange(InferenceExchange):
         if self._admission is None:
             self._admission = self._asking(NOTHING)
         try:
-            self._admission.refused(self._view, unfit)
+            self._admission.refused(self._view, unfit, self._sent_under)
         except MidstreamError as error:
             self._fail(error)
             return
@@ -88,7 +92,7 @@ class VersionedExchange(InferenceExchange):
             if self._wish is None:
                 return super()._place()
             self._admission = self._asking(self._wish)
-        if self._answered:
+        if self._begun:
             self._admission.go_on()
         else:
             self._verdict = self._judged(self._admission)
@@ -131,8 +135,9 @@ class VersionedExchange(InferenceExchange):
 
     def _upstream_headers(self) -> list[bytes]:
         lines = super()._upstream_headers()
+        assert self._view is not None
+        self._sent_under = self._view.report
         if self._admission is not None:
-            assert self._view is not None
             admitted = self._admission.header(self._view)
             if admitted is not None:
                 lines.append(_ADMITTED + b": " + as_header(admitted).encode())

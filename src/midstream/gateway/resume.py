@@ -206,6 +206,7 @@ class ResumableExchange(VersionedExchange):
         if self._goes_on or told is None:
             self._cut_short(in_chunk, reason)
         elif told.endswith(b"\n" + _DONE):  # only the end of the response is missing
+            self._passed = None  # and what it holds, if anything, is the beginning of that
             self._client.write(_END)
             self.response_end()
         else:
@@ -230,6 +231,7 @@ class ResumableExchange(VersionedExchange):
         except (MidstreamError, UnicodeDecodeError) as error:
             self._fail(EngineFailed(str(error)))
             return
+        self._begun = True
         self._target = PATH_RESUME.encode()
         self._body = resume_body(request.target, view.name, self._mode == "exact", state, request.body)
         self._go_elsewhere()

@@ -134,8 +134,9 @@ class Admission:
         """A replica was found to serve something else than it reported: any new report may say better."""
         return bool(self._heard)
 
-    def refused(self, view: ReplicaView, refusal: Refusal) -> None:
-        """The replica it was sent to did not take it. Until the next report that is what is known of that replica.
+    def refused(self, view: ReplicaView, refusal: Refusal, under: ReplicaReport | None) -> None:
+        """The replica it was sent to did not take it. Until the next report that is what is known of that replica, unless it
+        has reported another snapshot since the request was sent, `under` an older report: the refusal may be older still.
 
         Raises InvalidRequest when the body asks for something else than the headers.
         """
@@ -144,7 +145,8 @@ class Admission:
         self._refusals += 1
         as_expected = not told and refusal.serving == self._expected
         pinnable = refusal.pinnable or self.wish.snapshot is None
-        self._heard[view] = (view.report, None if as_expected and pinnable else refusal)
+        if _served(view.report) == _served(under):
+            self._heard[view] = (view.report, None if as_expected and pinnable else refusal)
 
     def judge(
         self, views: Sequence[ReplicaView], tried: Collection[str], home: ReplicaView | None, now: float
@@ -244,3 +246,7 @@ class Admission:
         asked = (self.wish.snapshot, self.wish.min_snapshot)
         unheard = any(name is not None and self._order.position(name) is None for name in asked)
         return unheard or any(self._may_come(view) for view in views)
+
+
+def _served(report: ReplicaReport | None) -> tuple[str, bool] | None:
+    return None if report is None else (report.snapshot, report.pinnable)
