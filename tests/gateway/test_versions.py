@@ -118,6 +118,8 @@ def test_what_a_replica_is_loading_may_come_and_what_it_failed_on_may_not() -> N
     assert verdict(Wish("v2"), stage=SwapStage.STAGING, target="v2") == Verdict("wait", 10.0)
     assert verdict(Wish("v4"), stage=SwapStage.ERROR, target="v4") == Verdict("refuse")
     assert verdict(Wish("v3"), stage=SwapStage.STAGED, target="v4", pinnable=False) == Verdict("refuse")
+    other_files = {"stage": SwapStage.STAGED, "target": "v3", "pinnable": False}
+    assert verdict(Wish("v3"), **other_files) == Verdict("wait", 10.0)
 
 
 def test_a_session_waits_a_while_for_its_home_and_no_longer() -> None:

@@ -166,6 +166,30 @@ async def test_a_pinned_plain_request_that_outlasts_the_drain_is_a_409(tmp_path:
 
 
 @in_a_loop
+async def test_other_files_under_the_name_that_serves_wait_for_its_pinned_streams_too(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        await here.swapped("v1", fingerprint="one")
+        async with streaming(here, f"{MODEL}@v1") as pinned:
+            await here.swap("v1", fingerprint="other")
+            await here.until(lambda: len(here.engine.switches) == 2 or not here.replica.report().pinnable)
+            assert here.engine.switches == ["v1"]
+            here.engine.allow(10)
+            assert labels((await pinned).text) == ["v1"] * 6
+        await here.until(lambda: len(here.engine.switches) == 2 and here.replica.report().pinnable)
+
+
+@in_a_loop
+async def test_the_same_files_loaded_once_more_do_not_wait_for_pinned_streams(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        await here.swapped("v1", fingerprint="one")
+        async with streaming(here, f"{MODEL}@v1") as pinned:
+            await here.swap("v1", fingerprint="one", reload=1)
+            await here.until(lambda: len(here.engine.switches) == 2)
+            here.engine.allow(10)
+            assert labels((await pinned).text) == ["v1"] * 6
+
+
+@in_a_loop
 async def test_a_newer_snapshot_takes_the_place_of_one_that_waits_for_pinned_streams(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine()) as here,

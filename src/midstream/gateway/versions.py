@@ -239,7 +239,7 @@ class Admission:
         return any(
             self._met(snapshot, True, max(self._newest, self._order.position(snapshot) or 0))
             for snapshot in coming
-            if snapshot != report.snapshot
+            if snapshot != report.snapshot or not report.pinnable  # other files of that name
         )
 
     def _is_coming(self, views: Sequence[ReplicaView]) -> bool:

@@ -299,7 +299,7 @@ class SwapRunner:
 
     async def _unpinned(self, desired: Desired) -> None:
         """Returns when no request is pinned to what serves, unless that is what comes; nobody is from here on."""
-        if desired.snapshot == self.machine.serving:
+        if self.machine.same_files(desired):
             return
         if len(self._pins):
             log.info("the switch to %s waits for %d pinned requests", desired.snapshot, len(self._pins))

@@ -122,18 +122,19 @@ class SwapMachine:
         desired = self.accepted
         assert desired is not None
         serves = self._same(desired) and self.sound and self.checked
-        self.distrusted = not serves and (self._same_files(desired) or not self.sound)
+        self.distrusted = not serves and (self.same_files(desired) or not self.sound)
         self._move(Event.ALREADY_SERVING if serves else Event.DESIRED, desired)
         return None if serves else desired
 
-    def _same_files(self, desired: Desired) -> bool:
+    def same_files(self, desired: Desired) -> bool:
+        """Whether the target is what serves, also when it is to be loaded once more. Other files make another snapshot."""
         return desired.snapshot == self.serving and (
             self.loaded is None or _content(desired) == _content(self.loaded)
         )
 
     def _same(self, desired: Desired) -> bool:
         """Whether the target is what was committed last, and not asked for once more."""
-        return self._same_files(desired) and desired.reload <= (self.loaded.reload if self.loaded else 0)
+        return self.same_files(desired) and desired.reload <= (self.loaded.reload if self.loaded else 0)
 
     @property
     def supersedable(self) -> bool:
