@@ -103,8 +103,9 @@ class Stream(asyncio.Protocol):
             self.done.set_result(None)
 
 
-def dechunked(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """(offset in `raw` after it, payload) of each chunk of a response. Raises ValueError unless 200, chunked and whole."""
+def dechunked(raw: bytes, *, whole: bool = True) -> Iterator[tuple[int, bytes]]:
+    """(offset in `raw` after it, payload) of each chunk of a response. Raises ValueError unless it is a 200 and chunked, and
+    `whole`."""
     head, found, _ = raw.partition(b"\r\n\r\n")
     if not found or b" 200 " not in head.split(b"\r\n")[0] or b"chunked" not in head.lower():
         raise ValueError(f"not a stream: {raw[:2000]!r}")
@@ -112,6 +113,8 @@ def dechunked(raw: bytes) -> Iterator[tuple[int, bytes]]:
     while True:
         line_end = raw.find(b"\r\n", at)
         if line_end < 0:
+            if not whole:
+                return
             raise ValueError(f"the stream was cut after {raw[-300:]!r}")
         size = int(raw[at:line_end].partition(b";")[0], 16)
         if size == 0:
@@ -119,22 +122,25 @@ def dechunked(raw: bytes) -> Iterator[tuple[int, bytes]]:
         start = line_end + 2
         at = start + size + 2
         if at > len(raw):
+            if not whole:
+                return
             raise ValueError(f"the stream was cut after {raw[-300:]!r}")
         yield start + size, raw[start : start + size]
 
 
-def events(times: list[float], reads: list[bytes]) -> Iterator[tuple[float, bytes]]:
-    """(time of the read that completed it, data) of each server-sent event of a chunked response."""
+def events(times: list[float], reads: list[bytes], *, whole: bool = True) -> Iterator[tuple[float, bytes]]:
+    """(time of the read that completed it, data) of each server-sent event of a chunked response, which is all there unless
+    not `whole`. Raises ValueError."""
     ends: list[int] = []
     total = 0
     for read in reads:
         total += len(read)
         ends.append(total)
     pending = b""
-    for offset, payload in dechunked(b"".join(reads)):
-        *whole, pending = (pending + payload.replace(b"\r\n", b"\n")).split(b"\n\n")
+    for offset, payload in dechunked(b"".join(reads), whole=whole):
+        *ended, pending = (pending + payload.replace(b"\r\n", b"\n")).split(b"\n\n")
         at = times[bisect.bisect_left(ends, offset)]
-        for event in whole:
+        for event in ended:
             if event.startswith(b"data: "):
                 yield at, event[6:]
 
@@ -191,9 +197,10 @@ def request_bytes(load: Load, rng: random.Random, prompt_tokens: int, new_tokens
 
 
 def take_priority() -> bool:
-    """Ask to run as soon as data is there, before any server; False where that is not allowed."""
+    """Ask that this thread, and none it starts, runs as soon as data is there, before any server; False where that is not
+    allowed."""
     try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     except PermissionError:
         return False
     return True

@@ -34,6 +34,7 @@ import httpx
 from dense_model import VOCABULARY, write_dense
 from engine import vllm_versions
 from hardware import provenance, write_result
+from loadgen import Load, Stream, events, request_bytes, take_priority
 from servers import VLLM_PYTHON, Midstream, Model, Server, Vllm
 
 from midstream.client import SnapshotPublisher, snapshot_of
@@ -42,6 +43,7 @@ from midstream.models.tiny_moe import write_tiny_moe
 PROMPT = 64
 STREAMS = {"10MB": 16, "1GB": 4}
 QUIET_TOKENS = 60  # of each stream, before and after a swap: what a step takes when nothing is loaded
+HOST = "127.0.0.1"
 LONG = 3900  # tokens a stream would give; it is ended when enough is seen
 
 
@@ -53,65 +55,66 @@ class VllmDevelopment(Vllm):
 
 
 class Streams:
-    """Running streams: when each token came, and its label."""
+    """Running streams: what came is stored with its time while they run, and read once they were ended."""
 
     def __init__(self, url: str, served: str, model: Model, count: int, seed: int) -> None:
-        self._url, self._model, self._served = url, model, served
-        self._rng = random.Random(seed)
-        self.times: list[list[float]] = [[] for _ in range(count)]
-        self.labels: list[list[str | None]] = [[] for _ in range(count)]
-        self._more = asyncio.Condition()
+        rng = random.Random(seed)
+        self._port = httpx.URL(url).port or 80
+        load = Load(
+            port=self._port,
+            model=served,
+            streams=count,
+            prompt_tokens=PROMPT,
+            new_tokens=LONG,
+            vocabulary=model.vocabulary,
+            seed=seed,
+        )
+        self._requests = [request_bytes(load, rng, PROMPT, LONG) for _ in range(count)]
+        self._streams: list[Stream] = []
+        self.times: list[list[float]] = []  # of each stream: when each token came
+        self.labels: list[list[str | None]] = []
 
     async def __aenter__(self) -> Streams:
-        limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
-        self._tasks = [asyncio.create_task(self._stream(i)) for i in range(len(self.times))]
+        loop = asyncio.get_running_loop()
+        for request in self._requests:
+            stream = Stream(request, loop.create_future())
+            await loop.create_connection(lambda s=stream: s, HOST, self._port)  # type: ignore[misc]
+            self._streams.append(stream)
+        for stream in self._streams:
+            stream.send()
         await self.after(1)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._http.aclose()
+        for stream in self._streams:
+            stream.transport.abort()
+        await asyncio.gather(*(stream.done for stream in self._streams))
+        for stream in self._streams:
+            self._read(stream)
 
     async def after(self, tokens: int) -> None:
-        """Wait until each stream has given so many more tokens."""
-        until = [len(times) + tokens for times in self.times]
+        """Wait until each stream has brought something so many more times."""
+        for stream in self._streams:
+            more = asyncio.Event()
+            stream.wake = (len(stream.reads) + tokens, more)
+            waiting = asyncio.create_task(more.wait())
+            await asyncio.wait((waiting, stream.done), return_when=asyncio.FIRST_COMPLETED)
+            if stream.done.done():
+                waiting.cancel()
+                raise RuntimeError(f"a stream ended before the swap did: {stream.reads[-1:]!r}")
 
-        def enough() -> bool:
-            for task in self._tasks:
-                if task.done():
-                    task.result()
-                    raise RuntimeError("a stream ended before the swap did: raise LONG")
-            return all(len(times) >= n for times, n in zip(self.times, until, strict=True))
-
-        async with self._more:
-            await self._more.wait_for(enough)
-
-    async def _stream(self, i: int) -> None:
-        body = {
-            "model": self._served,
-            "prompt": [self._rng.randrange(self._model.vocabulary) for _ in range(PROMPT)],
-            "max_tokens": LONG,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            rest = b""
-            async for data in answer.aiter_bytes():
-                *events, rest = (rest + data).split(b"\n\n")
-                for event in events:
-                    if event.startswith(b"data: {"):
-                        self._take(i, json.loads(event[6:]))
-                async with self._more:
-                    self._more.notify_all()
-
-    def _take(self, i: int, chunk: dict[str, Any]) -> None:
-        if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
-            self.times[i].append(time.perf_counter())
-            self.labels[i].append(snapshot_of(chunk["model"]))
+    def _read(self, stream: Stream) -> None:
+        times: list[float] = []
+        labels: list[str | None] = []
+        for at, data in events(stream.times, stream.reads, whole=False):
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise RuntimeError(f"a stream failed: {chunk['error']}")
+            if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
+                times.append(at)
+                labels.append(snapshot_of(chunk["model"]))
+        self.times.append(times)
+        self.labels.append(labels)
 
     def gaps(self, first: float, last: float) -> list[list[float]]:
         """Per stream: times between two tokens that touch first..last."""
@@ -139,10 +142,10 @@ async def observed(
         identity, found = await asyncio.to_thread(swap)
         ready = time.perf_counter()
         await streams.after(QUIET_TOKENS)
-        quiet = [gap for gaps in streams.gaps(began, asked) for gap in gaps if gap < asked - began]
-        step = statistics.median(quiet)
-        during = streams.gaps(asked, ready)
-        switch = streams.switch_gaps(identity) if identity is not None else [max(gaps) for gaps in during]
+    quiet = [gap for gaps in streams.gaps(began, asked) for gap in gaps if gap < asked - began]
+    step = statistics.median(quiet)
+    during = streams.gaps(asked, ready)
+    switch = streams.switch_gaps(identity) if identity is not None else [max(gaps) for gaps in during]
     return {
         "step_ms": [step * 1e3],
         "switch_steps": [gap / step for gap in switch],
@@ -247,6 +250,10 @@ def main() -> int:
     options = parser.parse_args()
     if "vllm" in options.engines and not VLLM_PYTHON.exists():
         parser.error(f"{VLLM_PYTHON} is missing; `make bench-swap` makes it")
+    take_priority()
+    sys.setswitchinterval(
+        0.0005
+    )  # the thread that swaps must not keep the one that looks at the clock waiting
     runs: dict[tuple[str, str], list[dict[str, list[float]]]] = {}
     kinds = {"midstream": (Midstream, midstream_swaps), "vllm": (VllmDevelopment, vllm_swaps)}
     with tempfile.TemporaryDirectory(prefix="bench-swap-") as folder:
