@@ -544,15 +544,19 @@ def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves(mode: st
     run(main)
 
 
+OVER = f': m {OPENING}\n: m {{"c":0,"t":[9],"s":"v1","kv":[["v1",0,4]],"over":true}}\n\ndata: {{"n":0}}\n\n'.encode()
+
+
 @pytest.mark.parametrize("there", ["base", "v1"])
-def test_a_stream_of_which_no_event_came_through_is_judged_anew(there: str) -> None:
+@pytest.mark.parametrize("came", [WRITES[0][:9], framed(OVER)], ids=["no event", "only what is over"])
+def test_a_stream_with_nothing_computed_of_what_is_left_is_judged_anew(came: bytes, there: str) -> None:
     async def main() -> None:
         placed = asyncio.Event()
 
         async def broken(request: Message, peer: Peer) -> None:
             await placed.wait()
             begin(peer)
-            peer.send(WRITES[0][:9])
+            peer.send(came)
             await die(peer)
 
         async with staged(broken, losing(b"", times=0)) as stage:
@@ -572,7 +576,7 @@ def test_a_stream_of_which_no_event_came_through_is_judged_anew(there: str) -> N
                 told = json.loads(stage.mocks[1].requests[0].headers["x-midstream-admitted"])
                 assert told["snapshot"] == "v1"
             else:
-                assert (len(events), complete) == (1, False)
+                assert (events[:-1], complete) == (numbers(0, came.count(b"data")), False)
                 assert "no replica can take the request now" in error(events)
                 assert stage.mocks[1].requests == []
 

@@ -3,7 +3,7 @@
 Owns: reading the wish from headers and from a replica's refusal (versions.py), and the wait.
 Always holds: a request without a wish costs four look-ups; no body is read for one; what waits is woken by reports and signals,
 and ends when its client leaves; a stream that goes on elsewhere is still bound to the snapshot that it is pinned to, and one
-of which its client has no event yet to the whole wish.
+of whose rest nothing was computed yet to the whole wish.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VersionedExchange(InferenceExchange):
     _verdict: Verdict = SEND
     _timer: asyncio.TimerHandle | None = None  # of a wait
     _unfit: Refusal | None = None  # said by the replica whose answer is being read
-    _begun = False  # its client has events of a stream that is to go on: it was let in
+    _begun = False  # its stream is to go on under a snapshot that is fixed, or under any: only its pin counts
     _sent_under: ReplicaReport | None = None  # what was known of the replica that it was sent to
 
     def start(self) -> None:

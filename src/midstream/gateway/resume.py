@@ -226,12 +226,12 @@ class ResumableExchange(VersionedExchange):
             return
         try:
             state = told.decode().removesuffix("\n")
-            if self._mode == "exact":
-                self._exclude(snapshot_to_resume_under(state))
+            snapshot = snapshot_to_resume_under(state) if self._mode == "exact" else None
         except (MidstreamError, UnicodeDecodeError) as error:
             self._fail(EngineFailed(str(error)))
             return
-        self._begun = True
+        self._exclude(snapshot)
+        self._begun = self._mode == "any" or snapshot is not None
         self._target = PATH_RESUME.encode()
         self._body = resume_body(request.target, view.name, self._mode == "exact", state, request.body)
         self._go_elsewhere()
