@@ -140,14 +140,17 @@ class Fleet:
         self.replicas = [Replica(f"r{i}") for i in range(count)]
         self.generation = 0
         self.state = DeploymentState(None)
+        self.since: dict[str, int] = {}  # the last one signalled is the last
         self.turn: Turn | None = None
 
-    def signal(self) -> None:
+    def signal(self, back: int = 0) -> None:
+        """A new snapshot, or the one that was signalled so many signals ago."""
         self.generation += 1
-        desired = Desired(snapshot=f"s{self.generation}", generation=self.generation, url="file:///b")
-        self.state = DeploymentState(
-            desired, since={desired.snapshot: self.generation}, first_signalled_at=2.0
-        )
+        known = [*self.since][-back:][:1] if back else []
+        name = known[0] if known else f"s{self.generation}"
+        self.since[name] = self.since.pop(name, self.generation)
+        desired = Desired(snapshot=name, generation=self.generation, url="file:///b")
+        self.state = DeploymentState(desired, since={name: self.since[name]}, first_signalled_at=2.0)
 
     def decide(self) -> None:
         in_rotation = [r.seen for r in self.replicas if r.admitted and r.seen is not None]
@@ -166,6 +169,8 @@ class Fleet:
         match what:
             case "signal":
                 self.signal()
+            case "signal back":
+                self.signal(back=2 + index)
             case "step":
                 replica.step()
             case "hear":
@@ -205,6 +210,7 @@ WHAT = [
     "decide",
     "decide",
     "lose message",
+    "signal back",
 ]
 ORDINARY = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 2)), max_size=120)
 ANYTHING = st.lists(
@@ -269,3 +275,27 @@ def test_together_nobody_is_held() -> None:
     assert held is not None
     assert released is not None
     assert (held.hold, released.hold) == (True, False)
+
+
+def test_what_a_replica_kept_staged_is_switched_to_in_its_turn_when_it_is_wanted_again() -> None:
+    """Not given up and loaded anew without a turn: the signal back may not be known under what is staged."""
+    fleet = Fleet(2)
+    replica = fleet.replicas[0]
+    replica.in_vain = GIVEN_UP_MAX
+    fleet.signal()
+    for what in ("hear", "decide", "deliver", "step", "step", "step", "step", "hear"):
+        fleet.do(what, 0)
+    assert (replica.machine.stage, replica.machine.held) == (Stage.STAGED, True)
+    fleet.turn = turn(1)
+    fleet.signal()
+    action = decide(fleet.state, replica.seen, True, 0, False)
+    assert action.send is not None
+    replica.machine.accept(action.send)
+    fleet.do("hear", 0)
+    fleet.signal(back=2)
+    assert fleet.state.snapshot == "s1"
+    action = decide(fleet.state, replica.seen, True, 0, True)
+    assert action.send is not None
+    replica.machine.accept(action.send)
+    replica.step()
+    assert (replica.machine.stage, replica.machine.target) == (Stage.COMMITTING, action.send)

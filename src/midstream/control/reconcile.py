@@ -64,8 +64,11 @@ def decide(
         return Action(None, admit, stuck=hopeful and not (out and report.snapshot == state.snapshot))
     send = replace(target, reset_prompt_cache=effective_reset(state, report))
     if has_taken_up(state, report, target):
-        release = turn is not False and report.held
-        return Action(replace(send, generation=report.generation) if release else None, admit)
+        if turn is False or not report.held:
+            return Action(None, admit)
+        # As what it has staged, which may not be what it was told last: that would be prepared anew, and nobody's turn.
+        known = report.generation if target.reload else _staged(report)
+        return Action(replace(send, generation=known), admit)
     generation = max(target.generation, retry_generation)
     let_go = _staged(report) if turn and keeps_staged(report, generation) else 0
     # Held also when it is its turn: that may have passed by the time this is staged.
