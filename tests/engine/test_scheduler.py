@@ -128,3 +128,16 @@ def test_an_urgent_prompt_goes_before_others_and_beside_streams_in_small_pieces(
     alone = make_scheduler()
     alone.add(sequence("canary", 20, max_tokens=0, urgent=True))
     assert step(alone) == [("canary", 20)]
+
+
+def test_an_urgent_prompt_does_not_wait_behind_a_sequence_that_is_preempted_after_it_came() -> None:
+    """Else a check waits until a stream ends, and one that waits too long has failed."""
+    scheduler = make_scheduler(blocks=9)
+    for name in ("old", "young"):
+        scheduler.add(sequence(name, 64))
+    assert step(scheduler) == [("old", 64), ("young", 64)]
+    scheduler.add(sequence("canary", 20, max_tokens=0, urgent=True))
+    assert step(scheduler) == [("old", 1)]  # the last block went to it
+    assert [s.request.request_id for s in scheduler.waiting] == ["canary", "young"]
+    assert step(scheduler) == [("old", 1), ("canary", 8)]
+    scheduler.pool.check()

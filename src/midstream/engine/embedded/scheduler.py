@@ -275,7 +275,8 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._release(seq)
-        self.waiting.appendleft(seq)
+        urgent = sum(1 for other in self.waiting if other.request.urgent)  # they come first
+        self.waiting.insert(0 if seq.request.urgent else urgent, seq)
 
     def _release(self, seq: Sequence) -> None:
         for block in reversed(seq.blocks):  # the tail of a prefix is evicted before its head
