@@ -388,6 +388,30 @@ def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> Non
     run(main)
 
 
+def test_a_client_that_leaves_while_its_stream_is_resumed_leaves_the_other_replica_too() -> None:
+    async def main() -> None:
+        asked, left = asyncio.Event(), asyncio.Event()
+
+        async def handler(request: Message, peer: Peer) -> None:
+            if "/replica/resume" in request.start:
+                asked.set()
+                await peer.closed()
+                left.set()
+            else:
+                await losing(WRITES[0])(request, peer)
+
+        async with staged(*[handler] * 3) as stage:
+            client = await stage.connect()
+            client.send(post(BODY, headers=SESSION))
+            await asked.wait()
+            client.abort()
+            await left.wait()
+            assert stage.in_flight() == [0, 0, 0]
+            assert sum(len(mock.requests) for mock in stage.mocks) == 2, "the third is not asked"
+
+    run(main)
+
+
 def test_a_reset_between_two_reads_of_the_client_costs_no_event() -> None:
     async def main() -> None:
         had = asyncio.Event()
