@@ -121,7 +121,7 @@ def test_an_urgent_prompt_goes_before_others_and_beside_streams_in_small_pieces(
     scheduler.add(sequence("long", 50))
     assert step(scheduler) == [("stream", 1), ("long", 31)]
     scheduler.add(sequence("canary", 20, max_tokens=0, urgent=True))
-    assert step(scheduler) == [("stream", 1), ("long", 19), ("canary", 8)]
+    assert step(scheduler) == [("stream", 1), ("canary", 8), ("long", 19)]
     scheduler.add(sequence("longer", 70))
     assert step(scheduler) == [("stream", 1), ("long", 1), ("canary", 8), ("longer", 22)]
     assert step(scheduler) == [("stream", 1), ("long", 1), ("canary", 4), ("longer", 26)]
@@ -141,3 +141,19 @@ def test_an_urgent_prompt_does_not_wait_behind_a_sequence_that_is_preempted_afte
     assert [s.request.request_id for s in scheduler.waiting] == ["canary", "young"]
     assert step(scheduler) == [("old", 1), ("canary", 8)]
     scheduler.pool.check()
+
+
+def test_an_urgent_prompt_does_not_wait_for_streams_or_prompts_that_take_all_of_a_step() -> None:
+    full = make_scheduler(max_batch_tokens=2)
+    for name in ("a", "b"):
+        full.add(sequence(name, 1))
+    assert step(full) == [("a", 1), ("b", 1)]
+    full.add(sequence("canary", 10, max_tokens=0, urgent=True))
+    assert [step(full)[2:] for _ in range(2)] == [[("canary", 8)], [("canary", 2)]]
+    long = make_scheduler()
+    long.add(sequence("stream", 10))
+    step(long)
+    long.add(sequence("long", 150))
+    step(long)
+    long.add(sequence("canary", 10, max_tokens=0, urgent=True))
+    assert step(long) == [("stream", 1), ("canary", 8), ("long", 56)]

@@ -5,7 +5,8 @@ Always holds:
 - A sequence's tokens are prompt + generated; KV is valid for positions 0..computed-1, in its own blocks or shared ones.
 - Sequences with one token to compute (decode) go first, so a long prompt never keeps a stream out of a step; what is
   left of the token budget goes to prefills in arrival order, beside a decode at most `max_prefill_tokens` of it, so that
-  a long prompt never makes a stream's step long either. An urgent prefill goes first, in small pieces beside a decode.
+  a long prompt never makes a stream's step long either. An urgent prefill goes before all others, in small pieces beside a
+  decode, for which there is room in every step: at most `URGENT_TOKENS` above the budget.
 - When blocks run out a running sequence is preempted, the youngest that has not crossed a swap if there is one: its
   blocks are released, its tokens stay, and it recomputes later. Nothing already reported changes.
 - An admitted sequence can always finish: a request that could outgrow the pool is refused by `check_fits`.
@@ -160,21 +161,29 @@ class Scheduler:
                 budget -= 1
         if decodes:
             budget = min(budget, self._prefill_budget)
+        if len(self.waiting) == waiting and self._admit_urgent():
+            unfinished.append(self.running[-1])
+            waiting -= 1
         for seq in sorted(unfinished, key=lambda seq: not seq.request.urgent):
-            size = min(budget, _piece(seq, beside=decodes))
+            allowed = max(budget, URGENT_TOKENS) if seq.request.urgent else budget
+            size = min(allowed, _piece(seq, beside=decodes))
             if size > 0 and self._has_room(seq, size):
                 (decodes if size == 1 else prefills).append(_work(seq, size))
-                budget -= size
+                budget = max(0, budget - size)
         preempted = len(self.waiting) > waiting
         while budget > 0 and self.waiting and not preempted:
             seq = self.waiting[0]
-            if not (seq.request.urgent or len(self.running) < self._max_running) or not self._admit(seq):
+            if len(self.running) >= self._max_running or not self._admit(seq):
                 break
             size = min(budget, _piece(seq, beside=decodes))
             budget -= size
             (decodes if size == 1 else prefills).append(_work(seq, size))
         works = decodes + prefills
         return [w for w in works if w.seq.blocks] if preempted else works
+
+    def _admit_urgent(self) -> bool:
+        """One that waits, also beside as many as may run."""
+        return bool(self.waiting) and self.waiting[0].request.urgent and self._admit(self.waiting[0])
 
     def advance(self, work: Work) -> list[tuple[int, int]]:
         """Note that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
