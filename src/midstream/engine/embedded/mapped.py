@@ -2,7 +2,7 @@
 
 Always holds: what is assembled has every parameter of the served model, of its shape and dtype, and no tensor of the files is
 left over; whatever is not as simple as that is left to transformers (None). The files do not change while they are mapped:
-they are in a directory of the replica's own.
+they are in a directory of the replica's own, or in that of the base model, which nobody may write to while it is served.
 """
 
 from __future__ import annotations
