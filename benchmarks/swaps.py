@@ -94,13 +94,16 @@ class Streams:
 
     async def after(self, tokens: int) -> None:
         """Wait until each stream has brought something so many more times."""
+        events = []
         for stream in self._streams:
-            more = asyncio.Event()
-            stream.wake = (len(stream.reads) + tokens, more)
-            waiting = asyncio.create_task(more.wait())
-            await asyncio.wait((waiting, stream.done), return_when=asyncio.FIRST_COMPLETED)
+            stream.wake = (len(stream.reads) + tokens, asyncio.Event())
+            events.append(stream.wake[1])
+        waiting = asyncio.gather(*(event.wait() for event in events))
+        ended = [stream.done for stream in self._streams]
+        await asyncio.wait((waiting, *ended), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        for stream in self._streams:
             if stream.done.done():
-                waiting.cancel()
                 raise RuntimeError(f"a stream ended before the swap did: {stream.reads[-1:]!r}")
 
     def _read(self, stream: Stream) -> None:
@@ -228,7 +231,7 @@ def write_models(names: list[str], folder: Path) -> dict[str, tuple[Model, list[
                 directory.parent.mkdir(exist_ok=True, parents=True)
                 write_dense(directory, seed=seed)
         vocabulary = 256 if name == "10MB" else VOCABULARY - 1
-        made[name] = Model(name, directories[0], vocabulary, 2, "0-1", 1), directories
+        made[name] = Model(name, directories[0], vocabulary, 1, "0-1", 1), directories
     return made
 
 

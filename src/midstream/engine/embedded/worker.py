@@ -71,7 +71,7 @@ class Worker:
         self._background = Background()
         self._stager = Stager(core.stage, self._after_calm, self._retire)
         self._digester = Digester(self._after_calm)
-        self._committed: m.Done | None = None  # to be sent after the next step
+        self._committed: m.Done | None = None  # to be sent after what the next step gave
         self._calm = 0  # steps to come before jobs begin
         self._jobs: list[Job] = []  # that wait for them
         self._reported_at = 0.0
@@ -87,17 +87,17 @@ class Worker:
             self._step()
 
     def _step(self) -> None:
-        """A step, if there is one to do, and what it gave. A commit is answered after it: the replica would have much to do at
-        once, in the way of the first tokens of the new weights."""
+        """A step, if there is one to do, and what it gave; then a commit is answered. The replica has much to do when it is, in the
+        way of the first tokens of the new weights if it heard of it before them."""
         outputs = [] if self._paused else self._core.step()
         self._calm -= 1
-        if self._committed is not None:
-            self._channel.send(self._committed)
-            self._committed = None
         now = time.monotonic()
         if outputs or now - self._reported_at >= STATS_INTERVAL_S:
             self._reported_at = now
             self._channel.send(m.Events(outputs, self._core.stats()))
+        if self._committed is not None:
+            self._channel.send(self._committed)
+            self._committed = None
 
     def _after_calm(self, job: Job) -> None:
         self._jobs.append(job)
