@@ -87,8 +87,8 @@ class Worker:
             self._step()
 
     def _step(self) -> None:
-        """A step, if there is one to do, and what it gave; then a commit is answered. The replica has much to do when it is, in the
-        way of the first tokens of the new weights if it heard of it before them."""
+        """A step, if there is one to do, and what it gave; then a commit is answered. The replica has much to do when it hears
+        of it, and the first tokens of the new weights would have to wait for that."""
         outputs = [] if self._paused else self._core.step()
         self._calm -= 1
         now = time.monotonic()
