@@ -1,0 +1,40 @@
+"""How a Tinker call fails: as a response of its own, or later as the error of its future.
+
+Always holds: no status is one that the SDK takes for something else: 402 (billing), 409 (retried for minutes), a 400 without
+a body (a broken connection). What the SDK retries (408, 429, 5xx) says when to come again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Category = Literal["user", "server", "unknown"]
+
+
+class TinkerError(Exception):
+    """The request is answered with `status`; `param` names the field at fault."""
+
+    def __init__(
+        self, status: int, detail: str, param: str | None = None, *, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(detail)
+        assert status not in (402, 409), f"the SDK has its own idea of {status}"
+        self.status = status
+        self.detail = detail
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {"detail": self.detail, "param": self.param}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+
+class Failed(Exception):
+    """What was accepted cannot be done: the future ends with this error. The SDK shows it once and does not try again."""
+
+    def __init__(self, message: str, category: Category = "user") -> None:
+        super().__init__(message)
+        self.message = message
+        self.category: Category = category

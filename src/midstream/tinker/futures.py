@@ -1,0 +1,231 @@
+"""What was submitted and is not fetched yet: request_id -> future.
+
+Always holds:
+- A future ends once: with a result, an error, or gone (410: the SDK samples anew). What comes later is dropped.
+- Results are kept until they are fetched and then KEPT_FETCHED_S, so that an answer that was lost can be asked for again; at
+  most KEPT_UNFETCHED_S. A tenant holds at most MAX_PENDING unfinished futures and MAX_KEPT_BYTES of results: beyond, its
+  oldest results go, those first that were fetched.
+- An id belongs to the tenant that made it; to others it is as unknown as one that was never given out.
+- Whoever waits leaves nothing behind, however the waiting ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from midstream.tinker.errors import Category, TinkerError
+
+JSON: Final = "application/json"
+PROTOBUF: Final = "application/x-protobuf"
+KEPT_FETCHED_S = 120.0
+KEPT_UNFETCHED_S = 3600.0
+MAX_PENDING = 20_000
+MAX_FINISHED = 20_000
+MAX_KEPT_BYTES = 1 << 30
+BUSY_RETRY_S = 5
+
+logger = logging.getLogger(__name__)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """status 200 with a body, or 410. details: of the versions extension."""
+
+    status: Literal[200, 410]
+    body: bytes
+    media_type: str = JSON
+    headers: dict[str, str] = {}
+    details: dict[str, Any] = {}
+
+
+class Future:
+    """Made by Futures.new, in the event loop."""
+
+    def __init__(
+        self, tenant: str, request_id: str, kind: str, expires: float, ended: Callable[[Future], None]
+    ) -> None:
+        self.tenant = tenant
+        self.request_id = request_id
+        self.kind = kind
+        self.outcome: Outcome | None = None
+        self.fetched = False
+        self.cancelled = False
+        self.expires = expires
+        self._ended = ended
+        self._done = asyncio.Event()
+        self._on_cancel: Callable[[], object] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.outcome is not None
+
+    def resolve(
+        self,
+        body: bytes,
+        media_type: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        """End with a result: protobuf, or a JSON object without a field `error`."""
+        self._end(
+            Outcome(
+                status=200,
+                body=body,
+                media_type=media_type,
+                headers=dict(headers or {}),
+                details=dict(details or {}),
+            )
+        )
+
+    def resolve_json(self, result: Mapping[str, Any]) -> None:
+        assert "error" not in result, "the SDK would take it for a failure"
+        self.resolve(msgspec.json.encode(result), JSON)
+
+    def fail(
+        self, message: str, category: Category = "user", *, details: Mapping[str, Any] | None = None
+    ) -> None:
+        """End with an error that the user sees once; nothing retries it."""
+        body = msgspec.json.encode({"error": message, "category": category})
+        self._end(Outcome(status=200, body=body, details={"error": message, **(details or {})}))
+
+    def gone(self, message: str = "this request's result is not to be had any more") -> None:
+        """End as if it had never been known: the SDK's sample() submits anew; other calls raise."""
+        self._end(Outcome(status=410, body=msgspec.json.encode({"detail": message, "param": "request_id"})))
+
+    def on_cancel(self, callback: Callable[[], object]) -> None:
+        """Call it when nobody wants the result any more, at once if that is so now; not when the future ends otherwise."""
+        if self.cancelled:
+            callback()
+        elif not self.done:
+            self._on_cancel = callback
+
+    def cancel(self) -> None:
+        """The client wants no result. Idempotent."""
+        if self.done or self.cancelled:
+            return
+        self.cancelled = True
+        callback = self._on_cancel
+        self.gone("this request was cancelled")
+        if callback is not None:
+            callback()
+
+    def _end(self, outcome: Outcome) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        self._on_cancel = None
+        self._done.set()
+        self._ended(self)
+
+    async def wait(self) -> None:
+        await self._done.wait()
+
+
+class _Tenant:
+    def __init__(self) -> None:
+        self.pending = 0
+        self.finished: dict[str, Future] = {}  # in the order they ended
+        self.fetched: dict[str, Future] = {}  # of these, in the order they were fetched
+        self.bytes = 0
+
+
+class Futures:
+    """All futures of the front. For use in one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._by_id: dict[str, Future] = {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._deadlines: list[tuple[float, str]] = []  # of finished futures; stale ones are skipped
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def new(self, tenant: str, kind: str) -> Future:
+        """A pending future. Raises TinkerError (429) when the tenant has too many of them."""
+        self.expire()
+        held = self._tenants.setdefault(tenant, _Tenant())
+        if held.pending >= MAX_PENDING:
+            raise TinkerError(
+                429, f"{held.pending} requests of this API key are unfinished", retry_after_s=BUSY_RETRY_S
+            )
+        future = Future(tenant, f"req_{secrets.token_hex(12)}", kind, float("inf"), self._ended)
+        held.pending += 1
+        self._by_id[future.request_id] = future
+        return future
+
+    def find(self, tenant: str, request_id: str) -> Future | None:
+        self.expire()
+        future = self._by_id.get(request_id)
+        return future if future is not None and future.tenant == tenant else None
+
+    async def wait(self, future: Future, timeout_s: float) -> bool:
+        """Whether it has ended, after at most timeout_s."""
+        if future.done:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future.wait()
+        except TimeoutError:
+            return future.done
+        return True
+
+    def fetched(self, future: Future) -> None:
+        """Its result went out: from the first time on it is kept for KEPT_FETCHED_S."""
+        if not future.fetched and future.done:
+            future.fetched = True
+            held = self._tenants.get(future.tenant)
+            if held is not None and held.finished.get(future.request_id) is future:
+                held.fetched[future.request_id] = future
+                self._keep(future, KEPT_FETCHED_S)
+
+    def expire(self) -> None:
+        """Drop what is past its time; called with every use, and from time to time when there is none."""
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            future = self._by_id.get(request_id)
+            if future is not None and future.expires <= now:
+                self._drop(future)
+
+    def close(self) -> None:
+        """Everything that is unfinished is gone: whoever waits is answered."""
+        for future in list(self._by_id.values()):
+            future.gone("the server was stopped before this request was done")
+
+    def _ended(self, future: Future) -> None:
+        held = self._tenants[future.tenant]
+        held.pending -= 1
+        held.finished[future.request_id] = future
+        held.bytes += _size(future)
+        self._keep(future, KEPT_UNFETCHED_S)
+        while len(held.finished) > 1 and (len(held.finished) > MAX_FINISHED or held.bytes > MAX_KEPT_BYTES):
+            oldest = next(iter(held.fetched.values()), None) or next(iter(held.finished.values()))
+            if not oldest.fetched:
+                logger.warning("too many results wait to be fetched: %s is dropped", oldest.request_id)
+            self._drop(oldest)
+
+    def _keep(self, future: Future, seconds: float) -> None:
+        future.expires = self._clock() + seconds
+        heapq.heappush(self._deadlines, (future.expires, future.request_id))
+
+    def _drop(self, future: Future) -> None:
+        del self._by_id[future.request_id]
+        held = self._tenants[future.tenant]
+        del held.finished[future.request_id]
+        held.fetched.pop(future.request_id, None)
+        held.bytes -= _size(future)
+        if not held.finished and not held.pending:
+            del self._tenants[future.tenant]
+
+
+def _size(future: Future) -> int:
+    return len(future.outcome.body) if future.outcome is not None else 0

@@ -1,0 +1,403 @@
+"""The front's durable rows: sessions, sampling sessions, models and checkpoints, in one SQLite file.
+
+Always holds:
+- What is made under a counter of the client's (session and sampling_session_seq_id or model_seq_id) is made once: asking
+  again gives the row there is, or TinkerError 400 when the request differs.
+- Every row belongs to one tenant; another tenant's row is as unknown as none.
+- A session that nobody used for IDLE_S goes with its sampling sessions and those of its models that have no checkpoints; so
+  does, beyond MAX_SESSIONS of a tenant, the one that is idle the longest. Checkpoints stay until they are deleted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from midstream.errors import ConfigError
+from midstream.tinker.errors import TinkerError
+from midstream.tinker.tables import SCHEMA_VERSION, checkpoints, metadata, models, sampling_sessions, sessions
+from midstream.tinker.types import CheckpointKind, LoraConfig, Policy
+
+IDLE_S = 24 * 3600.0
+SILENT_S = 300.0  # without a heartbeat, which come every 10 s: whoever made the session is dead or asleep
+SEEN_EVERY_S = 60.0  # how late `seen` may be on disk
+MAX_SESSIONS = 1000
+MAX_SAMPLING_SESSIONS = 20_000
+EXPIRE_EVERY_S = 300.0
+BUSY_TIMEOUT_MS = 10_000
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    tenant: str
+    created: float  # seconds since the epoch
+    seen: float
+    display_name: str | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class SamplingSession(msgspec.Struct, frozen=True, kw_only=True):
+    """snapshot: the one asked for; run: whose newer snapshots will do as well (policy "run")."""
+
+    id: str
+    tenant: str
+    session_id: str
+    seq: int
+    base_model: str
+    model_path: str | None
+    snapshot: str | None
+    run: str | None
+    policy: Policy
+    created: float
+
+
+class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+    id: str  # <session_id>:train:<seq>
+    tenant: str
+    session_id: str
+    seq: int
+    base_model: str
+    lora: LoraConfig
+    restored_from: str | None
+    created: float
+    user_metadata: dict[str, Any] | None = None
+
+
+class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
+    """snapshot: of sampler weights, the identity they were published under. size: of the files, bytes."""
+
+    uri: str
+    tenant: str
+    model_id: str
+    kind: CheckpointKind
+    name: str
+    created: float
+    snapshot: str | None
+    base_model: str
+    size: int | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class Store:
+    """All calls are short and synchronous, for use in one thread."""
+
+    def __init__(self, path: Path | str, clock: Callable[[], float] = time.time) -> None:
+        """Open or create. Raises ConfigError when it cannot be used. ":memory:" keeps nothing."""
+        self._clock = clock
+        self._path = path
+        self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.StaticPool)
+        sa.event.listen(self._engine, "connect", _configure)
+        sa.event.listen(self._engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))
+        try:
+            with self._engine.begin() as db:
+                version = _prepare(db)
+        except SQLAlchemyError as error:
+            raise ConfigError(f"{path}: cannot be opened: {error}") from error
+        if version != SCHEMA_VERSION:
+            raise ConfigError(f"{path}: has schema version {version}, this midstream reads {SCHEMA_VERSION}")
+        self._seen: dict[str, float] = {}  # of sessions, as it is on disk
+        self._sampling: dict[str, SamplingSession] = {}
+        self._expired = 0.0
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _write(self) -> Iterator[sa.Connection]:
+        """Raises TinkerError (503): nothing was changed."""
+        try:
+            with self._engine.begin() as db:
+                yield db
+        except SQLAlchemyError as error:
+            raise TinkerError(
+                503, f"the server's records cannot be used now: {error}", retry_after_s=5
+            ) from error
+
+    _read = _write  # one connection, one thread: a reader would gain nothing by another mode
+
+    # -- sessions
+
+    def create_session(
+        self,
+        tenant: str,
+        *,
+        display_name: str | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """Raises TinkerError (429) when the tenant has MAX_SESSIONS sessions in use."""
+        now = self._clock()
+        self.expire()
+        session = Session(
+            id=f"session_{secrets.token_hex(12)}",
+            tenant=tenant,
+            created=now,
+            seen=now,
+            display_name=display_name,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+        )
+        with self._write() as db:
+            self._room_for_session(db, tenant, now)
+            db.execute(sessions.insert().values(msgspec.structs.asdict(session)))
+        self._seen[session.id] = now
+        return session
+
+    def session(self, tenant: str, session_id: str) -> Session | None:
+        with self._read() as db:
+            row = db.execute(sa.select(sessions).where(_mine(sessions, tenant, session_id))).first()
+        return None if row is None else msgspec.convert(dict(row._mapping), Session)
+
+    def sessions(self, tenant: str) -> list[Session]:
+        """The newest first."""
+        asked = sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.created.desc())
+        with self._read() as db:
+            return [msgspec.convert(dict(row._mapping), Session) for row in db.execute(asked)]
+
+    def touch_session(self, tenant: str, session_id: str) -> bool:
+        """It is in use; whether there is such a session."""
+        now = self._clock()
+        if now - self._seen.get(session_id, 0.0) < SEEN_EVERY_S:
+            return self.session(tenant, session_id) is not None
+        with self._write() as db:
+            changed = db.execute(
+                sessions.update().where(_mine(sessions, tenant, session_id)).values(seen=now)
+            )
+        if changed.rowcount:
+            self._seen[session_id] = now
+        return bool(changed.rowcount)
+
+    # -- sampling sessions
+
+    def create_sampling_session(
+        self,
+        tenant: str,
+        session_id: str,
+        seq: int,
+        *,
+        base_model: str,
+        policy: Policy,
+        model_path: str | None = None,
+        snapshot: str | None = None,
+        run: str | None = None,
+    ) -> SamplingSession:
+        """The one under (session, seq). Raises TinkerError: 404 no such session, 400 made before otherwise."""
+        fresh = SamplingSession(
+            id=f"sampling_{secrets.token_hex(8)}",
+            tenant=tenant,
+            session_id=session_id,
+            seq=seq,
+            base_model=base_model,
+            model_path=model_path,
+            snapshot=snapshot,
+            run=run,
+            policy=policy,
+            created=self._clock(),
+        )
+        with self._write() as db:
+            self._need_session(db, tenant, session_id)
+            made = _made_under(db, sampling_sessions, session_id, seq)
+            if made is not None:
+                there = msgspec.convert(made, SamplingSession)
+                if (there.base_model, there.model_path, there.policy) != (base_model, model_path, policy):
+                    _otherwise("sampling_session_seq_id", seq, f"{there.model_path or there.base_model}")
+                return there
+            db.execute(sampling_sessions.insert().values(msgspec.structs.asdict(fresh)))
+            _drop_oldest(db, sampling_sessions, tenant, MAX_SAMPLING_SESSIONS)
+        return fresh
+
+    def sampling_session_at(self, tenant: str, session_id: str, seq: int) -> SamplingSession | None:
+        """The one under this counter of the client's."""
+        with self._read() as db:
+            made = _made_under(db, sampling_sessions, session_id, seq)
+        return None if made is None or made["tenant"] != tenant else msgspec.convert(made, SamplingSession)
+
+    def sampling_session(self, tenant: str, sampling_session_id: str) -> SamplingSession | None:
+        """Asked at every sample: it is then in use, and its session."""
+        found = self._sampling.get(sampling_session_id)
+        if found is None:
+            with self._read() as db:
+                asked = sa.select(sampling_sessions).where(sampling_sessions.c.id == sampling_session_id)
+                row = db.execute(asked).first()
+            if row is None:
+                return None
+            found = msgspec.convert(dict(row._mapping), SamplingSession)
+            if len(self._sampling) >= MAX_SAMPLING_SESSIONS:
+                self._sampling.clear()
+            self._sampling[found.id] = found
+        if found.tenant != tenant:
+            return None
+        if self._clock() - self._seen.get(found.session_id, 0.0) >= SEEN_EVERY_S:
+            self.touch_session(tenant, found.session_id)
+        return found
+
+    def sampling_sessions(self, tenant: str, session_id: str) -> list[SamplingSession]:
+        return [
+            msgspec.convert(row, SamplingSession) for row in self._of(sampling_sessions, tenant, session_id)
+        ]
+
+    # -- models
+
+    def create_model(
+        self,
+        tenant: str,
+        session_id: str,
+        seq: int,
+        *,
+        base_model: str,
+        lora: LoraConfig,
+        restored_from: str | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+    ) -> ModelRow:
+        """The one under (session, seq). Raises TinkerError: 404 no such session, 400 made before otherwise."""
+        fresh = ModelRow(
+            id=f"{session_id}:train:{seq}",
+            tenant=tenant,
+            session_id=session_id,
+            seq=seq,
+            base_model=base_model,
+            lora=lora,
+            restored_from=restored_from,
+            created=self._clock(),
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+        )
+        with self._write() as db:
+            self._need_session(db, tenant, session_id)
+            made = _made_under(db, models, session_id, seq)
+            if made is not None:
+                there = msgspec.convert(made, ModelRow)
+                if (there.base_model, there.lora, there.restored_from) != (base_model, lora, restored_from):
+                    _otherwise("model_seq_id", seq, there.restored_from or there.base_model)
+                return there
+            db.execute(models.insert().values(msgspec.to_builtins(fresh)))
+        return fresh
+
+    def model(self, tenant: str, model_id: str) -> ModelRow | None:
+        with self._read() as db:
+            row = db.execute(sa.select(models).where(_mine(models, tenant, model_id))).first()
+        return None if row is None else msgspec.convert(dict(row._mapping), ModelRow)
+
+    def models(self, tenant: str, session_id: str | None = None) -> list[ModelRow]:
+        """The newest first."""
+        return [msgspec.convert(row, ModelRow) for row in self._of(models, tenant, session_id)]
+
+    # -- checkpoints
+
+    def add_checkpoint(self, tenant: str, row: CheckpointRow) -> None:
+        """In place of one with the same uri of the tenant's."""
+        assert row.tenant == tenant
+        with self._write() as db:
+            db.execute(checkpoints.delete().where(_mine_at(tenant, row.uri)))
+            db.execute(checkpoints.insert().values(msgspec.to_builtins(row)))
+
+    def checkpoint(self, tenant: str, uri: str) -> CheckpointRow | None:
+        with self._read() as db:
+            row = db.execute(sa.select(checkpoints).where(_mine_at(tenant, uri))).first()
+        return None if row is None else msgspec.convert(dict(row._mapping), CheckpointRow)
+
+    def checkpoints(self, tenant: str, model_id: str | None = None) -> list[CheckpointRow]:
+        """The newest first; of one model, or all."""
+        asked = sa.select(checkpoints).where(checkpoints.c.tenant == tenant)
+        if model_id is not None:
+            asked = asked.where(checkpoints.c.model_id == model_id)
+        with self._read() as db:
+            rows = db.execute(asked.order_by(checkpoints.c.created.desc()))
+            return [msgspec.convert(dict(row._mapping), CheckpointRow) for row in rows]
+
+    def delete_checkpoint(self, tenant: str, uri: str) -> bool:
+        """Whether there was one."""
+        with self._write() as db:
+            return bool(db.execute(checkpoints.delete().where(_mine_at(tenant, uri))).rowcount)
+
+    # -- age
+
+    def expire(self) -> None:
+        """Drop what has been idle for too long; does little when called often."""
+        now = self._clock()
+        if now - self._expired < EXPIRE_EVERY_S:
+            return
+        self._expired = now
+        with self._write() as db:
+            idle = db.execute(sa.select(sessions.c.id).where(sessions.c.seen < now - IDLE_S)).scalars().all()
+            for session_id in idle:
+                self._drop_session(db, session_id)
+
+    def _room_for_session(self, db: sa.Connection, tenant: str, now: float) -> None:
+        mine = sessions.c.tenant == tenant
+        count = db.execute(sa.select(sa.func.count()).where(mine)).scalar_one()
+        if count < MAX_SESSIONS:
+            return
+        oldest = db.execute(sa.select(sessions).where(mine).order_by(sessions.c.seen).limit(1)).one()
+        if now - oldest.seen < SILENT_S:
+            raise TinkerError(429, f"this API key has {count} sessions in use", retry_after_s=60)
+        self._drop_session(db, oldest.id)
+
+    def _drop_session(self, db: sa.Connection, session_id: str) -> None:
+        """With what stands under it, but models that have checkpoints."""
+        kept = sa.select(checkpoints.c.model_id)
+        db.execute(models.delete().where(models.c.session_id == session_id, models.c.id.not_in(kept)))
+        db.execute(sampling_sessions.delete().where(sampling_sessions.c.session_id == session_id))
+        db.execute(sessions.delete().where(sessions.c.id == session_id))
+        self._seen.pop(session_id, None)
+        self._sampling.clear()
+
+    def _need_session(self, db: sa.Connection, tenant: str, session_id: str) -> None:
+        if db.execute(sa.select(sessions.c.id).where(_mine(sessions, tenant, session_id))).first() is None:
+            raise no_session(session_id)
+
+    def _of(self, table: sa.Table, tenant: str, session_id: str | None) -> list[dict[str, Any]]:
+        asked = sa.select(table).where(table.c.tenant == tenant)
+        if session_id is not None:
+            asked = asked.where(table.c.session_id == session_id)
+        with self._read() as db:
+            return [dict(row._mapping) for row in db.execute(asked.order_by(table.c.created.desc()))]
+
+
+def no_session(session_id: str) -> TinkerError:
+    message = f"there is no session {session_id!r} of this API key; it may have been idle for a day"
+    return TinkerError(404, message, "session_id")
+
+
+def _mine(table: sa.Table, tenant: str, row_id: str) -> sa.ColumnElement[bool]:
+    return sa.and_(table.c.id == row_id, table.c.tenant == tenant)
+
+
+def _mine_at(tenant: str, uri: str) -> sa.ColumnElement[bool]:
+    return sa.and_(checkpoints.c.uri == uri, checkpoints.c.tenant == tenant)
+
+
+def _made_under(db: sa.Connection, table: sa.Table, session_id: str, seq: int) -> dict[str, Any] | None:
+    row = db.execute(sa.select(table).where(table.c.session_id == session_id, table.c.seq == seq)).first()
+    return None if row is None else dict(row._mapping)
+
+
+def _otherwise(param: str, seq: int, what: str) -> NoReturn:
+    raise TinkerError(
+        400, f"{param} {seq} was used before in this session, for another request: {what}", param
+    )
+
+
+def _drop_oldest(db: sa.Connection, table: sa.Table, tenant: str, keep: int) -> None:
+    newest = sa.select(table.c.id).where(table.c.tenant == tenant).order_by(table.c.created.desc())
+    db.execute(table.delete().where(table.c.tenant == tenant, table.c.id.in_(newest.offset(keep).limit(-1))))
+
+
+def _configure(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # transactions begin as the engine's listener says
+    for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "journal_mode = WAL", "synchronous = FULL"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _prepare(db: sa.Connection) -> int:
+    version = int(db.exec_driver_sql("PRAGMA user_version").scalar_one())
+    if version == 0 and not sa.inspect(db).get_table_names():
+        metadata.create_all(db)
+        db.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        return SCHEMA_VERSION
+    return version

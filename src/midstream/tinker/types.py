@@ -1,0 +1,343 @@
+"""The bodies of the Tinker API and what they become inside. Pure.
+
+Always holds: a field that the SDK may send is named here. An unknown field with a value is refused where leaving it out would
+change the result (`Exact`), and ignored elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from midstream.tinker.errors import TinkerError
+
+Dtype = Literal["int64", "int32", "float32"]
+Policy = Literal["exact", "run", "serving"]
+CheckpointKind = Literal["weights", "sampler_weights"]
+ITEM_BYTES: Final[dict[Dtype, int]] = {"int64": 8, "int32": 4, "float32": 4}
+MAX_TEXT = 1024
+MAX_INT64 = 2**63 - 1
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+SeqId = Annotated[int, Meta(ge=0, le=MAX_INT64)]
+Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
+
+
+class Tensor(msgspec.Struct, frozen=True, kw_only=True):
+    """Dense, little-endian, in C order; prod(shape) items."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) != prod(self.shape) * ITEM_BYTES[self.dtype]:
+            raise ValueError(f"{len(self.data)} bytes do not hold {self.dtype} of shape {list(self.shape)}")
+
+
+class Datum(msgspec.Struct, frozen=True, kw_only=True):
+    """N input tokens and, by name, the loss's inputs, whose first dimension is N as a rule."""
+
+    tokens: tuple[int, ...]
+    inputs: dict[str, Tensor]
+
+
+class ForwardBackward(msgspec.Struct, frozen=True, kw_only=True):
+    """seq_id 0: not given."""
+
+    model_id: str
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    config: dict[str, float | str]
+    forward_only: bool
+
+
+class LossOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Per datum, in order, its tensors by name; metrics are named `name:reduction`."""
+
+    outputs: tuple[dict[str, Tensor], ...]
+    metrics: dict[str, float]
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [start, end) were made by this snapshot."""
+
+    snapshot: str
+    start: int
+    end: int
+
+
+class Sequence(msgspec.Struct, frozen=True, kw_only=True):
+    """logprobs: one per token, of the distribution it was drawn from. stopped: at a stop sequence, not at a length."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stopped: bool
+    snapshots: tuple[Span, ...] = ()
+
+
+class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
+    """prompt_logprobs: one per prompt token, None where there is none; topk: per prompt token (token, logprob) pairs."""
+
+    sequences: tuple[Sequence, ...]
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...] | None, ...] | None = None
+    cached_tokens: int = 0
+    replica: str | None = None
+    route_reason: str | None = None
+    key: str | None = None
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front offers. names: what a client may call the base model, the model's own name first."""
+
+    names: tuple[str, ...]
+    directory: str  # of the model, with its tokenizer; absolute
+    max_context: int | None = None
+    trainable: bool = True
+    base_policy: Literal["exact", "serving"] = "exact"
+
+
+# -- bodies
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSON body whose unknown fields are ignored."""
+
+
+class Exact(Body, frozen=True, kw_only=True):
+    """A JSON body, or an object within one, whose unknown fields must hold nothing."""
+
+
+class AdamParams(Exact, frozen=True, kw_only=True):
+    learning_rate: float = 1e-4
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Meta(ge=0)] = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0  # not positive: no clipping
+
+
+class LoraConfig(Exact, frozen=True, kw_only=True):
+    """rank 0: all weights are trained."""
+
+    rank: Annotated[int, Meta(ge=0, le=4096)] = 32
+    seed: Annotated[int, Meta(ge=-(2**63), le=MAX_INT64)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Chunk(Exact, frozen=True, kw_only=True):
+    """A part of a prompt; only `encoded_text` has tokens."""
+
+    type: str = "encoded_text"
+    tokens: tuple[TokenId, ...] = ()
+    data: Any = None
+    format: Any = None
+    location: Any = None
+    dmel: Any = None
+    expected_tokens: Any = None
+    override_dimensions: Any = None
+
+
+class Prompt(Exact, frozen=True, kw_only=True):
+    chunks: tuple[Chunk, ...]
+
+    def token_ids(self, param: str = "prompt") -> tuple[int, ...]:
+        """All chunks' tokens. Raises TinkerError (400) for a chunk that is no text, or when there are none."""
+        for index, chunk in enumerate(self.chunks):
+            if chunk.type != "encoded_text":
+                message = f"chunks of type {chunk.type!r} are not supported here, only encoded_text"
+                raise TinkerError(400, message, f"{param}.chunks[{index}]")
+        tokens = tuple(token for chunk in self.chunks for token in chunk.tokens)
+        if not tokens:
+            raise TinkerError(400, "the prompt has no tokens", param)
+        return tokens
+
+
+class SamplingParams(Exact, frozen=True, kw_only=True):
+    """stop: None: at the model's end token; a string, strings or token ids: at these; []: at nothing."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | tuple[str | int, ...] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleBody(Exact, frozen=True, kw_only=True):
+    prompt: Prompt
+    sampling_params: SamplingParams
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: SeqId | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: Any = None
+    record_stability_info: bool | None = None
+    type: str = "sample"
+
+
+class CreateSessionBody(Body, frozen=True, kw_only=True):
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionBody(Body, frozen=True, kw_only=True):
+    session_id: Text
+
+
+class CreateSamplingSessionBody(Exact, frozen=True, kw_only=True):
+    session_id: Text
+    sampling_session_seq_id: SeqId
+    base_model: Text | None = None
+    model_path: Text | None = None
+    type: str = "create_sampling_session"
+
+
+class RetrieveBody(Body, frozen=True, kw_only=True):
+    request_id: Text
+    allow_metadata_only: bool = False
+
+
+class CancelBody(Body, frozen=True, kw_only=True):
+    request_id: Text
+
+
+class ModelBody(Body, frozen=True, kw_only=True):
+    model_id: Text
+
+
+class OptimizerConfig(Exact, frozen=True, kw_only=True):
+    type: str = "adamw"
+    version: Any = None
+
+
+class CreateModelBody(Exact, frozen=True, kw_only=True):
+    session_id: Text
+    model_seq_id: SeqId
+    base_model: Text
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig = LoraConfig()
+    optimizer_config: OptimizerConfig | None = None
+    type: str = "create_model"
+
+
+class OptimStepBody(Exact, frozen=True, kw_only=True):
+    model_id: Text
+    seq_id: SeqId | None = None
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None  # of another optimizer
+    type: str = "optim_step"
+
+
+class SaveWeightsBody(Exact, frozen=True, kw_only=True):
+    """path: the checkpoint's bare name."""
+
+    model_id: Text
+    path: Text | None = None
+    seq_id: SeqId | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+    type: str = "save_weights"
+
+
+class SaveWeightsForSamplerBody(Exact, frozen=True, kw_only=True):
+    """Either path, the bare name of a checkpoint, or sampling_session_seq_id, for an ephemeral sampling session."""
+
+    model_id: Text
+    path: Text | None = None
+    sampling_session_seq_id: SeqId | None = None
+    kind: str = "snapshot"
+    seq_id: SeqId | None = None
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] | None = None
+    type: str = "save_weights_for_sampler"
+
+
+class LoadWeightsBody(Exact, frozen=True, kw_only=True):
+    """Either model_id and seq_id, for a model there is, or session_id and model_seq_id, which make one."""
+
+    path: Text
+    optimizer: bool = False
+    model_id: Text | None = None
+    seq_id: SeqId | None = None
+    session_id: Text | None = None
+    model_seq_id: SeqId | None = None
+    base_model: Text | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+    type: str = "load_weights"
+
+
+class WeightsInfoBody(Body, frozen=True, kw_only=True):
+    tinker_path: Text
+
+
+_T = TypeVar("_T", bound=Body)
+_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+
+def decode(body: bytes, into: type[_T]) -> _T:
+    """Read a JSON body. Raises TinkerError (400) that names the field at fault."""
+    try:
+        value = msgspec.json.decode(body)
+        refuse_unknown(value, into)
+        return msgspec.convert(value, into)
+    except msgspec.ValidationError as error:
+        where = _WHERE.search(str(error))
+        raise TinkerError(400, str(error), (where[1] or None) if where else None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TinkerError(400, f"the body is not JSON: {error}") from error
+
+
+def refuse_unknown(value: Any, struct: type[msgspec.Struct], path: str = "") -> None:
+    """Raises TinkerError (400) when `value`, of JSON, has a field that `struct` does not know and must not leave out."""
+    if not isinstance(value, dict):
+        return
+    fields = _fields(struct)
+    for name, item in value.items():
+        where = f"{path}.{name}" if path else name
+        if name in fields:
+            within = fields[name]
+            if within is not None and isinstance(item, list):
+                for index, one in enumerate(item):
+                    refuse_unknown(one, within, f"{where}[{index}]")
+            elif within is not None:
+                refuse_unknown(item, within, where)
+        elif issubclass(struct, Exact) and item not in (None, False, 0, "", [], {}):
+            raise TinkerError(400, f"the field {where} is not supported here", where)
+
+
+_KNOWN: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct] | None]] = {}
+
+
+def _fields(struct: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
+    """The fields' names, and of those that hold structs (or a tuple of them), which."""
+    if struct not in _KNOWN:
+        hints = get_type_hints(struct)
+        _KNOWN[struct] = {name: _struct_in(hints[name]) for name in struct.__struct_fields__}
+    return _KNOWN[struct]
+
+
+def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation
+    return next((found for found in map(_struct_in, get_args(annotation)) if found is not None), None)
