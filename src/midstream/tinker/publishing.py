@@ -1,0 +1,131 @@
+"""Trained weights on their way to the replicas: into the bucket, signalled, served everywhere.
+
+Always holds:
+- One publication at a time goes to the deployment, in the order in which they were asked for, each with its caller's key.
+- What goes wrong is `Failed`, with the server's own words; nothing is left running when a call ends or is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import httpx
+
+from midstream.client import SnapshotPublisher
+from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
+from midstream.errors import ConfigError, MidstreamError, SnapshotError
+from midstream.snapshots.tasks import finished
+from midstream.tinker.errors import Category, Failed
+
+REQUEST_TIMEOUT_S = 30.0
+READY_S = 600.0  # for the replicas to load a snapshot
+FULL_EVERY = 20
+
+T = TypeVar("T")
+_FAILURES = (PublishError, MidstreamError, SnapshotError, ConfigError, OSError)
+
+
+class Publish(Protocol):
+    """Where trained weights go. Every call raises Failed."""
+
+    async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
+        """The checkpoint in `directory` is served by every replica as `identity` when this returns."""
+
+    async def keep(self, identity: str, directory: Path) -> None:
+        """The checkpoint is in the bucket, whole and synced, when this returns; nothing serves it."""
+
+    async def serve(self, identity: str, api_key: str | None) -> None:
+        """What was kept as `identity` is served by every replica when this returns."""
+
+
+class DeploymentPublisher:
+    """The port over SnapshotPublisher. Made in the event loop it is used in.
+
+    gateway_url: may be changed when the gateway moved. deployment: its full name. bucket: the deployment's. work_dir: what
+    deltas are encoded against; it has room for two checkpoints. verify: whether the gateway's certificate is checked.
+    """
+
+    def __init__(
+        self,
+        *,
+        gateway_url: str,
+        deployment: str,
+        bucket: str,
+        work_dir: Path,
+        full_every: int = FULL_EVERY,
+        ready_s: float = READY_S,
+        verify: bool = True,
+    ) -> None:
+        self.gateway_url = gateway_url
+        self._deployment = deployment
+        self._bucket = bucket
+        self._work_dir = work_dir
+        self._full_every = full_every
+        self._ready_s = ready_s
+        self._verify = verify
+        self._turn = asyncio.Lock()
+
+    async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
+        await self._do(
+            api_key,
+            lambda to: to.publish(identity, directory, timeout_s=self._ready_s),
+            f"serving {identity!r}",
+        )
+
+    async def keep(self, identity: str, directory: Path) -> None:
+        await self._do(None, lambda to: to.write_full(identity, directory), f"keeping {identity!r}")
+
+    async def serve(self, identity: str, api_key: str | None) -> None:
+        def signal(to: SnapshotPublisher) -> None:
+            to.signal(identity, retry_s=self._ready_s)
+            to.wait_until_ready(identity, self._ready_s)
+
+        await self._do(api_key, signal, f"serving {identity!r}")
+
+    async def _do(self, api_key: str | None, act: Callable[[SnapshotPublisher], T], what: str) -> T:
+        """`act` in a thread, in its turn. Raises Failed; a cancelled caller ends it at its next pause."""
+        stop = threading.Event()
+
+        def run() -> T:
+            with self._publisher(api_key, stop) as publisher:
+                return act(publisher)
+
+        async with self._turn:
+            try:
+                return await finished(run, on_cancel=stop.set)
+            except _FAILURES as error:
+                raise Failed(f"{what} failed: {error}", _category(error)) from error
+            except _Stopped as error:
+                raise Failed(f"{what} was given up: the server is stopping", "server") from error
+
+    def _publisher(self, api_key: str | None, stop: threading.Event) -> SnapshotPublisher:
+        def pause(seconds: float) -> None:
+            if stop.wait(seconds):
+                raise _Stopped
+
+        return SnapshotPublisher(
+            self.gateway_url,
+            self._bucket,
+            deployment=self._deployment,
+            api_key=api_key,
+            full_every=self._full_every,
+            work_dir=self._work_dir,
+            http=httpx.Client(verify=self._verify, timeout=REQUEST_TIMEOUT_S, trust_env=False),
+            sleep=pause,
+        )
+
+
+class _Stopped(Exception):
+    """Nobody wants the result any more."""
+
+
+def _category(error: Exception) -> Category:
+    """A refused signal is the caller's (their key, above all); weights that cannot be loaded may be anybody's."""
+    if isinstance(error, SnapshotFailed):
+        return "unknown"
+    refused = isinstance(error, SignalRefused) and not isinstance(error, Unanswered)
+    return "user" if refused else "server"

@@ -1,0 +1,133 @@
+"""The training requests of one model, in the order of their seq_id.
+
+Always holds:
+- A seq_id is carried out once, after all lower ones: each of them was carried out, or has failed for everybody to see.
+- A request that comes again is the one that came before; a seq_id that comes with another body is refused (400).
+- Nothing waits for ever: when a missing seq_id has not come within gap_s, what waits for it fails, and so does it if it comes
+  after all. Nothing is ever carried out before something that it was meant to follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from midstream.tinker.errors import TinkerError
+from midstream.tinker.futures import Future
+
+GAP_S = 600.0  # the SDK gives a submission up after five minutes
+REMEMBERED = 10_000  # requests whose repetition is recognised
+
+
+@dataclass(frozen=True)
+class Turn:
+    """act: carries it out and gives its future a result, or raises. size: of its body, bytes."""
+
+    kind: str
+    seq_id: int
+    digest: bytes
+    future: Future
+    act: Callable[[], Awaitable[None]] = field(repr=False)
+    size: int = 0
+
+
+class _Known(NamedTuple):
+    kind: str
+    digest: bytes
+    request_id: str
+
+
+class Turns:
+    """first: the seq_id that is carried out first; None: the first that comes. For one event loop, one taker."""
+
+    def __init__(self, model_id: str, first: int | None, *, gap_s: float = GAP_S) -> None:
+        self._model_id = model_id
+        self._next = first
+        self._gap_s = gap_s
+        self._waiting: dict[int, Turn] = {}
+        self._known: dict[int, _Known] = {}
+        self.waiting_bytes = 0
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def known(self, kind: str, seq_id: int, digest: bytes) -> str | None:
+        """The request_id of this very request, if it came before. Raises TinkerError (400) when another one had its seq_id."""
+        before = self._known.get(seq_id)
+        if before is None:
+            return None
+        if (before.kind, before.digest) != (kind, digest):
+            what = "another body" if before.kind == kind else f"a {before.kind} request"
+            raise TinkerError(
+                400,
+                f"seq_id {seq_id} of {self._model_id} came before with {what}; this {kind} request needs one of its own",
+                "seq_id",
+            )
+        return before.request_id
+
+    def is_next(self, seq_id: int) -> bool:
+        """Whether nothing has to come before it."""
+        return self._next is None or seq_id == self._next
+
+    def add(self, turn: Turn) -> None:
+        """`turn`, which is not known; it waits for its turn, or has failed when that has passed."""
+        self._remember(turn)
+        if self._next is None:
+            self._next = turn.seq_id
+        if self._closed:
+            turn.future.fail(f"{self._model_id} was unloaded: its session is finished")
+        elif turn.seq_id < self._next:
+            turn.future.fail(
+                f"seq_id {turn.seq_id} of {self._model_id} came too late: what follows it was carried out or has failed"
+            )
+        else:
+            self._waiting[turn.seq_id] = turn
+            self.waiting_bytes += turn.size
+            self._changed.set()
+
+    async def take(self) -> Turn | None:
+        """The next one, once the one before is over; None: closed, and none is left."""
+        while True:
+            if self._next in self._waiting:
+                return self._pop(self._next)
+            if self._closed:
+                self._fail_waiting("its session was finished before")
+                return None
+            await self._more()
+
+    def close(self) -> None:
+        """No more come; those whose turn can still come are carried out."""
+        self._closed = True
+        self._changed.set()
+
+    async def _more(self) -> None:
+        """Until something came or, if there is a gap, until it is given up."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(self._gap_s if self._waiting else None):
+                await self._changed.wait()
+        except TimeoutError:
+            self._fail_waiting(f"it did not come within {self._gap_s:g} s")
+
+    def _fail_waiting(self, why: str) -> None:
+        """Those behind a gap; what is missing is not waited for any more."""
+        missing = self._next
+        for seq_id in sorted(self._waiting):
+            self._pop(seq_id).future.fail(
+                f"seq_id {seq_id} of {self._model_id} follows seq_id {missing}, but {why}; it was not carried out"
+            )
+
+    def _pop(self, seq_id: int) -> Turn:
+        turn = self._waiting.pop(seq_id)
+        self.waiting_bytes -= turn.size
+        self._next = seq_id + 1
+        return turn
+
+    def _remember(self, turn: Turn) -> None:
+        self._known[turn.seq_id] = _Known(turn.kind, turn.digest, turn.future.request_id)
+        if len(self._known) > REMEMBERED:
+            del self._known[next(iter(self._known))]
