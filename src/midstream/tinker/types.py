@@ -308,6 +308,20 @@ def decode(body: bytes, into: type[_T]) -> _T:
         raise TinkerError(400, f"the body is not JSON: {error}") from error
 
 
+class _Addressed(Body, frozen=True, kw_only=True):
+    model_id: Text
+    seq_id: SeqId
+
+
+def addressee(body: bytes) -> tuple[str, int] | None:
+    """The model_id and seq_id of a body that is refused, if they can be read."""
+    try:
+        found = msgspec.json.decode(body, type=_Addressed)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found.model_id, found.seq_id
+
+
 def refuse_unknown(value: Any, struct: type[msgspec.Struct], path: str = "") -> None:
     """Raises TinkerError (400) when `value`, of JSON, has a field that `struct` does not know and must not leave out."""
     if not isinstance(value, dict):

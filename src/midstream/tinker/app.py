@@ -1,0 +1,427 @@
+"""The Tinker API as an ASGI app: sessions, sampling, training and the futures of what was submitted.
+
+Owns: the long poll. Always holds: a submission is answered at once with a request id, and one that is refused leaves no gap in
+its model's counting; retrieve_future holds an unfinished one for POLL_S and answers 408 then, and never a 5xx, which the SDK
+would ask again about without a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from midstream.errors import MidstreamError
+from midstream.gateway.auth import Authenticator
+from midstream.tinker import serving, wire
+from midstream.tinker.errors import TinkerError
+from midstream.tinker.futures import PROTOBUF, Future, Futures
+from midstream.tinker.runs import Runs
+from midstream.tinker.serving import PREFIX, answer, body_of
+from midstream.tinker.store import SamplingSession, Store, no_session
+from midstream.tinker.types import (
+    Body,
+    CancelBody,
+    CreateModelBody,
+    CreateSamplingSessionBody,
+    CreateSessionBody,
+    ForwardBackward,
+    LoadWeightsBody,
+    OptimStepBody,
+    RetrieveBody,
+    SampleBody,
+    SaveWeightsBody,
+    SaveWeightsForSamplerBody,
+    Served,
+    SessionBody,
+    addressee,
+    decode,
+)
+
+POLL_S = 30.0  # the SDK hangs up after 45
+INLINE_BYTES = 1 << 20  # larger results are announced first, when the client takes that
+EXPIRE_EVERY_S = 60.0
+
+#: Training requests one after another, and in the form that all three SDK versions share.
+CLIENT_CONFIG = {
+    "parallel_fwdbwd_chunks": False,
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
+}
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+
+logger = logging.getLogger(__name__)
+
+
+class SamplingPort(Protocol):
+    async def submit(self, tenant: str, api_key: str | None, body: SampleBody) -> tuple[str, list[str]]:
+        """request_id, and an id per sequence. Raises TinkerError."""
+
+
+class TrainingPort(Protocol):
+    """What is submitted returns its request id, and raises TinkerError."""
+
+    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> None:
+        """A request of this model's was answered with an error before it came here; those that follow do not wait for it."""
+
+    async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str: ...
+
+    async def submit_load_weights(self, tenant: str, api_key: str | None, body: LoadWeightsBody) -> str: ...
+
+    async def submit_forward_backward(
+        self, tenant: str, api_key: str | None, body: ForwardBackward
+    ) -> str: ...
+
+    async def submit_optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> str: ...
+
+    async def submit_save_weights(self, tenant: str, api_key: str | None, body: SaveWeightsBody) -> str: ...
+
+    async def submit_save_weights_for_sampler(
+        self, tenant: str, api_key: str | None, body: SaveWeightsForSamplerBody
+    ) -> str: ...
+
+    async def create_sampling_session(
+        self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody
+    ) -> SamplingSession:
+        """Of a model_path. Raises TinkerError."""
+
+    async def delete_checkpoint(self, tenant: str, uri: str) -> None:
+        """Raises TinkerError."""
+
+    async def finish_session(self, tenant: str, session_id: str) -> None:
+        """The client is done with it."""
+
+
+_B = TypeVar("_B", bound=Body)
+
+
+def tinker_app(
+    *,
+    store: Store,
+    futures: Futures,
+    sampling: SamplingPort,
+    training: TrainingPort,
+    authenticator: Authenticator,
+    served: Served,
+    poll_s: float = POLL_S,
+) -> Starlette:
+    """The app, for paths below /api/v1."""
+    front = _Front(store, futures, sampling, training, authenticator, served, poll_s)
+    runs = Runs(store, training.delete_checkpoint, authenticator, served)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(_expire(store, futures), name="tinker expiry")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+        TinkerError: serving.tinker_error,
+        MidstreamError: serving.midstream_error,
+        HTTPException: serving.http_error,
+        ClientDisconnect: serving.disconnected,
+        Exception: serving.unexpected,
+    }
+    app = Starlette(routes=front.routes() + runs.routes(), exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False  # the client would be sent to the host it claims
+    return app
+
+
+async def _expire(store: Store, futures: Futures) -> None:
+    while True:
+        await asyncio.sleep(EXPIRE_EVERY_S)
+        futures.expire()
+        try:
+            store.expire()
+        except TinkerError as error:
+            logger.warning("old sessions stay for now: %s", error)
+
+
+class _Front:
+    def __init__(
+        self,
+        store: Store,
+        futures: Futures,
+        sampling: SamplingPort,
+        training: TrainingPort,
+        authenticator: Authenticator,
+        served: Served,
+        poll_s: float,
+    ) -> None:
+        self._store = store
+        self._futures = futures
+        self._sampling = sampling
+        self._training = training
+        self._authenticator = authenticator
+        self._served = served
+        self._poll_s = poll_s
+
+    def routes(self) -> list[Route]:
+        posts = {
+            "client/config": self._config,
+            "client/dynamic_config": self._dynamic_config,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "telemetry": self._telemetry,
+            "sessions/{session_id}/finish": self._finish,
+            "create_sampling_session": self._create_sampling_session,
+            "asample": self._asample,
+            "retrieve_future": self._retrieve_future,
+            "cancel_future": self._cancel_future,
+            "forward_backward": self._forward_backward,
+            "create_model": self._submitting(CreateModelBody, self._training.submit_create_model),
+            "load_weights": self._submitting(LoadWeightsBody, self._training.submit_load_weights),
+            "optim_step": self._submitting(OptimStepBody, self._training.submit_optim_step),
+            "save_weights": self._submitting(SaveWeightsBody, self._training.submit_save_weights),
+            "save_weights_for_sampler": self._submitting(
+                SaveWeightsForSamplerBody, self._training.submit_save_weights_for_sampler
+            ),
+        }
+        gets = {
+            "healthz": self._healthz,
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampling_session_id}": self._sampler,
+            "sessions": self._sessions,
+            "sessions/{session_id}": self._session,
+            "midstream/requests/{request_id}": self._request,
+        }
+        return [Route(f"{PREFIX}/{path}", to, methods=["POST"]) for path, to in posts.items()] + [
+            Route(f"{PREFIX}/{path}", to, methods=["GET"]) for path, to in gets.items()
+        ]
+
+    def _caller(self, request: Request) -> serving.Caller:
+        return serving.caller(self._authenticator, request)
+
+    # -- the client's start
+
+    async def _healthz(self, request: Request) -> Response:
+        return answer({"status": "ok"})
+
+    async def _config(self, request: Request) -> Response:
+        self._caller(request)
+        await body_of(request)
+        return answer(CLIENT_CONFIG)
+
+    async def _dynamic_config(self, request: Request) -> Response:
+        self._caller(request)
+        await body_of(request)
+        return answer(DYNAMIC_CONFIG)
+
+    async def _capabilities(self, request: Request) -> Response:
+        self._caller(request)
+        offered = {
+            "max_context_length": self._served.max_context,
+            "trainable": self._served.trainable,
+            "sampleable": True,
+        }
+        return answer({"supported_models": [{"model_name": name, **offered} for name in self._served.names]})
+
+    async def _telemetry(self, request: Request) -> Response:
+        """Read and dropped: nothing is kept of what a client reports of itself."""
+        self._caller(request)
+        async for _ in request.stream():
+            pass
+        return answer({"status": "accepted"})
+
+    # -- sessions
+
+    async def _create_session(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        body = decode(await body_of(request), CreateSessionBody)
+        session = self._store.create_session(
+            tenant, display_name=body.display_name, user_metadata=body.user_metadata
+        )
+        return answer({"session_id": session.id, "type": "create_session"})
+
+    async def _heartbeat(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        body = decode(await body_of(request), SessionBody)
+        if not self._store.touch_session(tenant, body.session_id):
+            error = no_session(body.session_id)
+            raise TinkerError(410, error.detail, error.param)  # 410 ends the client's heartbeats
+        return answer({"type": "session_heartbeat"})
+
+    async def _finish(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        await body_of(request)
+        session_id = request.path_params["session_id"]
+        if self._store.session(tenant, session_id) is not None:
+            await self._training.finish_session(tenant, session_id)
+        return answer(
+            {}
+        )  # of an unknown one too: the client is leaving, an error would end it in a traceback
+
+    async def _sessions(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        return answer({"sessions": [session.id for session in self._store.sessions(tenant)]})
+
+    async def _session(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        session_id = request.path_params["session_id"]
+        session = self._store.session(tenant, session_id)
+        if session is None:
+            raise no_session(session_id)
+        return answer(
+            {
+                "training_run_ids": [model.id for model in self._store.models(tenant, session_id)],
+                "sampler_ids": [one.id for one in self._store.sampling_sessions(tenant, session_id)],
+                "user_metadata": serving.texts(session.user_metadata),
+                "display_name": session.display_name,
+            }
+        )
+
+    # -- sampling
+
+    async def _create_sampling_session(self, request: Request) -> Response:
+        tenant, api_key = self._caller(request)
+        body = decode(await body_of(request), CreateSamplingSessionBody)
+        if body.model_path is not None:
+            made = await self._training.create_sampling_session(tenant, api_key, body)
+        else:
+            made = self._of_base_model(tenant, body)
+        return answer({"sampling_session_id": made.id, "type": "create_sampling_session"})
+
+    def _of_base_model(self, tenant: str, body: CreateSamplingSessionBody) -> SamplingSession:
+        if body.base_model not in self._served.names:
+            served = ", ".join(self._served.names)
+            message = f"base_model {body.base_model!r} is not served here; these names are: {served}"
+            raise TinkerError(400, message, "base_model")
+        policy = self._served.base_policy
+        return self._store.create_sampling_session(
+            tenant,
+            body.session_id,
+            body.sampling_session_seq_id,
+            base_model=body.base_model,
+            policy=policy,
+            snapshot="base" if policy == "exact" else None,
+        )
+
+    async def _sampler(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        asked = request.path_params["sampling_session_id"]
+        session = self._store.sampling_session(tenant, asked)
+        if session is None:
+            message = f"there is no sampling session {asked!r} of this API key"
+            raise TinkerError(404, message, "sampling_session_id")
+        return answer(
+            {"sampler_id": session.id, "base_model": session.base_model, "model_path": session.model_path}
+        )
+
+    async def _asample(self, request: Request) -> Response:
+        tenant, api_key = self._caller(request)
+        body = decode(await body_of(request), SampleBody)
+        request_id, sequence_ids = await self._sampling.submit(tenant, api_key, body)
+        return answer({"request_id": request_id, "sample_sequence_ids": sequence_ids})
+
+    # -- training
+
+    def _submitting(
+        self, into: type[_B], submit: Callable[[str, str | None, _B], Awaitable[str]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            tenant, api_key = self._caller(request)
+            sent = await body_of(request)
+            try:
+                body = decode(sent, into)
+            except TinkerError as error:
+                self._refuse(tenant, addressee(sent), error)
+                raise
+            request_id = await submit(tenant, api_key, body)
+            return answer({"request_id": request_id, "model_id": getattr(body, "model_id", None)})
+
+        return endpoint
+
+    async def _forward_backward(self, request: Request) -> Response:
+        tenant, api_key = self._caller(request)
+        if PROTOBUF not in request.headers.get("content-type", ""):
+            message = f"forward_backward is taken as {PROTOBUF}, as client/config tells every SDK version"
+            raise TinkerError(400, message, "content-type")
+        sent = await body_of(request, serving.MAX_TRAINING_BYTES)
+        try:
+            body = wire.forward_backward(sent)
+        except TinkerError as error:
+            self._refuse(tenant, wire.addressee(sent), error)
+            raise
+        request_id = await self._training.submit_forward_backward(tenant, api_key, body)
+        return answer({"request_id": request_id, "model_id": body.model_id})
+
+    def _refuse(self, tenant: str, to: tuple[str, int] | None, error: TinkerError) -> None:
+        if to is not None:
+            self._training.refuse(tenant, *to, error)
+
+    # -- futures
+
+    async def _retrieve_future(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        body = decode(await body_of(request), RetrieveBody)
+        future = self._futures.find(tenant, body.request_id)
+        if future is None:
+            message = f"there is no request {body.request_id!r} of this API key, or its result has expired"
+            raise TinkerError(410, message, "request_id")
+        await self._wait(request, future)
+        outcome = future.outcome
+        if outcome is None:
+            again = {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}
+            return answer(again, status=408)
+        if body.allow_metadata_only and outcome.status == 200 and len(outcome.body) > INLINE_BYTES:
+            return answer({"status": "complete_metadata", "response_payload_size": len(outcome.body)})
+        self._futures.fetched(future)
+        return Response(outcome.body, outcome.status, media_type=outcome.media_type, headers=outcome.headers)
+
+    async def _wait(self, request: Request, future: Future) -> None:
+        """Until it has ended, the client has left, or for poll_s."""
+        if future.done:
+            return
+        tasks = (
+            asyncio.create_task(self._futures.wait(future, self._poll_s)),
+            asyncio.create_task(_left(request)),
+        )
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _cancel_future(self, request: Request) -> Response:
+        tenant, _ = self._caller(request)
+        body = decode(await body_of(request), CancelBody)
+        future = self._futures.find(tenant, body.request_id)
+        if future is not None:
+            future.cancel()
+        return answer({"request_id": body.request_id})
+
+    async def _request(self, request: Request) -> Response:
+        """The versions extension: what is known of a request beside its result."""
+        tenant, _ = self._caller(request)
+        asked = request.path_params["request_id"]
+        future = self._futures.find(tenant, asked)
+        if future is None:
+            message = f"there is no request {asked!r} of this API key, or its result has expired"
+            raise TinkerError(404, message, "request_id")
+        if future.outcome is None:
+            return answer({"request_id": asked, "status": "pending"})
+        known = future.outcome.details
+        ended = {200: "failed" if "error" in known else "done", 410: "gone"}[future.outcome.status]
+        return Response(
+            msgspec.json.encode({"request_id": asked, "status": ended, **known}),
+            media_type="application/json",
+        )
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

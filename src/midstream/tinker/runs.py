@@ -1,0 +1,169 @@
+"""What a client asks about models and checkpoints: get_info, weights_info, and the REST paths of training runs.
+
+Always holds: a model that nobody created under this API key, and a checkpoint of another's, are unknown (404).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from midstream.gateway.auth import Authenticator
+from midstream.tinker import serving
+from midstream.tinker.errors import TinkerError
+from midstream.tinker.serving import PREFIX, answer, body_of
+from midstream.tinker.store import CheckpointRow, ModelRow, Store
+from midstream.tinker.types import ModelBody, Served, WeightsInfoBody, decode
+
+PAGE = 100
+MAX_PAGE = 1000
+_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_T = TypeVar("_T")
+
+
+class Runs:
+    def __init__(
+        self,
+        store: Store,
+        delete: Callable[[str, str], Awaitable[None]],
+        authenticator: Authenticator,
+        served: Served,
+    ) -> None:
+        self._store = store
+        self._delete = delete  # of a tenant, the checkpoint with this uri
+        self._authenticator = authenticator
+        self._served = served
+
+    def routes(self) -> list[Route]:
+        run = f"{PREFIX}/training_runs/{{model_id}}"
+        return [
+            Route(f"{PREFIX}/get_info", self._get_info, methods=["POST"]),
+            Route(f"{PREFIX}/weights_info", self._weights_info, methods=["POST"]),
+            Route(f"{PREFIX}/training_runs", self._training_runs, methods=["GET"]),
+            Route(run, self._training_run, methods=["GET"]),
+            Route(f"{run}/checkpoints", self._checkpoints_of, methods=["GET"]),
+            Route(f"{run}/checkpoints/{{checkpoint_id:path}}", self._delete_checkpoint, methods=["DELETE"]),
+            Route(f"{PREFIX}/checkpoints", self._checkpoints, methods=["GET"]),
+        ]
+
+    def _tenant(self, request: Request) -> str:
+        return serving.caller(self._authenticator, request).tenant
+
+    def _model(self, tenant: str, model_id: str) -> ModelRow:
+        model = self._store.model(tenant, model_id)
+        if model is None:
+            raise TinkerError(404, f"there is no model {model_id!r} of this API key", "model_id")
+        return model
+
+    async def _get_info(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        model = self._model(tenant, decode(await body_of(request), ModelBody).model_id)
+        return answer(
+            {
+                "type": "get_info",
+                "model_id": model.id,
+                "model_data": {"model_name": model.base_model, "tokenizer_id": self._served.directory},
+                "model_name": model.base_model,
+                "is_lora": model.lora.rank > 0,
+                "lora_rank": model.lora.rank or None,
+            }
+        )
+
+    async def _weights_info(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        asked = decode(await body_of(request), WeightsInfoBody).tinker_path
+        row = self._store.checkpoint(tenant, asked)
+        if row is None:
+            raise TinkerError(404, f"there is no checkpoint {asked!r} of this API key", "tinker_path")
+        lora = self._model(tenant, row.model_id).lora
+        return answer(
+            {
+                "base_model": row.base_model,
+                "is_lora": True,  # of rank 0 too: SDK 0.24 makes no model from anything else, and sends the rank back
+                "lora_rank": lora.rank,
+                "train_unembed": lora.train_unembed,
+                "train_mlp": lora.train_mlp,
+                "train_attn": lora.train_attn,
+            }
+        )
+
+    async def _training_runs(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        page, cursor = _page(request, self._store.models(tenant))
+        return answer({"training_runs": [self._run(tenant, model) for model in page], "cursor": cursor})
+
+    async def _training_run(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        return answer(self._run(tenant, self._model(tenant, request.path_params["model_id"])))
+
+    def _run(self, tenant: str, model: ModelRow) -> dict[str, Any]:
+        rows = self._store.checkpoints(tenant, model.id)
+        session = self._store.session(tenant, model.session_id)
+        seen = max(model.created, *(row.created for row in rows), session.seen if session else 0.0)
+        newest = {kind: next((row for row in rows if row.kind == kind), None) for kind in _TYPES}
+        run = {
+            "training_run_id": model.id,
+            "base_model": model.base_model,
+            "model_owner": tenant,
+            "is_lora": model.lora.rank > 0,
+            "lora_rank": model.lora.rank or None,
+            "corrupted": False,
+            "last_request_time": _time(seen),
+            "user_metadata": serving.texts(model.user_metadata),
+            "last_checkpoint": _checkpoint(newest["weights"]),
+            "last_sampler_checkpoint": _checkpoint(newest["sampler_weights"]),
+        }
+        return {name: value for name, value in run.items() if value is not None}
+
+    async def _checkpoints_of(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        model = self._model(tenant, request.path_params["model_id"])
+        return answer(
+            {"checkpoints": [_checkpoint(row) for row in self._store.checkpoints(tenant, model.id)]}
+        )
+
+    async def _checkpoints(self, request: Request) -> Response:
+        page, cursor = _page(request, self._store.checkpoints(self._tenant(request)))
+        return answer({"checkpoints": [_checkpoint(row) for row in page], "cursor": cursor})
+
+    async def _delete_checkpoint(self, request: Request) -> Response:
+        model_id, checkpoint_id = request.path_params["model_id"], request.path_params["checkpoint_id"]
+        await self._delete(self._tenant(request), f"tinker://{model_id}/{checkpoint_id}")
+        return Response(status_code=204)
+
+
+def _checkpoint(row: CheckpointRow | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    shown = {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": _TYPES[row.kind],
+        "time": _time(row.created),
+        "tinker_path": row.uri,
+        "size_bytes": row.size,
+        "public": False,
+        "user_metadata": serving.texts(row.user_metadata),
+    }
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _page(request: Request, rows: Sequence[_T]) -> tuple[Sequence[_T], dict[str, int]]:
+    offset, limit = _count(request, "offset", 0), _count(request, "limit", PAGE)
+    limit = min(limit, MAX_PAGE)
+    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+
+
+def _count(request: Request, name: str, default: int) -> int:
+    given = request.query_params.get(name, str(default))
+    if not given.isascii() or not given.isdigit() or len(given) > 9:
+        raise TinkerError(400, f"{name} is {given!r}; a count is expected", name)
+    return int(given)

@@ -1,0 +1,114 @@
+"""What the front's endpoints share: who calls, the request's body, JSON answers, errors.
+
+Always holds: every error is a JSON object `{"detail", "param"}` with a sentence for a person; a body is read up to a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from midstream.errors import MidstreamError, Unauthorized
+from midstream.gateway.auth import Authenticator, tenant_of
+from midstream.tinker.errors import TinkerError
+
+PREFIX = "/api/v1"
+MAX_JSON_BYTES = 32 << 20
+MAX_TRAINING_BYTES = 512 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class Caller(NamedTuple):
+    tenant: str
+    api_key: str | None  # as it was presented, for requests in the caller's name
+
+
+def caller(authenticator: Authenticator, request: Request) -> Caller:
+    """Raises Unauthorized. Without configured keys every key presented is a tenant of its own, and none is one too."""
+    key = request.headers.get("x-api-key", "").strip()
+    scheme, _, bearer = request.headers.get("authorization", "").strip().partition(" ")
+    presented = [key] if key else []
+    if scheme.lower() == "bearer" and bearer.strip():
+        presented.append(bearer.strip())
+    if not authenticator.required:
+        return Caller(tenant_of(presented[0] if presented else ""), presented[0] if presented else None)
+    for one in presented:
+        try:
+            return Caller(authenticator.tenant({b"x-api-key": one.encode("latin-1")}), one)
+        except Unauthorized:
+            continue
+    raise Unauthorized("a valid API key is needed, as 'X-API-Key: KEY' or 'Authorization: Bearer KEY'")
+
+
+async def body_of(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Raises TinkerError (413; 400 for an encoding that was not agreed)."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise TinkerError(400, f"bodies in {encoding} are not read here", "content-encoding")
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise TinkerError(413, f"the body has more than {limit >> 20} MiB")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def answer(
+    result: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode({name: value for name, value in result.items() if value is not None})
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """A client's own notes as the SDK reads them back: texts only."""
+    if metadata is None:
+        return None
+    return {
+        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for name, value in metadata.items()
+    }
+
+
+def _error(detail: str, param: str | None, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    body = msgspec.json.encode({"detail": detail, "param": param})
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+async def tinker_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TinkerError)
+    return _error(error.detail, error.param, error.status, error.headers())
+
+
+async def midstream_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MidstreamError)
+    status = 400 if error.status == 409 else error.status
+    return _error(error.message, error.param, status, error.headers())
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.scope['path']}"
+    detail = {
+        404: f"{where} is not part of the Tinker API as this server has it",
+        405: f"{where}: the method is not one of this path",
+    }.get(error.status_code, f"{error.detail}: {where}")
+    return _error(detail, None, error.status_code, error.headers)
+
+
+async def disconnected(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ClientDisconnect)
+    return Response(status_code=400)  # to nobody
+
+
+async def unexpected(request: Request, error: Exception) -> Response:
+    return _error("the server failed on this request; its log says why", None, 500)
