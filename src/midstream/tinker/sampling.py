@@ -1,0 +1,175 @@
+"""asample: one submission becomes one completion of the gateway's public port, and its answer a future's result.
+
+Always holds: every future that was given out ends, with a result, an error or gone; a client that cancels, or is not heard of
+any more, ends its completion; nothing of a caller's key is kept longer than its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from midstream.tinker import wire
+from midstream.tinker.completion import Answer, Completions, NotServed
+from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.futures import PROTOBUF, Future, Futures
+from midstream.tinker.routing import BASE, SERVING, Weights, key_headers, may_come_back, routing_key
+from midstream.tinker.samples import Sample, Sampled, check, sampled
+from midstream.tinker.store import Store
+from midstream.tinker.types import SampleBody, Served
+
+logger = logging.getLogger(__name__)
+
+KIND = "Sample"
+_LARGE_BYTES = 256 * 1024  # a completion from which reading it leaves the event loop
+
+
+class Sampling:
+    """For use in one event loop."""
+
+    def __init__(
+        self,
+        *,
+        gateway_url: str,
+        deployment: str,
+        served: Served,
+        futures: Futures,
+        store: Store,
+        tls: ssl.SSLContext | None = None,
+        completions: Completions | None = None,
+    ) -> None:
+        """deployment: whose model samples, as accounts/A/deployments/D. tls: for an https gateway."""
+        self._completions = completions or Completions(gateway_url, tls=tls)
+        self._deployment = deployment
+        self._served = served
+        self._futures = futures
+        self._store = store
+        self._count = itertools.count()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"Sampling({self._completions!r}, {len(self._running)} under way)"
+
+    @property
+    def gateway_url(self) -> str:
+        return self._completions.url
+
+    @gateway_url.setter
+    def gateway_url(self, url: str) -> None:
+        self._completions.url = url
+
+    async def submit(self, tenant: str, api_key: str | None, body: SampleBody) -> tuple[str, list[str]]:
+        """request_id and an id per sequence. Raises TinkerError: 400, 404 (no such session or model), 429."""
+        key = routing_key(body.sampling_session_id, body.seq_id)
+        sample = check(body)
+        model, weights = self._weights(tenant, body)
+        future = self._futures.new(tenant, KIND)
+        request_id = future.request_id
+        headers = {**key_headers(key), **weights.headers(), "x-request-id": request_id}
+        if api_key:
+            headers["x-api-key"] = api_key
+        logger.info(
+            "[sticky-routing] dispatch idx=%d model=%s session_id=%s", next(self._count), model, key or "-"
+        )
+        task = asyncio.create_task(self._run(future, sample, weights, headers, key), name=request_id)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        future.on_cancel(task.cancel)
+        return request_id, [f"{request_id}-s{index}" for index in range(sample.n)]
+
+    async def close(self) -> None:
+        """End what is under way; its futures are gone."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _weights(self, tenant: str, body: SampleBody) -> tuple[str, Weights]:
+        """What to call the model in the log, and which weights may serve it."""
+        if body.sampling_session_id is not None:
+            session = self._store.sampling_session(tenant, body.sampling_session_id)
+            if session is None:
+                message = (
+                    f"there is no sampling session {body.sampling_session_id!r}; make a new sampling client"
+                )
+                raise TinkerError(404, message, "sampling_session_id")
+            weights = Weights(policy=session.policy, snapshot=session.snapshot, run=session.run)
+            return session.base_model, weights
+        if body.model_path is not None:
+            message = "make a sampling session of it first (create_sampling_session); model_path alone is not sampled from"
+            raise TinkerError(400, message, "model_path")
+        if body.base_model is None:
+            raise TinkerError(400, "sampling_session_id is required", "sampling_session_id")
+        if body.base_model not in self._served.names:
+            message = f"model {body.base_model!r} is not served here; this server has {self._served.names[0]}"
+            raise TinkerError(404, message, "base_model")
+        return body.base_model, BASE if self._served.base_policy == "exact" else SERVING
+
+    async def _run(
+        self, future: Future, sample: Sample, weights: Weights, headers: Mapping[str, str], key: str | None
+    ) -> None:
+        try:
+            body = sample.completion(self._deployment)
+            try:
+                answer = await self._completions.complete(
+                    body, headers, lambda refused: may_come_back(weights, refused.refusal)
+                )
+            except NotServed as refused:
+                raise weights.superseded(refused.serving) from refused
+            done, encoded = await _read(sample, answer, key)
+            weights.check(done.labels())
+        except Failed as error:
+            future.fail(
+                error.message, error.category, details={"request_id": future.request_id, "session_id": key}
+            )
+        except asyncio.CancelledError:
+            future.gone()
+            raise
+        except Exception:
+            logger.exception("sample %s failed", future.request_id)
+            future.fail("the server failed on this sample; its log says why", "server")
+        else:
+            future.resolve(encoded, PROTOBUF, headers=_headers(done), details=_details(future, done))
+
+
+async def _read(sample: Sample, answer: Answer, key: str | None) -> tuple[Sampled, bytes]:
+    def read() -> tuple[Sampled, bytes]:
+        done = sampled(sample, answer.body, answer.headers, key)
+        return done, wire.sample_response(done.result)
+
+    return read() if len(answer.body) < _LARGE_BYTES else await asyncio.to_thread(read)
+
+
+def _headers(done: Sampled) -> dict[str, str]:
+    result = done.result
+    told = {
+        "x-midstream-replica": result.replica,
+        "x-midstream-route-reason": result.route_reason,
+        "x-midstream-snapshot": done.last_snapshot,
+        "x-midstream-session-id": result.key,
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _details(future: Future, done: Sampled) -> dict[str, Any]:
+    """The versions extension's answer."""
+    result = done.result
+    details = {
+        "request_id": future.request_id,
+        "session_id": result.key,
+        "replica": result.replica,
+        "route_reason": result.route_reason,
+        "cached_prompt_tokens": result.cached_tokens,
+        "sequences": [
+            {"snapshots": msgspec.to_builtins(sequence.snapshots)} for sequence in result.sequences
+        ],
+    }
+    if done.prompt_snapshots:
+        details["prompt_snapshots"] = msgspec.to_builtins(done.prompt_snapshots)
+    return details

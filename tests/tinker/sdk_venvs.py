@@ -1,0 +1,39 @@
+"""The venvs that hold the real SDKs, and scripts run in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+API_KEY = "tml-key-of-acme"
+#: By version, newest first.
+VENVS = {"0.38": ".venv-tinker", "0.36": ".venv-tinker36", "0.24": ".venv-tinker24"}
+VERSIONS = tuple(VENVS)
+
+
+def sdk_python(version: str) -> Path:
+    venv = ROOT / VENVS[version]
+    if not (venv / ".installed").exists():
+        pytest.fail(f"tinker {version} is not installed in {venv.name}: run `make setup-tinker`")
+    return venv / "bin" / "python"
+
+
+def run_sdk(version: str, script: Path, told: dict[str, Any], timeout_s: float = 150) -> Any:
+    """What a script prints as JSON, run by the Python that has the real SDK of that version."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "PYTHON", "HF_"))}
+    done = subprocess.run(
+        [sdk_python(version), "-W", "ignore", script],
+        input=json.dumps(told),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**inherited, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout)

@@ -1,0 +1,377 @@
+"""asample against a gateway that refuses, breaks off, waits: what the future ends with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from sampling_fakes import (
+    DEPLOYMENT,
+    SERVED,
+    TENANT,
+    Asked,
+    FakeGateway,
+    Front,
+    Reply,
+    completion,
+    error,
+    fake_gateway,
+    front,
+)
+
+from midstream.tinker.errors import TinkerError
+from midstream.tinker.futures import Future
+from midstream.tinker.types import SampleBody, decode
+
+Scenario = Callable[[Front, FakeGateway], Awaitable[None]]
+
+
+def run(directory: Path, answers: Any, scenario: Scenario, **options: Any) -> None:
+    """answers: a function of the request (may be async), or what to answer, one after another, with None for a completion."""
+
+    async def main() -> None:
+        left = list(answers) if isinstance(answers, list) else None
+
+        async def answering(asked: Asked) -> Reply:
+            if left is None:
+                reply = answers(asked)
+                return await reply if asyncio.iscoroutine(reply) else reply
+            return left.pop(0) or completion(asked, 4, 5)
+
+        async with fake_gateway(answering) as gateway, front(gateway.url, directory, **options) as made:
+            async with asyncio.timeout(30):
+                await scenario(made, gateway)
+
+    asyncio.run(main())
+
+
+def body(session: str | None = None, seq: int | None = 0, **fields: Any) -> SampleBody:
+    said = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 2},
+        "sampling_session_id": session,
+        "seq_id": seq,
+        **fields,
+    }
+    return decode(json.dumps({k: v for k, v in said.items() if v is not None}).encode(), SampleBody)
+
+
+async def ended(made: Front, request_id: str) -> Future:
+    future = made.futures.find(TENANT, request_id)
+    assert future is not None
+    await future.wait()
+    return future
+
+
+async def failure(made: Front, sample: SampleBody) -> dict[str, Any]:
+    request_id, _ = await made.sampling.submit(TENANT, None, sample)
+    outcome = (await ended(made, request_id)).outcome
+    assert outcome is not None
+    told: dict[str, Any] = json.loads(outcome.body)
+    return told
+
+
+def test_one_completion_with_the_key_the_weights_and_the_callers_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session()
+        request_id, sequences = await made.sampling.submit(
+            TENANT, "tml-secret", body(session.id, 7, num_samples=2)
+        )
+        assert len(set(sequences)) == 2
+        outcome = (await ended(made, request_id)).outcome
+        assert outcome is not None
+        assert outcome.media_type == "application/x-protobuf"
+        (asked,) = gateway.asked
+        key = f"{session.id}:7"
+        assert asked.headers["x-session-id"] == key
+        assert asked.headers["x-midstream-follow-prefix"] == "1"
+        assert asked.headers["x-midstream-snapshot"] == "base"
+        assert asked.headers["x-api-key"] == "tml-secret"
+        assert (asked.body["model"], asked.body["n"]) == (DEPLOYMENT, 2)
+        assert outcome.headers == {
+            "x-midstream-replica": "replica-1",
+            "x-midstream-route-reason": "prefix",
+            "x-midstream-snapshot": "base",
+            "x-midstream-session-id": key,
+        }
+        span = {"snapshots": [{"snapshot": "base", "start": 0, "end": 2}]}
+        assert outcome.details == {
+            "request_id": request_id,
+            "session_id": key,
+            "replica": "replica-1",
+            "route_reason": "prefix",
+            "cached_prompt_tokens": 3,
+            "sequences": [span, span],
+        }
+        line = f"[sticky-routing] dispatch idx=0 model={SERVED.names[0]} session_id={key}"
+        assert line in caplog.messages
+        assert "tml-secret" not in caplog.text
+
+    run(tmp_path, [None], scenario)
+
+
+def test_a_sample_without_seq_id_or_session_has_no_key(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session()
+        for sample in (body(session.id, None), body(None, 3, base_model="Qwen/Qwen3-8B-Base")):
+            request_id, _ = await made.sampling.submit(TENANT, None, sample)
+            await ended(made, request_id)
+        for asked in gateway.asked:
+            assert "x-session-id" not in asked.headers
+            assert "x-midstream-follow-prefix" not in asked.headers
+            assert asked.headers["x-midstream-snapshot"] == "base"
+
+    run(tmp_path, [None, None], scenario)
+
+
+def test_with_the_serving_setting_a_base_model_takes_what_serves(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        request_id, _ = await made.sampling.submit(TENANT, None, body(base_model=SERVED.names[0]))
+        outcome = (await ended(made, request_id)).outcome
+        assert outcome is not None
+        assert outcome.headers["x-midstream-snapshot"] == "step-9"
+        assert "x-midstream-snapshot" not in gateway.asked[0].headers
+
+    def answers(asked: Asked) -> Reply:
+        return completion(asked, 4, snapshot="step-9")
+
+    run(tmp_path, answers, scenario, served=replace(SERVED, base_policy="serving"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"session": "sampling_0123"}, 404, "sampling_session_id"),
+        ({"session": "a:b"}, 400, "sampling_session_id"),
+        ({}, 400, "sampling_session_id"),
+        ({"base_model": "gpt-5"}, 404, "base_model"),
+        ({"model_path": "tinker://x/weights/y"}, 400, "model_path"),
+    ],
+)
+def test_a_sample_of_nothing_is_refused_at_once(
+    tmp_path: Path, fields: dict[str, Any], status: int, param: str
+) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        with pytest.raises(TinkerError) as refused:
+            await made.sampling.submit(TENANT, None, body(**fields))
+        assert (refused.value.status, refused.value.param) == (status, param)
+        assert gateway.asked == []
+        assert len(made.futures) == 0
+
+    run(tmp_path, [], scenario)
+
+
+def test_another_tenants_session_is_unknown(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session()
+        with pytest.raises(TinkerError) as refused:
+            await made.sampling.submit("somebody else", None, body(session.id))
+        assert refused.value.status == 404
+
+    run(tmp_path, [], scenario)
+
+
+def test_what_passes_is_tried_again_with_the_same_request(tmp_path: Path) -> None:
+    """Overloaded, a swap, a replica lost, a gateway that restarts: none of it reaches the client."""
+    answers: list[Any] = [
+        error(429, "queue full"),
+        error(425, "a snapshot is being switched"),
+        error(503, "no replica"),
+        Reply(cut=True),
+        error(502, "bad gateway"),
+        error(504, "timeout"),
+        None,
+    ]
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session()
+        request_id, _ = await made.sampling.submit(TENANT, "tml-k", body(session.id, 4))
+        outcome = (await ended(made, request_id)).outcome
+        assert outcome is not None
+        assert outcome.media_type == "application/x-protobuf"
+        assert len(gateway.asked) == len(answers) + 6
+        assert all(asked == gateway.asked[0] for asked in gateway.asked)
+
+    run(tmp_path, answers, scenario)
+
+
+@pytest.mark.parametrize(
+    ("status", "category"), [(400, "user"), (404, "user"), (413, "user"), (422, "user"), (500, "server")]
+)
+def test_what_is_final_is_told_once(tmp_path: Path, status: int, category: str) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        told = await failure(made, body(made.sampling_session().id))
+        assert told == {"error": "temperature: too hot", "category": category}
+        assert len(gateway.asked) == 1
+
+    run(tmp_path, [error(status, "temperature: too hot")], scenario)
+
+
+def test_advice_about_options_that_tinker_lacks_is_left_out(tmp_path: Path) -> None:
+    message = "max_tokens: too many; lower max_tokens"
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        told = await failure(made, body(made.sampling_session().id))
+        assert told["error"] == message
+
+    answers = [error(400, f"{message} or set context_length_exceeded_behavior: truncate")]
+    run(tmp_path, answers, scenario)
+
+
+def not_served(serving: str, newest: str) -> Reply:
+    entries = [{"replica": "replica-0", "snapshot": serving, "stage": "idle"}]
+    return error(409, "no replica can serve", serving=entries, newest=newest)
+
+
+def test_superseded_weights_fail_with_both_names(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session(snapshot="tinker-a-0-1-x", model_path="tinker://a/sampler_weights/x")
+        told = await failure(made, body(session.id))
+        assert told["category"] == "user"
+        assert "'tinker-a-0-1-x'" in told["error"]
+        assert "'step-2'" in told["error"]
+        assert len(gateway.asked) == 1
+
+    run(tmp_path, [not_served("step-2", "step-2")], scenario)
+
+
+def test_weights_that_a_restarted_replica_will_serve_again_are_waited_for(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session(policy="run", snapshot="tinker-a-0-1", run="tinker-a-0")
+        request_id, _ = await made.sampling.submit(TENANT, None, body(session.id))
+        outcome = (await ended(made, request_id)).outcome
+        assert outcome is not None
+        assert outcome.headers["x-midstream-snapshot"] == "tinker-a-0-2"
+        assert {asked.headers["x-midstream-min-snapshot"] for asked in gateway.asked} == {"tinker-a-0-1"}
+
+    refusals = [not_served("base", "tinker-a-0-2")] * 3
+
+    def answers(asked: Asked) -> Reply:
+        return refusals.pop() if refusals else completion(asked, 4, snapshot="tinker-a-0-2")
+
+    run(tmp_path, answers, scenario)
+
+
+def test_tokens_of_another_run_never_reach_the_client(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session(policy="run", snapshot="tinker-a-0-1", run="tinker-a-0")
+        told = await failure(made, body(session.id))
+        assert told["category"] == "user"
+        assert "'tinker-b-0-1'" in told["error"]
+
+    run(tmp_path, lambda asked: completion(asked, 4, snapshot="tinker-b-0-1"), scenario)
+
+
+def test_a_server_that_stays_away_is_given_up(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        told = await failure(made, body(made.sampling_session().id))
+        assert told["category"] == "server"
+        assert "no replica" in told["error"]
+        assert len(gateway.asked) > 3
+
+    run(tmp_path, lambda _: error(503, "no replica"), scenario, unreachable_s=20.0)
+
+
+def test_a_request_that_breaks_every_connection_is_given_up(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        told = await failure(made, body(made.sampling_session().id))
+        assert told["category"] == "server"
+        assert len(gateway.asked) == 11
+
+    run(tmp_path, lambda _: Reply(cut=True), scenario)
+
+
+def test_the_gateway_may_move(tmp_path: Path) -> None:
+    """A submission that found nobody goes to where the gateway is then."""
+
+    async def main() -> None:
+        async def answering(asked: Asked) -> Reply:
+            return completion(asked, 4)
+
+        async with fake_gateway(answering) as gateway, front("http://127.0.0.1:9", tmp_path) as made:
+            request_id, _ = await made.sampling.submit(TENANT, None, body(made.sampling_session().id))
+            made.sampling.gateway_url = gateway.url
+            outcome = (await ended(made, request_id)).outcome
+            assert outcome is not None
+            assert outcome.status == 200
+            assert outcome.media_type == "application/x-protobuf"
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_sample_ends_its_completion(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def answers(_: Asked) -> Reply:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        request_id, _ = await made.sampling.submit(TENANT, None, body(made.sampling_session().id))
+        await begun.wait()
+        future = made.futures.find(TENANT, request_id)
+        assert future is not None
+        future.cancel()
+        await gateway.left.wait()
+        assert future.outcome is not None
+        assert future.outcome.status == 410
+
+    run(tmp_path, answers, scenario)
+
+
+def test_closing_leaves_no_future_open(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def answers(_: Asked) -> Reply:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        request_id, _ = await made.sampling.submit(TENANT, None, body(made.sampling_session().id))
+        await begun.wait()
+        await made.sampling.close()
+        future = made.futures.find(TENANT, request_id)
+        assert future is not None
+        assert future.outcome is not None
+        assert future.outcome.status == 410
+        await gateway.left.wait()
+
+    run(tmp_path, answers, scenario)
+
+
+def test_600_samples_at_once_end_each_with_its_own_answer(tmp_path: Path) -> None:
+    """All of them are under way before the first is answered."""
+    count = 600
+    everybody = asyncio.Event()
+    came: list[int] = []
+
+    async def answers(asked: Asked) -> Reply:
+        number = int(asked.headers["x-session-id"].rpartition(":")[2])
+        came.append(number)
+        if len(came) == count:
+            everybody.set()
+        await everybody.wait()
+        return completion(asked, 1000 + number)
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session()
+        ids = [(await made.sampling.submit(TENANT, None, body(session.id, i)))[0] for i in range(count)]
+        for number, request_id in enumerate(ids):
+            outcome = (await ended(made, request_id)).outcome
+            assert outcome is not None
+            assert (1000 + number).to_bytes(4, "little") in outcome.body
+        assert sorted(came) == list(range(count))
+
+    run(tmp_path, answers, scenario)
