@@ -1,0 +1,131 @@
+"""The trainer process and the models in it.
+
+Owns: when the process is started, whose command is next, which models it holds.
+Always holds: one command at a time, in the order in which they were asked for, so models whose next command waits for the last
+take turns; a model that the process lost, or that was put out, is told so at its next command, until it is made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from midstream.tinker.errors import Failed
+from midstream.tinker.trainer import messages as m
+from midstream.tinker.trainer.process import TrainerDied
+
+logger = logging.getLogger(__name__)
+
+MAX_MODELS = 16
+ANEW = "Make the training client anew from a saved state"
+
+
+class TrainerPort(Protocol):
+    """trainer.process.Trainer. `call` raises Failed for the command, TrainerDied for the process; then `start` again."""
+
+    @property
+    def running(self) -> bool: ...
+
+    async def start(self) -> m.TrainerInfo: ...
+
+    async def close(self) -> None: ...
+
+    async def call(self, command: Any) -> Any: ...
+
+
+class Loaded:
+    """abandoned: of the models it is given, those nobody will use any more."""
+
+    def __init__(
+        self,
+        trainer: TrainerPort,
+        abandoned: Callable[[Iterable[str]], list[str]],
+        *,
+        max_models: int = MAX_MODELS,
+    ) -> None:
+        self._trainer = trainer
+        self._abandoned = abandoned
+        self._max_models = max_models
+        self._turn = asyncio.Lock()
+        self._models: set[str] = set()  # that the process holds
+        self._lost: dict[str, str] = {}  # why a model is not there any more
+
+    def holds(self, model_id: str) -> bool:
+        return model_id in self._models and self._trainer.running
+
+    async def make(self, model_id: str, command: m.CreateModel | m.LoadState) -> m.ModelState:
+        """The process is started if it is not running. Raises Failed."""
+        async with self._turn:
+            if not self._trainer.running:
+                self._lose_all("the trainer process had ended")
+                await self._start()
+            try:
+                if model_id not in self._models:
+                    await self._make_room()
+                state: m.ModelState = await self._ask(command)
+            except Failed as error:
+                if model_id not in self._models:
+                    self._lost[model_id] = f"it could not be made ({error.message})"
+                raise
+            self._models.add(model_id)
+            self._lost.pop(model_id, None)
+            return state
+
+    async def call(self, model_id: str, command: Any) -> Any:
+        """Raises Failed."""
+        async with self._turn:
+            if model_id not in self._models:
+                raise Failed(self._why_gone(model_id), "server")
+            return await self._ask(command)
+
+    async def drop(self, model_id: str, why: str) -> None:
+        """Free what it takes. Never raises Failed: what is lost is free."""
+        async with self._turn:
+            await self._drop(model_id, why)
+
+    async def close(self) -> None:
+        await self._trainer.close()
+
+    async def _drop(self, model_id: str, why: str) -> None:
+        if model_id in self._models and self._trainer.running:
+            try:
+                await self._ask(m.DropModel(model_id))
+            except Failed as error:
+                logger.warning("%s cannot be unloaded: %s", model_id, error)
+        self._models.discard(model_id)
+        self._lost[model_id] = why
+
+    async def _ask(self, command: Any) -> Any:
+        try:
+            return await self._trainer.call(command)
+        except TrainerDied as error:
+            self._lose_all(str(error))
+            raise Failed(f"{error}; what was not saved is lost. {ANEW}", "server") from error
+
+    async def _start(self) -> None:
+        try:
+            await self._trainer.start()
+        except TrainerDied as error:
+            raise Failed(str(error), "server") from error
+
+    async def _make_room(self) -> None:
+        if len(self._models) < self._max_models:
+            return
+        for model_id in self._abandoned(self._models):
+            await self._drop(model_id, "its client had gone, and others needed the room")
+        if len(self._models) >= self._max_models:
+            raise Failed(
+                f"{len(self._models)} models are being trained here, the most this server takes at once; "
+                "finish a session that is not needed any more, or try again later"
+            )
+
+    def _lose_all(self, why: str) -> None:
+        for model_id in self._models:
+            self._lost[model_id] = why
+        self._models.clear()
+
+    def _why_gone(self, model_id: str) -> str:
+        why = self._lost.get(model_id, "the server was started anew")
+        return f"the weights of {model_id} are not there any more: {why}. Make the training client anew from a saved state"

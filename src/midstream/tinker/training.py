@@ -1,0 +1,478 @@
+"""Training calls: what each becomes in the trainer process, in the store, in the bucket.
+
+Always holds:
+- A call of a model's is carried out in its turn (turns.py) or its future fails; a call that is refused takes its turn too, so
+  that those after it are not held up.
+- A row that names files is written after the files are whole and synced. A model's weights go into the bucket in the order in
+  which they were saved, while its training goes on; at most one export of it is on the disk.
+- A model, a checkpoint or a session of another tenant is as unknown as none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from midstream.snapshots.durable import sync_directory
+from midstream.tinker import weights as names
+from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.futures import PROTOBUF, Future, Futures
+from midstream.tinker.loaded import MAX_MODELS, Loaded, TrainerPort
+from midstream.tinker.publishing import Publish
+from midstream.tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
+from midstream.tinker.trainer import messages as m
+from midstream.tinker.turns import GAP_S, Turn, Turns
+from midstream.tinker.types import (
+    AdamParams,
+    CreateModelBody,
+    CreateSamplingSessionBody,
+    ForwardBackward,
+    LoadWeightsBody,
+    LoraConfig,
+    OptimizerConfig,
+    OptimStepBody,
+    SaveWeightsBody,
+    SaveWeightsForSamplerBody,
+    Served,
+)
+from midstream.tinker.wire import loss_outputs
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 1 << 30  # of one model's requests whose turn has not come
+BUSY_RETRY_S = 5
+CREATION = 0  # the turn of what makes a model; the client's own counter begins with 1
+SAMPLER_KINDS = ("snapshot", "inflight")
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+Act = Callable[[Future], Awaitable[None]]
+
+
+class _Model:
+    """One that was asked for since this process began. publication: of the weights saved last."""
+
+    def __init__(self, row: ModelRow, turns: Turns) -> None:
+        self.row = row
+        self.turns = turns
+        self.worker: asyncio.Task[None] | None = None
+        self.publication: asyncio.Task[None] | None = None
+
+
+class Training:
+    """Made in the event loop it is used in. What `submit_*` returns is the request_id of a future."""
+
+    def __init__(
+        self,
+        *,
+        trainer: TrainerPort,
+        store: Store,
+        futures: Futures,
+        places: names.Places,
+        publish: Publish,
+        served: Served,
+        gap_s: float = GAP_S,
+        max_models: int = MAX_MODELS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._loaded = Loaded(trainer, self._abandoned, max_models=max_models)
+        self._store = store
+        self._futures = futures
+        self._places = places
+        self._publish = publish
+        self._served = served
+        self._gap_s = gap_s
+        self._clock = clock
+        self._models: dict[str, _Model] = {}
+        shutil.rmtree(places.exports, ignore_errors=True)  # of a process that died
+        places.exports.mkdir(parents=True)
+
+    async def close(self) -> None:
+        """Nothing is carried out any more; what is under way is given up, and the trainer process ends."""
+        tasks = [
+            t for model in self._models.values() for t in (model.worker, model.publication) if t is not None
+        ]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loaded.close()
+
+    # -- models
+
+    async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str:
+        """Raises TinkerError."""
+        self._check_base(body.base_model, body.optimizer_config)
+        row = self._store.create_model(
+            tenant,
+            body.session_id,
+            body.model_seq_id,
+            base_model=body.base_model,
+            lora=body.lora_config,
+            user_metadata=body.user_metadata,
+        )
+
+        async def create(future: Future) -> None:
+            await self._loaded.make(row.id, m.CreateModel(row.id, row.lora))
+            future.resolve_json({"type": "create_model", "model_id": row.id})
+
+        return self._submit(self._new_model(row), "create_model", CREATION, body, create)
+
+    async def submit_load_weights(self, tenant: str, api_key: str | None, body: LoadWeightsBody) -> str:
+        """Into a model there is, in its turn, or into one that this makes. Raises TinkerError."""
+        if body.model_id is not None:
+            model = self._model(tenant, body.model_id)
+
+            async def load(future: Future) -> None:
+                await self._load(model.row, body, future)
+
+            return self._submit(model, "load_weights", _given(body.seq_id), body, load)
+        if body.session_id is None or body.model_seq_id is None:
+            raise TinkerError(400, "give model_id and seq_id, or session_id and model_seq_id", "model_id")
+        checkpoint, lora = self.weights_info(tenant, body.path)
+        base_model = body.base_model or checkpoint.base_model
+        self._check_base(base_model, body.optimizer_config)
+        row = self._store.create_model(
+            tenant,
+            body.session_id,
+            body.model_seq_id,
+            base_model=base_model,
+            lora=lora,
+            restored_from=body.path,
+            user_metadata=body.user_metadata,
+        )
+
+        async def restore(future: Future) -> None:
+            await self._load(row, body, future)
+
+        return self._submit(self._new_model(row), "load_weights", CREATION, body, restore)
+
+    async def finish_session(self, tenant: str, session_id: str) -> None:
+        """Its models are unloaded once what was asked of them is done."""
+        for model in self._models.values():
+            if (model.row.tenant, model.row.session_id) == (tenant, session_id):
+                model.turns.close()
+
+    # -- steps
+
+    async def submit_forward_backward(
+        self, tenant: str, api_key: str | None, request: ForwardBackward
+    ) -> str:
+        """Raises TinkerError."""
+        model = self._model(tenant, request.model_id)
+
+        async def run(future: Future) -> None:
+            losses: m.Losses = await self._loaded.call(model.row.id, m.RunForwardBackward(request))
+            future.resolve(loss_outputs(losses.result), PROTOBUF)
+
+        kind = "forward" if request.forward_only else "forward_backward"
+        return self._submit(model, kind, _given(request.seq_id), request, run)
+
+    async def submit_optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> str:
+        """Raises TinkerError."""
+        model = self._model(tenant, body.model_id)
+
+        async def step(future: Future) -> None:
+            if body.optimizer_params is not None:
+                kind = body.optimizer_params.get("type")
+                raise Failed(f"the optimizer {kind!r} is not supported here: use AdamParams")
+            adam = body.adam_params or AdamParams()
+            done: m.Metrics = await self._loaded.call(model.row.id, m.OptimStep(model.row.id, adam))
+            future.resolve_json({"type": "optim_step", "metrics": done.metrics})
+
+        return self._submit(model, "optim_step", _given(body.seq_id), body, step)
+
+    # -- weights
+
+    async def submit_save_weights(self, tenant: str, api_key: str | None, body: SaveWeightsBody) -> str:
+        """Raises TinkerError."""
+        model = self._model(tenant, body.model_id)
+
+        async def save(future: Future) -> None:
+            if body.path is None:
+                raise Failed("save_weights needs a name (path)")
+            uri = names.checkpoint_uri(model.row.id, "weights", body.path)
+            if not body.overwrite:
+                self._refuse_known(tenant, uri)
+            directory = self._places.checkpoint(uri)
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            written: m.Written = await self._loaded.call(
+                model.row.id, m.SaveState(model.row.id, str(directory))
+            )
+            for above in self._places.above(uri):
+                sync_directory(above)
+            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)
+            future.resolve_json({"type": "save_weights", "path": str(uri)})
+
+        return self._submit(model, "save_weights", _given(body.seq_id), body, save)
+
+    async def submit_save_weights_for_sampler(
+        self, tenant: str, api_key: str | None, body: SaveWeightsForSamplerBody
+    ) -> str:
+        """Raises TinkerError."""
+        model = self._model(tenant, body.model_id)
+        seq_id = _given(body.seq_id)
+
+        async def export(future: Future) -> None:
+            if (body.path is None) == (body.sampling_session_seq_id is None):
+                raise Failed("save_weights_for_sampler needs either a name (path) or sampling_session_seq_id")
+            if body.kind not in SAMPLER_KINDS:
+                raise Failed(f"save_weights_for_sampler of kind {body.kind!r} is not supported here")
+            if model.publication is not None:
+                await asyncio.wait((model.publication,))
+            if body.path is not None:
+                self._refuse_known(tenant, names.checkpoint_uri(model.row.id, "sampler_weights", body.path))
+            identity = names.snapshot_identity(model.row.id, seq_id, body.path)
+            try:
+                command = m.ExportWeights(model.row.id, str(self._places.export(identity)))
+                written: m.Written = await self._loaded.call(model.row.id, command)
+            except BaseException:
+                await self._remove_export(identity)
+                raise
+            publishing = self._published(model.row, identity, written.size, api_key, body, future)
+            model.publication = asyncio.create_task(publishing)
+
+        return self._submit(model, "save_weights_for_sampler", seq_id, body, export)
+
+    async def create_sampling_session(
+        self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody
+    ) -> SamplingSession:
+        """On saved sampler weights (model_path), which every replica serves when this returns. Raises TinkerError."""
+        seq, path = body.sampling_session_seq_id, body.model_path or ""
+        checkpoint = self._checkpoint(tenant, path, "model_path")
+        if checkpoint.snapshot is None:
+            raise TinkerError(
+                400,
+                f"{path} holds a state to train on from; save_weights_for_sampler makes one to sample",
+                "model_path",
+            )
+        made = self._store.sampling_session_at(tenant, body.session_id, seq)
+        if made is None or made.model_path != path:
+            try:
+                await self._publish.serve(checkpoint.snapshot, api_key)
+            except Failed as error:
+                raise _refusal(error, "model_path") from error
+        return self._store.create_sampling_session(
+            tenant,
+            body.session_id,
+            seq,
+            base_model=checkpoint.base_model,
+            policy="exact",
+            model_path=path,
+            snapshot=checkpoint.snapshot,
+            run=names.run_of(checkpoint.snapshot),
+        )
+
+    def weights_info(self, tenant: str, uri: str) -> tuple[CheckpointRow, LoraConfig]:
+        """Of a state to train on from. Raises TinkerError."""
+        checkpoint = self._checkpoint(tenant, uri, "path")
+        if checkpoint.kind != "weights":
+            raise TinkerError(
+                400, f"{uri} holds weights for sampling; training goes on from what save_state saved", "path"
+            )
+        row = self._store.model(tenant, checkpoint.model_id)
+        if row is None:
+            raise TinkerError(404, f"nothing is known of the model that saved {uri}", "path")
+        return checkpoint, row.lora
+
+    async def delete_checkpoint(self, tenant: str, uri: str) -> None:
+        """A state's files are removed; sampler weights stay in the bucket, as they may serve. Raises TinkerError (404)."""
+        checkpoint = self._checkpoint(tenant, uri, "path")
+        self._store.delete_checkpoint(tenant, uri)
+        if checkpoint.kind == "weights":
+            directory = self._places.checkpoint(names.parse_uri(uri))
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
+        """A future that fails with `error` in its turn; None: nobody waits for that turn. Raises TinkerError."""
+        try:
+            model = self._model(tenant, model_id)
+        except TinkerError:
+            return None
+        if seq_id <= CREATION:
+            return None
+
+        async def fail(future: Future) -> None:
+            raise error
+
+        return self._submit(model, "refused", seq_id, error.body(), fail)
+
+    # -- inside
+
+    async def _load(self, row: ModelRow, body: LoadWeightsBody, future: Future) -> None:
+        if body.weights_access_token is not None:
+            raise Failed("weights_access_token is not supported here: checkpoints belong to their API key")
+        self.weights_info(row.tenant, body.path)
+        directory = self._places.checkpoint(names.parse_uri(body.path))
+        await self._loaded.make(row.id, m.LoadState(row.id, str(directory), body.optimizer))
+        future.resolve_json({"type": "load_weights", "model_id": row.id, "path": body.path})
+
+    async def _published(
+        self,
+        row: ModelRow,
+        identity: str,
+        size: int,
+        api_key: str | None,
+        body: SaveWeightsForSamplerBody,
+        future: Future,
+    ) -> None:
+        """What was exported as `identity` goes into the bucket; `future` gets a checkpoint or a sampling session."""
+        result: dict[str, Any] = {"type": "save_weights_for_sampler"}
+        with _failing(future):
+            directory = self._places.export(identity)
+            if body.path is not None:
+                uri = names.checkpoint_uri(row.id, "sampler_weights", body.path)
+                await self._publish.keep(identity, directory)
+                self._add_checkpoint(row, uri, body.user_metadata, snapshot=identity, size=size)
+                result["path"] = str(uri)
+            else:
+                await self._publish.publish(identity, directory, api_key)
+                session = self._store.create_sampling_session(
+                    row.tenant,
+                    row.session_id,
+                    body.sampling_session_seq_id or 0,
+                    base_model=row.base_model,
+                    policy="run",
+                    snapshot=identity,
+                    run=names.run_name(row.id),
+                )
+                result["sampling_session_id"] = session.id
+            future.resolve_json(result)
+        await self._remove_export(identity)
+
+    async def _remove_export(self, identity: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._places.export(identity), ignore_errors=True)
+
+    def _add_checkpoint(
+        self,
+        row: ModelRow,
+        uri: names.CheckpointUri,
+        user_metadata: dict[str, Any] | None,
+        *,
+        size: int,
+        snapshot: str | None = None,
+    ) -> None:
+        checkpoint = CheckpointRow(
+            uri=str(uri),
+            tenant=row.tenant,
+            model_id=row.id,
+            kind=uri.kind,
+            name=uri.name,
+            created=self._clock(),
+            snapshot=snapshot,
+            base_model=row.base_model,
+            size=size,
+            user_metadata=user_metadata,
+        )
+        self._store.add_checkpoint(row.tenant, checkpoint)
+
+    def _refuse_known(self, tenant: str, uri: names.CheckpointUri) -> None:
+        if self._store.checkpoint(tenant, str(uri)) is not None:
+            raise Failed(f"{uri} is there already; delete it, or choose another name")
+
+    def _checkpoint(self, tenant: str, uri: str, param: str) -> CheckpointRow:
+        names.parse_uri(uri, param)
+        found = self._store.checkpoint(tenant, uri)
+        if found is None:
+            raise TinkerError(404, f"there is no checkpoint {uri} of this API key", param)
+        return found
+
+    def _check_base(self, base_model: str, optimizer: OptimizerConfig | None) -> None:
+        if not self._served.trainable:
+            raise TinkerError(400, "this server does not train", "base_model")
+        if base_model not in self._served.names:
+            known = ", ".join(self._served.names)
+            raise TinkerError(
+                400, f"base_model {base_model!r} is not served here; this server has {known}", "base_model"
+            )
+        if optimizer is not None and optimizer.type != "adamw":
+            raise TinkerError(
+                400, f"the optimizer {optimizer.type!r} is not supported here: use adamw", "optimizer_config"
+            )
+
+    def _new_model(self, row: ModelRow) -> _Model:
+        return self._models.get(row.id) or self._begin(row, first=CREATION)
+
+    def _model(self, tenant: str, model_id: str) -> _Model:
+        """Raises TinkerError (404). One that only the store knows is lost, whatever seq_id its client has come to."""
+        model = self._models.get(model_id)
+        row = model.row if model is not None else self._store.model(tenant, model_id)
+        if row is None or row.tenant != tenant:
+            raise TinkerError(404, f"there is no model {model_id!r} of this API key", "model_id")
+        return model or self._begin(row, first=None)
+
+    def _begin(self, row: ModelRow, first: int | None) -> _Model:
+        model = self._models[row.id] = _Model(row, Turns(row.id, first, gap_s=self._gap_s))
+        model.worker = asyncio.create_task(self._work(model), name=f"turns of {row.id}")
+        return model
+
+    def _submit(self, model: _Model, kind: str, seq_id: int, body: object, act: Act) -> str:
+        """Its request_id. Raises TinkerError: 400 the seq_id had another body, 429 too much is waiting."""
+        encoded = _encoder.encode(body)
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        known = model.turns.known(kind, seq_id, digest)
+        if known is not None:
+            return known
+        waiting = model.turns.waiting_bytes
+        if waiting + len(encoded) > MAX_WAITING_BYTES and not model.turns.is_next(seq_id):
+            raise TinkerError(
+                429,
+                f"requests of {waiting} bytes wait for their turn with {model.row.id}",
+                retry_after_s=BUSY_RETRY_S,
+            )
+        self._store.touch_session(model.row.tenant, model.row.session_id)
+        future = self._futures.new(model.row.tenant, kind)
+        model.turns.add(Turn(kind, seq_id, digest, future, lambda: act(future), len(encoded)))
+        return future.request_id
+
+    async def _work(self, model: _Model) -> None:
+        while (turn := await model.turns.take()) is not None:
+            with _failing(turn.future):
+                await turn.act()
+        if model.publication is not None:
+            await asyncio.wait((model.publication,))
+        await self._loaded.drop(model.row.id, "its session was finished")
+        del self._models[model.row.id]
+
+    def _abandoned(self, model_ids: Iterable[str]) -> list[str]:
+        return [model_id for model_id in model_ids if self._is_abandoned(self._models[model_id])]
+
+    def _is_abandoned(self, model: _Model) -> bool:
+        """Nothing waits, and its client has not been heard of for a while."""
+        if len(model.turns):
+            return False
+        session = self._store.session(model.row.tenant, model.row.session_id)
+        return session is None or self._clock() - session.seen > SILENT_S
+
+
+@contextmanager
+def _failing(future: Future) -> Iterator[None]:
+    """What goes wrong within is the future's error."""
+    try:
+        yield
+    except Failed as error:
+        future.fail(error.message, error.category)
+    except TinkerError as error:
+        future.fail(error.detail, "user" if error.status < 500 else "server")
+    except Exception as error:
+        logger.exception("a %s request failed", future.kind)
+        future.fail(f"{future.kind} failed inside the server: {error}", "server")
+
+
+def _refusal(error: Failed, param: str) -> TinkerError:
+    """503, which the SDK tries again, only where that may help."""
+    if error.category == "server":
+        return TinkerError(503, error.message, param, retry_after_s=BUSY_RETRY_S)
+    return TinkerError(400 if error.category == "user" else 422, error.message, param)
+
+
+def _given(seq_id: int | None) -> int:
+    if not seq_id:
+        raise TinkerError(400, "a training request needs its seq_id, from 1", "seq_id")
+    return seq_id

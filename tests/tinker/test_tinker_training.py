@@ -1,0 +1,513 @@
+"""What training calls do to models, checkpoints and what serves; the trainer process and the deployment are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from training_fakes import BASE, TENANT, World, create, forward_backward, optim, world
+
+from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.futures import PROTOBUF
+from midstream.tinker.trainer import messages as m
+from midstream.tinker.types import (
+    CreateSamplingSessionBody,
+    LoadWeightsBody,
+    OptimizerConfig,
+    OptimStepBody,
+    SaveWeightsBody,
+    SaveWeightsForSamplerBody,
+)
+from midstream.tinker.weights import parse_uri
+
+KEY = "tml-key"
+Scene = Callable[[World], Awaitable[None]]
+
+
+def play(root: Path, scene: Scene, **options: float) -> None:
+    async def run() -> None:
+        async with world(root, **options) as at:
+            await scene(at)
+
+    asyncio.run(run())
+
+
+async def save(at: World, model: str, seq_id: int, name: str, *, overwrite: bool = False) -> str:
+    body = SaveWeightsBody(model_id=model, seq_id=seq_id, path=name, overwrite=overwrite)
+    return await at.training.submit_save_weights(TENANT, KEY, body)
+
+
+async def save_for_sampler(at: World, model: str, seq_id: int, name: str) -> str:
+    body = SaveWeightsForSamplerBody(model_id=model, seq_id=seq_id, path=name)
+    return await at.training.submit_save_weights_for_sampler(TENANT, KEY, body)
+
+
+async def save_ephemeral(at: World, model: str, seq_id: int, number: int = 0) -> str:
+    body = SaveWeightsForSamplerBody(model_id=model, seq_id=seq_id, sampling_session_seq_id=number)
+    return await at.training.submit_save_weights_for_sampler(TENANT, KEY, body)
+
+
+async def load(at: World, model: str, seq_id: int, path: str) -> str:
+    body = LoadWeightsBody(model_id=model, seq_id=seq_id, path=path, optimizer=True)
+    return await at.training.submit_load_weights(TENANT, KEY, body)
+
+
+async def restore(at: World, seq: int, path: str) -> str:
+    body = LoadWeightsBody(session_id=at.session, model_seq_id=seq, path=path, optimizer=True)
+    return await at.training.submit_load_weights(TENANT, KEY, body)
+
+
+# -- order
+
+
+def test_requests_are_carried_out_in_seq_order_whatever_the_order_of_arrival(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        requests = [await at.step(model, 4, 0.4), await at.loss(model, 3), await at.step(model, 2, 0.2)]
+        requests.append(await at.loss(model, 1))
+        for request in requests:
+            assert (await at.ended(request)).outcome is not None
+        assert at.trainer.weights[model] == ["loss 1", "step 0.2", "loss 3", "step 0.4"]
+
+    play(tmp_path, scene)
+
+
+def test_a_repeated_submission_is_the_same_request_and_another_body_is_refused(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        first = await at.step(model, 1)
+        assert await at.step(model, 1) == first
+        await at.ended(first)
+        assert await at.step(model, 1) == first
+        with pytest.raises(TinkerError) as refused:
+            await at.step(model, 1, 0.7)
+        assert (refused.value.status, refused.value.param) == (400, "seq_id")
+        other = forward_backward(model, 2, token=3)
+        made = await at.training.submit_forward_backward(TENANT, KEY, other)
+        with pytest.raises(TinkerError):
+            await at.loss(model, 2)
+        await at.ended(made)
+        assert at.trainer.weights[model] == ["step 0.1", "loss 2"]
+
+    play(tmp_path, scene)
+
+
+def test_create_model_is_idempotent_and_a_session_number_stands_for_one_model(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        body = create(at.new_session(), 0, 8)
+        first = await at.training.submit_create_model(TENANT, KEY, body)
+        assert await at.training.submit_create_model(TENANT, KEY, body) == first
+        assert (await at.result(first)) == {"type": "create_model", "model_id": f"{at.session}:train:0"}
+        with pytest.raises(TinkerError) as refused:
+            await at.training.submit_create_model(TENANT, KEY, create(at.session, 0, 16))
+        assert refused.value.status == 400
+        assert [type(said) for said in at.trainer.said] == [m.CreateModel]
+
+    play(tmp_path, scene)
+
+
+def test_a_request_that_fails_or_is_refused_holds_up_nobody(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        failed = await at.loss(model, 1, "nonsense")
+        error = TinkerError(400, "the field data is not supported here", "data")
+        refused = at.training.refuse(TENANT, model, 2, error)
+        assert refused is not None
+        other = {"type": "dimuon", "learning_rate": 0.1}
+        muon = OptimStepBody(model_id=model, seq_id=3, optimizer_params=other)
+        unknown = await at.training.submit_optim_step(TENANT, KEY, muon)
+        last = await at.step(model, 4)
+        assert await at.error(failed) == ("the loss 'nonsense' is not known here", "user")
+        assert await at.error(refused) == ("the field data is not supported here", "user")
+        assert "'dimuon'" in (await at.error(unknown))[0]
+        assert (await at.result(last))["metrics"] == {"grad_norm:mean": 2.0}
+
+    play(tmp_path, scene)
+
+
+def test_a_refusal_for_nobody_knows_whose_model_takes_no_turn(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        error = TinkerError(400, "no")
+        assert at.training.refuse("somebody else", model, 1, error) is None
+        assert at.training.refuse(TENANT, "session_00:train:9", 1, error) is None
+        assert (await at.result(await at.step(model, 1)))["metrics"]
+
+    play(tmp_path, scene)
+
+
+def test_models_take_turns(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        one, other = await at.model(0), await at.model(1)
+        held = asyncio.Event()
+        at.trainer.before = lambda command: held.wait()
+        requests = [await at.step(one, seq_id) for seq_id in range(1, 5)]
+        requests += [await at.step(other, seq_id) for seq_id in range(1, 5)]
+        await asyncio.sleep(0)
+        held.set()
+        for request in requests:
+            await at.ended(request)
+        steps = [said.model_id for said in at.trainer.said if isinstance(said, m.OptimStep)]
+        assert steps == [one, other] * 4
+
+    play(tmp_path, scene)
+
+
+def test_training_goes_on_while_weights_are_on_their_way_to_the_replicas(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        at.publish.gate = asyncio.Event()
+        first = await save_ephemeral(at, model, 1, 0)
+        await at.ended(await at.step(model, 2))
+        second = await save_ephemeral(at, model, 3, 1)
+        third = await at.step(model, 4)
+        assert not at.future(first).done
+        assert at.trainer.weights[model] == ["step 0.1"]  # a second export waits for the first
+        at.publish.gate.set()
+        await at.result(third)
+        await at.result(second)
+        run = f"tinker-{at.session.removeprefix('session_')}-0"
+        assert at.publish.bucket == {f"{run}-1": [], f"{run}-3": ["step 0.1"]}
+        assert at.publish.serving == [(f"{run}-1", KEY), (f"{run}-3", KEY)]
+        assert list(at.places.exports.iterdir()) == []
+
+    play(tmp_path, scene)
+
+
+# -- what belongs to whom, and what is not there
+
+
+def test_what_is_unknown_or_belongs_to_another_key_is_a_404(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save(at, model, 1, "mine")))["path"])
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: at.training.submit_optim_step("other", KEY, optim(model, 2)),
+            lambda: at.training.submit_optim_step(TENANT, KEY, optim("session_00:train:0", 2)),
+            lambda: at.training.submit_create_model("other", KEY, create(at.session, 5)),
+            lambda: at.training.delete_checkpoint("other", path),
+            lambda: at.training.delete_checkpoint(TENANT, path.replace("mine", "yours")),
+            lambda: restore_as(at, "other", path),
+        ]
+        for call in calls:
+            with pytest.raises(TinkerError) as refused:
+                await call()
+            assert refused.value.status == 404
+        with pytest.raises(TinkerError) as refused:
+            at.training.weights_info("other", path)
+        assert refused.value.status == 404
+
+    async def restore_as(at: World, tenant: str, path: str) -> str:
+        session = at.store.create_session(tenant).id
+        body = LoadWeightsBody(session_id=session, model_seq_id=0, path=path)
+        return await at.training.submit_load_weights(tenant, KEY, body)
+
+    play(tmp_path, scene)
+
+
+def test_another_base_model_or_optimizer_is_refused_with_what_there_is(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        body = create(at.new_session())
+        for field, value in (("base_model", "gpt-2"), ("optimizer_config", OptimizerConfig(type="dimuon"))):
+            with pytest.raises(TinkerError) as refused:
+                await at.training.submit_create_model(TENANT, KEY, replaced(body, field, value))
+            assert (refused.value.status, refused.value.param) == (400, field)
+        assert BASE in str(refused.value) or "adamw" in str(refused.value)
+
+    def replaced(body: object, field: str, value: object) -> object:
+        import msgspec
+
+        return msgspec.structs.replace(body, **{field: value})  # type: ignore[type-var]
+
+    play(tmp_path, scene)
+
+
+def test_a_request_without_seq_id_is_refused(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        for seq_id in (None, 0):
+            with pytest.raises(TinkerError) as refused:
+                await at.training.submit_optim_step(TENANT, KEY, optim(model, seq_id))
+            assert (refused.value.status, refused.value.param) == (400, "seq_id")
+
+    play(tmp_path, scene)
+
+
+# -- saved weights
+
+
+def test_a_loss_result_is_protobuf(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        outcome = (await at.ended(await at.loss(model, 1))).outcome
+        assert outcome is not None
+        assert outcome.media_type == PROTOBUF
+        assert b"loss:sum" in outcome.body
+
+    play(tmp_path, scene)
+
+
+def test_a_state_and_sampler_weights_of_one_name_are_two_checkpoints(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model(rank=4)
+        await at.step(model, 1)
+        state, sampler = await save(at, model, 2, "final"), await save_for_sampler(at, model, 3, "final")
+        paths = [str((await at.result(request))["path"]) for request in (state, sampler)]
+        assert paths == [f"tinker://{model}/{kind}/final" for kind in ("weights", "sampler_weights")]
+        kept = {row.kind: row for row in at.store.checkpoints(TENANT, model)}
+        identity = f"tinker-{at.session.removeprefix('session_')}-0-3-final"
+        assert kept["sampler_weights"].snapshot == identity
+        assert kept["weights"].snapshot is None
+        assert at.publish.bucket == {identity: ["step 0.1"]}
+        assert at.publish.serving == []  # saving changes nothing that serves
+        row, lora = at.training.weights_info(TENANT, paths[0])
+        assert (row.base_model, lora.rank, row.size) == (BASE, 4, 7)
+        with pytest.raises(TinkerError, match="for sampling"):
+            at.training.weights_info(TENANT, paths[1])
+
+    play(tmp_path, scene)
+
+
+def test_a_name_is_not_used_twice_unless_overwriting_is_asked_for(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save(at, model, 1, "a")))["path"])
+        await at.step(model, 2)
+        message, category = await at.error(await save(at, model, 3, "a"))
+        assert path in message
+        assert category == "user"
+        assert (await at.result(await save(at, model, 4, "a", overwrite=True)))["path"] == path
+        assert len(at.store.checkpoints(TENANT, model)) == 1
+        await at.ended(await at.step(model, 5, 0.5))
+        await at.result(await load(at, model, 6, path))
+        assert at.trainer.weights[model] == ["step 0.1"]
+        await at.result(await save_for_sampler(at, model, 7, "a"))
+        assert "is there already" in (await at.error(await save_for_sampler(at, model, 8, "a")))[0]
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize("name", ["../../escape", "a/b", "", ".", "..", "x" * 200, "a\x00b"])
+def test_a_bad_name_fails_its_request_and_writes_nothing(tmp_path: Path, name: str) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        assert (await at.error(await save(at, model, 1, name)))[1] == "user"
+        assert (await at.error(await save_for_sampler(at, model, 2, name)))[1] == "user"
+        assert not any(isinstance(said, m.SaveState | m.ExportWeights) for said in at.trainer.said)
+        assert at.publish.bucket == {}
+
+    play(tmp_path, scene)
+
+
+def test_a_model_is_made_of_a_saved_state(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model(rank=4)
+        await at.step(model, 1)
+        path = str((await at.result(await save(at, model, 2, "s")))["path"])
+        made = await restore(at, 1, path)
+        assert await restore(at, 1, path) == made
+        assert (await at.result(made)) == {
+            "type": "load_weights",
+            "model_id": f"{at.session}:train:1",
+            "path": path,
+        }
+        row = at.store.model(TENANT, f"{at.session}:train:1")
+        assert row is not None
+        assert (row.lora.rank, row.restored_from) == (4, path)
+        await at.ended(await at.step(row.id, 1, 0.3))
+        assert at.trainer.weights[row.id] == ["step 0.1", "step 0.3"]
+        assert at.trainer.weights[model] == ["step 0.1"]
+
+    play(tmp_path, scene)
+
+
+def test_a_deleted_state_is_gone_with_its_files(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save(at, model, 1, "s")))["path"])
+        await at.training.delete_checkpoint(TENANT, path)
+        assert at.store.checkpoints(TENANT) == []
+        assert not at.places.checkpoint(parse_uri(path)).exists()
+        with pytest.raises(TinkerError):
+            await restore(at, 1, path)
+
+    play(tmp_path, scene)
+
+
+# -- sampling sessions
+
+
+def test_ephemeral_weights_become_a_sampling_session_of_their_run(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        request = await save_ephemeral(at, model, 1, 4)
+        session = at.store.sampling_session(TENANT, (await at.result(request))["sampling_session_id"])
+        assert session is not None
+        run = f"tinker-{at.session.removeprefix('session_')}-0"
+        assert (session.policy, session.snapshot, session.run, session.seq) == ("run", f"{run}-1", run, 4)
+        assert session.base_model == BASE
+
+    play(tmp_path, scene)
+
+
+def test_a_sampling_session_on_saved_weights_serves_them_first_and_once(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
+        body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=2, model_path=path)
+        made = await at.training.create_sampling_session(TENANT, "tml-other", body)
+        assert await at.training.create_sampling_session(TENANT, "tml-other", body) == made
+        assert (made.policy, made.model_path, made.base_model) == ("exact", path, BASE)
+        assert at.publish.serving == [(made.snapshot, "tml-other")]
+        assert list(at.publish.bucket) == [made.snapshot]
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize(("category", "status"), [("user", 400), ("server", 503), ("unknown", 422)])
+def test_weights_that_cannot_be_served_make_no_session(tmp_path: Path, category: str, status: int) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
+        at.publish.failure = Failed("replica-0 could not load it: NaN", category)  # type: ignore[arg-type]
+        body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=0, model_path=path)
+        with pytest.raises(TinkerError, match="NaN") as refused:
+            await at.training.create_sampling_session(TENANT, KEY, body)
+        assert refused.value.status == status
+        assert at.store.sampling_sessions(TENANT, at.session) == []
+        failed = await save_ephemeral(at, model, 2, 0)
+        assert await at.error(failed) == ("replica-0 could not load it: NaN", category)
+        at.publish.failure = None
+        assert (await at.result(await save_ephemeral(at, model, 3, 1)))["sampling_session_id"]
+
+    play(tmp_path, scene)
+
+
+def test_a_state_cannot_be_sampled(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save(at, model, 1, "s")))["path"])
+        body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=0, model_path=path)
+        with pytest.raises(TinkerError) as refused:
+            await at.training.create_sampling_session(TENANT, KEY, body)
+        assert (refused.value.status, refused.value.param) == (400, "model_path")
+        assert at.publish.serving == []
+
+    play(tmp_path, scene)
+
+
+# -- the trainer process, and room in it
+
+
+def test_when_the_trainer_dies_its_models_are_lost_and_say_so_until_they_are_loaded(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model, other = await at.model(0), await at.model(1)
+        await at.step(model, 1)
+        path = str((await at.result(await save(at, model, 2, "s")))["path"])
+
+        def die(command: object) -> None:
+            if isinstance(command, m.RunForwardBackward):
+                at.trainer.die()
+
+        at.trainer.before = die
+        pending = [await at.loss(model, 3), await at.step(model, 4), await at.step(other, 1)]
+        for request in pending:
+            message, category = await at.error(request)
+            assert category == "server"
+            assert "the trainer process was killed" in message
+            assert "saved state" in message
+        assert await at.error(await at.step(model, 5)) == await at.error(pending[1])
+        at.trainer.before = None
+        await at.result(await load(at, model, 6, path))
+        await at.result(await at.step(model, 7, 0.7))
+        assert at.trainer.weights == {model: ["step 0.1", "step 0.7"]}
+        assert "killed" in (await at.error(await at.step(other, 2)))[0]
+        assert at.trainer.starts == 2
+
+    play(tmp_path, scene)
+
+
+def test_after_a_restart_checkpoints_are_there_and_models_can_be_loaded(tmp_path: Path) -> None:
+    session = model = path = sampler = ""
+
+    async def before(at: World) -> None:
+        nonlocal session, model, path, sampler
+        model = await at.model(rank=4)
+        session = at.session
+        await at.step(model, 1)
+        path = str((await at.result(await save(at, model, 2, "s")))["path"])
+        sampler = str((await at.result(await save_for_sampler(at, model, 3, "s")))["path"])
+
+    async def after(at: World) -> None:
+        at.session = session
+        message, category = await at.error(await at.loss(model, 9))
+        assert category == "server"
+        assert "started anew" in message
+        await at.result(await load(at, model, 10, path))
+        await at.result(await at.step(model, 11, 0.2))
+        restored = str((await at.result(await restore(at, 1, path)))["model_id"])
+        assert at.trainer.weights == {model: ["step 0.1", "step 0.2"], restored: ["step 0.1"]}
+        assert [row.uri for row in at.store.checkpoints(TENANT, model)] == [sampler, path]
+
+    play(tmp_path, before)
+    play(tmp_path, after)
+
+
+def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        requests = [await at.step(model, 1), await save_ephemeral(at, model, 2)]
+        await at.training.finish_session("other", at.session)
+        await at.training.finish_session(TENANT, at.session)
+        late = await at.step(model, 3)
+        for request in requests:
+            await at.result(request)
+        assert "finished" in (await at.error(late))[0]
+        other = await at.model(1)  # a later turn with the trainer, so the model before is dropped by now
+        assert list(at.trainer.weights) == [other]
+
+    play(tmp_path, scene)
+
+
+def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tmp_path: Path) -> None:
+    now = 1000.0
+
+    async def scene(at: World) -> None:
+        nonlocal now
+        gone = await at.model(0)
+        here_session = at.new_session()
+        here = await at.model(0)
+        refused = await at.training.submit_create_model(TENANT, KEY, create(here_session, 1))
+        message, category = await at.error(refused)
+        assert "2 models" in message
+        assert category == "user"
+        now += 400
+        at.store.touch_session(TENANT, here_session)
+        made = str(
+            (await at.result(await at.training.submit_create_model(TENANT, KEY, create(here_session, 2))))[
+                "model_id"
+            ]
+        )
+        assert sorted(at.trainer.weights) == sorted([here, made])
+        assert "its client had gone" in (await at.error(await at.step(gone, 1)))[0]
+
+    async def run() -> None:
+        async with world(tmp_path, max_models=2, clock=lambda: now) as at:
+            at.store._clock = lambda: now
+            await scene(at)
+
+    asyncio.run(run())
+
+
+def test_what_a_request_that_never_comes_held_up_fails(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        message, category = await at.error(await at.step(model, 2))
+        assert "seq_id 1" in message
+        assert category == "user"
+        await at.result(await at.step(model, 3))
+        assert at.trainer.weights[model] == ["step 0.1"]
+
+    play(tmp_path, scene, gap_s=0.01)
