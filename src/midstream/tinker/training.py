@@ -161,18 +161,16 @@ class Training:
 
     # -- steps
 
-    async def submit_forward_backward(
-        self, tenant: str, api_key: str | None, request: ForwardBackward
-    ) -> str:
+    async def submit_forward_backward(self, tenant: str, api_key: str | None, body: ForwardBackward) -> str:
         """Raises TinkerError."""
-        model = self._model(tenant, request.model_id)
+        model = self._model(tenant, body.model_id)
 
         async def run(future: Future) -> None:
-            losses: m.Losses = await self._loaded.call(model.row.id, m.RunForwardBackward(request))
+            losses: m.Losses = await self._loaded.call(model.row.id, m.RunForwardBackward(body))
             future.resolve(loss_outputs(losses.result), PROTOBUF)
 
-        kind = "forward" if request.forward_only else "forward_backward"
-        return self._submit(model, kind, _given(request.seq_id), request, run)
+        kind = "forward" if body.forward_only else "forward_backward"
+        return self._submit(model, kind, _given(body.seq_id), body, run)
 
     async def submit_optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> str:
         """Raises TinkerError."""
