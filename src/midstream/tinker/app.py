@@ -71,8 +71,8 @@ class SamplingPort(Protocol):
 class TrainingPort(Protocol):
     """What is submitted returns its request id, and raises TinkerError."""
 
-    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> None:
-        """A request of this model's was answered with an error before it came here; those that follow do not wait for it."""
+    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
+        """A request id that ends with `error` in its turn, so that what follows it does not wait; None: no model waits."""
 
     async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str: ...
 
@@ -322,7 +322,7 @@ class _Front:
 
     async def _asample(self, request: Request) -> Response:
         tenant, api_key = self._caller(request)
-        body = decode(await body_of(request), SampleBody)
+        body = decode(await body_of(request, serving.MAX_SAMPLE_BYTES), SampleBody)
         request_id, sequence_ids = await self._sampling.submit(tenant, api_key, body)
         return answer({"request_id": request_id, "sample_sequence_ids": sequence_ids})
 
@@ -337,8 +337,7 @@ class _Front:
             try:
                 body = decode(sent, into)
             except TinkerError as error:
-                self._refuse(tenant, addressee(sent), error)
-                raise
+                return self._refused(tenant, addressee(sent), error)
             request_id = await submit(tenant, api_key, body)
             return answer({"request_id": request_id, "model_id": getattr(body, "model_id", None)})
 
@@ -353,14 +352,16 @@ class _Front:
         try:
             body = wire.forward_backward(sent)
         except TinkerError as error:
-            self._refuse(tenant, wire.addressee(sent), error)
-            raise
+            return self._refused(tenant, wire.addressee(sent), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)
         return answer({"request_id": request_id, "model_id": body.model_id})
 
-    def _refuse(self, tenant: str, to: tuple[str, int] | None, error: TinkerError) -> None:
-        if to is not None:
-            self._training.refuse(tenant, *to, error)
+    def _refused(self, tenant: str, to: tuple[str, int] | None, error: TinkerError) -> Response:
+        """Its seq_id is used up: the error comes in its turn, as its future's."""
+        request_id = None if to is None else self._training.refuse(tenant, *to, error)
+        if to is None or request_id is None:
+            raise error
+        return answer({"request_id": request_id, "model_id": to[0]})
 
     # -- futures
 

@@ -19,7 +19,8 @@ from midstream.gateway.auth import Authenticator, tenant_of
 from midstream.tinker.errors import TinkerError
 
 PREFIX = "/api/v1"
-MAX_JSON_BYTES = 32 << 20
+MAX_JSON_BYTES = 1 << 20
+MAX_SAMPLE_BYTES = 32 << 20
 MAX_TRAINING_BYTES = 512 << 20
 
 logger = logging.getLogger(__name__)

@@ -209,7 +209,8 @@ class Store:
                     _otherwise("sampling_session_seq_id", seq, f"{there.model_path or there.base_model}")
                 return there
             db.execute(sampling_sessions.insert().values(msgspec.structs.asdict(fresh)))
-            _drop_oldest(db, sampling_sessions, tenant, MAX_SAMPLING_SESSIONS)
+            if _drop_oldest(db, sampling_sessions, tenant, MAX_SAMPLING_SESSIONS):
+                self._sampling.clear()
         return fresh
 
     def sampling_session_at(self, tenant: str, session_id: str, seq: int) -> SamplingSession | None:
@@ -383,9 +384,11 @@ def _otherwise(param: str, seq: int, what: str) -> NoReturn:
     )
 
 
-def _drop_oldest(db: sa.Connection, table: sa.Table, tenant: str, keep: int) -> None:
+def _drop_oldest(db: sa.Connection, table: sa.Table, tenant: str, keep: int) -> bool:
+    """All of the tenant's but the newest `keep`; whether there were more."""
     newest = sa.select(table.c.id).where(table.c.tenant == tenant).order_by(table.c.created.desc())
-    db.execute(table.delete().where(table.c.tenant == tenant, table.c.id.in_(newest.offset(keep).limit(-1))))
+    older = newest.limit(-1).offset(keep)
+    return bool(db.execute(table.delete().where(table.c.tenant == tenant, table.c.id.in_(older))).rowcount)
 
 
 def _configure(connection: Any, _record: Any) -> None:
