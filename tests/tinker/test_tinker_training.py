@@ -323,6 +323,22 @@ def test_a_model_is_made_of_a_saved_state(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
+def test_a_state_of_another_shape_does_not_go_into_a_model_even_if_that_is_lost(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model, other = await at.model(0, rank=4), await at.model(1, rank=0)
+        path = str((await at.result(await save(at, model, 1, "s")))["path"])
+        message, category = await at.error(await load(at, other, 1, path))
+        assert "rank 4" in message
+        assert "all weights" in message
+        assert category == "user"
+        at.trainer.die()
+        assert "rank 4" in (await at.error(await load(at, other, 2, path)))[0]
+        await at.result(await load(at, model, 2, path))
+        assert list(at.trainer.weights) == [model]
+
+    play(tmp_path, scene)
+
+
 def test_a_deleted_state_is_gone_with_its_files(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         model = await at.model()

@@ -306,7 +306,9 @@ class Training:
     async def _load(self, row: ModelRow, body: LoadWeightsBody, future: Future) -> None:
         if body.weights_access_token is not None:
             raise Failed("weights_access_token is not supported here: checkpoints belong to their API key")
-        self.weights_info(row.tenant, body.path)
+        _, lora = self.weights_info(row.tenant, body.path)
+        if _shape(lora) != _shape(row.lora):
+            raise Failed(f"{body.path} has {_shape(lora)}, the model {_shape(row.lora)}")
         directory = self._places.checkpoint(names.parse_uri(body.path))
         await self._loaded.make(row.id, m.LoadState(row.id, str(directory), body.optimizer))
         future.resolve_json({"type": "load_weights", "model_id": row.id, "path": body.path})
@@ -461,6 +463,14 @@ def _failing(future: Future) -> Iterator[None]:
     except Exception as error:
         logger.exception("a %s request failed", future.kind)
         future.fail(f"{future.kind} failed inside the server: {error}", "server")
+
+
+def _shape(lora: LoraConfig) -> str:
+    """What is trained, in words; equal for models whose states fit each other."""
+    if lora.rank == 0:
+        return "all weights (rank 0)"
+    parts = {"attention": lora.train_attn, "mlp": lora.train_mlp, "unembedding": lora.train_unembed}
+    return f"LoRA of rank {lora.rank} on {', '.join(part for part, on in parts.items() if on)}"
 
 
 def _refusal(error: Failed, param: str) -> TinkerError:

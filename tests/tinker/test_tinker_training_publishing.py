@@ -1,0 +1,167 @@
+"""Trained weights through SnapshotPublisher, to a server that takes signals and rebuilds deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+
+sys.path.append(str(Path(__file__).parents[1] / "client"))
+
+import publish_world
+
+from midstream.tinker.errors import Failed
+from midstream.tinker.publishing import DeploymentPublisher
+
+KEY = "tml-key"
+
+
+class Scene:
+    def __init__(self, root: Path, url: str, server: publish_world.World) -> None:
+        self.server = server
+        self._root = root
+        self.publisher = DeploymentPublisher(
+            gateway_url=url,
+            deployment="accounts/a/deployments/d",
+            bucket=server.bucket.as_uri(),
+            work_dir=root / "publish",
+            full_every=3,
+        )
+
+    def export(self, step: int) -> Path:
+        directory = self._root / f"export-{step}"
+        directory.mkdir()
+        safetensors.numpy.save_file(publish_world.weights(step), directory / "model.safetensors")
+        (directory / "config.json").write_text('{"model_type": "x"}')
+        return directory
+
+    def assert_serves(self, step: int) -> None:
+        served, expected = self.server.served(), publish_world.weights(step)
+        assert served.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(served[name], values)
+
+
+@contextmanager
+def scene(root: Path) -> Iterator[Scene]:
+    world = publish_world.World(root)
+    world.api_key = KEY
+    with publish_world.listening(world) as url:
+        yield Scene(root, url, world)
+
+
+def deltas(at: Scene) -> list[str | None]:
+    """Of each signal the server took, what it stands on."""
+    told = [signal.get("incremental_snapshot_metadata") for signal in at.server.signals]
+    return [None if metadata is None else metadata["previous_snapshot_identity"] for metadata in told]
+
+
+def test_steps_are_served_as_deltas_on_the_one_before_and_now_and_then_whole(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        for step in range(5):
+            await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+            at.assert_serves(step)
+        assert deltas(at) == [None, "run-0", "run-1", None, "run-3"]
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_what_is_asked_for_at_once_is_published_in_that_order(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        calls = [at.publisher.publish(f"run-{step}", at.export(step), KEY) for step in range(3)]
+        await asyncio.gather(*calls)
+        assert [signal["identity"] for signal in at.server.signals] == ["run-0", "run-1", "run-2"]
+        at.assert_serves(2)
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_what_is_kept_serves_when_it_is_asked_for_and_not_before(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        await at.publisher.publish("run-1", at.export(1), KEY)
+        await at.publisher.keep("run-2-best", at.export(2))
+        at.assert_serves(1)
+        await at.publisher.publish("run-3", at.export(3), KEY)
+        await at.publisher.serve("run-2-best", KEY)
+        at.assert_serves(2)
+        await at.publisher.publish("run-4", at.export(4), KEY)
+        at.assert_serves(4)
+        assert deltas(at) == [None, "run-1", None, None]  # nothing stands on what was served in between
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_a_wrong_key_is_the_callers_fault(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        for key in (None, "tml-other"):
+            with pytest.raises(Failed, match="a valid API key is needed") as failed:
+                await at.publisher.publish(f"run-{key}", at.export(len(str(key))), key)
+            assert failed.value.category == "user"
+        assert at.server.signals == []
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_weights_that_no_replica_can_load_fail_with_its_words_and_the_next_are_whole(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        await at.publisher.publish("run-1", at.export(1), KEY)
+        at.server.fail = "run-2"
+        with pytest.raises(Failed, match="r0 could not load snapshot 'run-2': Adler-32 differs"):
+            await at.publisher.publish("run-2", at.export(2), KEY)
+        await at.publisher.publish("run-3", at.export(3), KEY)
+        assert deltas(at) == [None, "run-1", None]
+        at.assert_serves(3)
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_an_export_that_is_no_checkpoint_fails_and_is_not_signalled(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        directory = at.export(1)
+        (directory / "model.safetensors").write_bytes(b"torn")
+        for act in (at.publisher.publish("run-1", directory, KEY), at.publisher.keep("run-1", directory)):
+            with pytest.raises(Failed) as failed:
+                await act
+            assert failed.value.category == "server"
+        assert at.server.signals == []
+        assert not any(at.server.bucket.iterdir())
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_stopping_ends_a_publication_that_waits_for_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(at: Scene) -> None:
+        asked = threading.Event()
+
+        def away(request: httpx.Request) -> httpx.Response:
+            asked.set()
+            return httpx.Response(503, json={"error": {"message": "the gateway is starting"}})
+
+        monkeypatch.setattr(at.server, "handle", away)
+        publishing = asyncio.create_task(at.publisher.publish("run-1", at.export(1), KEY))
+        assert await asyncio.to_thread(asked.wait, 30)
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        monkeypatch.undo()
+        await at.publisher.publish("run-2", at.export(2), KEY)
+        at.assert_serves(2)
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
