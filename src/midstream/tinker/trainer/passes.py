@@ -102,16 +102,17 @@ def micro_batches(lengths: Sequence[int], positions_max: int) -> Iterator[list[i
 def batch_logprobs(module: Any, tap: RouterTap, batch: Sequence[Example]) -> Tensor:
     """Float32, flat: of each example's targets in their order, example after example."""
     device = next(module.parameters()).device
-    ids = pad_sequences([example.tokens.tolist() for example in batch]).to(device)
-    with tap.forcing(_routes(tap, batch, ids.shape[1], device)):
-        logits = module(input_ids=ids, use_cache=False).logits.float()
-    normaliser = logits.logsumexp(-1)
-    parts = []
+    ids = pad_sequences([example.tokens.tolist() for example in batch])
+    targets = torch.zeros(*ids.shape, max(example.targets.shape[1] for example in batch), dtype=torch.int64)
+    given = torch.zeros_like(targets, dtype=torch.bool)
     for row, example in enumerate(batch):
-        positions = slice(len(example))
-        chosen = logits[row, positions].gather(-1, example.targets.to(device))
-        parts.append((chosen - normaliser[row, positions, None]).flatten())
-    return torch.cat(parts)
+        length, count = example.targets.shape
+        targets[row, :length, :count] = example.targets
+        given[row, :length, :count] = True
+    with tap.forcing(_routes(tap, batch, ids.shape[1], device)):
+        logits = module(input_ids=ids.to(device), use_cache=False).logits.float()
+    logprobs: Tensor = logits.gather(-1, targets.to(device)) - logits.logsumexp(-1, keepdim=True)
+    return logprobs[given.to(device)]
 
 
 def _routes(tap: RouterTap, batch: Sequence[Example], length: int, device: torch.device) -> Tensor | None:
