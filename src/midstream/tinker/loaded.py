@@ -36,12 +36,12 @@ class TrainerPort(Protocol):
 
 
 class Loaded:
-    """abandoned: of the models it is given, those nobody will use any more."""
+    """abandoned: of the models it is given, those that may go; told whether there is no room for another one."""
 
     def __init__(
         self,
         trainer: TrainerPort,
-        abandoned: Callable[[Iterable[str]], list[str]],
+        abandoned: Callable[[Iterable[str], bool], list[str]],
         *,
         max_models: int = MAX_MODELS,
     ) -> None:
@@ -111,9 +111,8 @@ class Loaded:
             raise Failed(str(error), "server") from error
 
     async def _make_room(self) -> None:
-        if len(self._models) < self._max_models:
-            return
-        for model_id in self._abandoned(self._models):
+        full = len(self._models) >= self._max_models
+        for model_id in self._abandoned(self._models, full):
             await self._drop(model_id, "its client had gone, and others needed the room")
         if len(self._models) >= self._max_models:
             raise Failed(

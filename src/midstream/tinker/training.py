@@ -440,15 +440,15 @@ class Training:
         await self._loaded.drop(model.row.id, "its session was finished")
         del self._models[model.row.id]
 
-    def _abandoned(self, model_ids: Iterable[str]) -> list[str]:
-        return [model_id for model_id in model_ids if self._is_abandoned(self._models[model_id])]
+    def _abandoned(self, model_ids: Iterable[str], full: bool) -> list[str]:
+        """Those whose session has expired; when the trainer is full, those too whose client has been silent for a while."""
+        return [model_id for model_id in model_ids if self._is_abandoned(self._models[model_id], full)]
 
-    def _is_abandoned(self, model: _Model) -> bool:
-        """Nothing waits, and its client has not been heard of for a while."""
+    def _is_abandoned(self, model: _Model, full: bool) -> bool:
         if len(model.turns):
             return False
         session = self._store.session(model.row.tenant, model.row.session_id)
-        return session is None or self._clock() - session.seen > SILENT_S
+        return session is None or (full and self._clock() - session.seen > SILENT_S)
 
 
 @contextmanager
