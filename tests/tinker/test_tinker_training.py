@@ -527,3 +527,20 @@ def test_what_a_request_that_never_comes_held_up_fails(tmp_path: Path) -> None:
         assert at.trainer.weights[model] == ["step 0.1"]
 
     play(tmp_path, scene, gap_s=0.01)
+
+
+def test_a_model_whose_session_has_expired_makes_way_for_the_next(tmp_path: Path) -> None:
+    now = 1000.0
+
+    async def run() -> None:
+        nonlocal now
+        async with world(tmp_path, clock=lambda: now) as at:
+            at.store._clock = lambda: now
+            await at.model(0)
+            now += 25 * 3600
+            at.new_session()
+            at.store.expire()
+            made = await at.model(0)
+            assert list(at.trainer.weights) == [made]
+
+    asyncio.run(run())
