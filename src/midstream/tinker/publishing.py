@@ -8,6 +8,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ class DeploymentPublisher:
     """The port over SnapshotPublisher. Made in the event loop it is used in.
 
     gateway_url: may be changed when the gateway moved. deployment: its full name. bucket: the deployment's. work_dir: what
-    deltas are encoded against; it has room for two checkpoints. verify: whether the gateway's certificate is checked.
+    deltas are encoded against; it has room for two checkpoints. tls: for an https gateway.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DeploymentPublisher:
         work_dir: Path,
         full_every: int = FULL_EVERY,
         ready_s: float = READY_S,
-        verify: bool = True,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.gateway_url = gateway_url
         self._deployment = deployment
@@ -66,7 +67,7 @@ class DeploymentPublisher:
         self._work_dir = work_dir
         self._full_every = full_every
         self._ready_s = ready_s
-        self._verify = verify
+        self._tls = tls
         self._turn = asyncio.Lock()
 
     async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
@@ -107,6 +108,9 @@ class DeploymentPublisher:
             if stop.wait(seconds):
                 raise _Stopped
 
+        tls = self._tls or self.gateway_url.startswith(
+            "https:"
+        )  # without it none is set up, which takes a while
         return SnapshotPublisher(
             self.gateway_url,
             self._bucket,
@@ -114,7 +118,7 @@ class DeploymentPublisher:
             api_key=api_key,
             full_every=self._full_every,
             work_dir=self._work_dir,
-            http=httpx.Client(verify=self._verify, timeout=REQUEST_TIMEOUT_S, trust_env=False),
+            http=httpx.Client(verify=tls, timeout=REQUEST_TIMEOUT_S, trust_env=False),
             sleep=pause,
         )
 
