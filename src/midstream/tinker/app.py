@@ -144,6 +144,7 @@ async def _expire(store: Store, futures: Futures) -> None:
     while True:
         await asyncio.sleep(EXPIRE_EVERY_S)
         futures.expire()
+        futures.cancel_abandoned()
         try:
             store.expire()
         except TinkerError as error:

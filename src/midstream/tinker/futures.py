@@ -6,7 +6,8 @@ Always holds:
   most KEPT_UNFETCHED_S. A tenant holds at most MAX_PENDING unfinished futures and MAX_KEPT_BYTES of results: beyond, its
   oldest results go, those first that were fetched.
 - An id belongs to the tenant that made it; to others it is as unknown as one that was never given out.
-- Whoever waits leaves nothing behind, however the waiting ends.
+- Whoever waits leaves nothing behind, however the waiting ends. What can be cancelled is, when it was waited for and then not
+  for ABANDONED_S: its client is dead.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ JSON: Final = "application/json"
 PROTOBUF: Final = "application/x-protobuf"
 KEPT_FETCHED_S = 120.0
 KEPT_UNFETCHED_S = 3600.0
+ABANDONED_S = 300.0
 MAX_PENDING = 20_000
 MAX_FINISHED = 20_000
 MAX_KEPT_BYTES = 1 << 30
@@ -58,6 +60,8 @@ class Future:
         self.fetched = False
         self.cancelled = False
         self.expires = expires
+        self.waiting = 0
+        self.unasked_since: float | None = None  # the end of the last wait; None: not waited for yet, or now
         self._ended = ended
         self._done = asyncio.Event()
         self._on_cancel: Callable[[], object] | None = None
@@ -99,6 +103,10 @@ class Future:
     def gone(self, message: str = "this request's result is not to be had any more") -> None:
         """End as if it had never been known: the SDK's sample() submits anew; other calls raise."""
         self._end(Outcome(status=410, body=msgspec.json.encode({"detail": message, "param": "request_id"})))
+
+    @property
+    def cancellable(self) -> bool:
+        return self._on_cancel is not None
 
     def on_cancel(self, callback: Callable[[], object]) -> None:
         """Call it when nobody wants the result any more, at once if that is so now; not when the future ends otherwise."""
@@ -171,11 +179,16 @@ class Futures:
         """Whether it has ended, after at most timeout_s."""
         if future.done:
             return True
+        future.waiting += 1
+        future.unasked_since = None
         try:
             async with asyncio.timeout(timeout_s):
                 await future.wait()
         except TimeoutError:
             return future.done
+        finally:
+            future.waiting -= 1
+            future.unasked_since = None if future.waiting else self._clock()
         return True
 
     def fetched(self, future: Future) -> None:
@@ -195,6 +208,14 @@ class Futures:
             future = self._by_id.get(request_id)
             if future is not None and future.expires <= now:
                 self._drop(future)
+
+    def cancel_abandoned(self) -> None:
+        """Call it from time to time."""
+        before = self._clock() - ABANDONED_S
+        for future in list(self._by_id.values()):
+            if future.cancellable and future.unasked_since is not None and future.unasked_since <= before:
+                logger.info("nobody waits for %s any more", future.request_id)
+                future.cancel()
 
     def close(self) -> None:
         """Everything that is unfinished is gone: whoever waits is answered."""
