@@ -231,7 +231,7 @@ def write_models(names: list[str], folder: Path) -> dict[str, tuple[Model, list[
                 directory.parent.mkdir(exist_ok=True, parents=True)
                 write_dense(directory, seed=seed)
         vocabulary = 256 if name == "10MB" else VOCABULARY - 1
-        made[name] = Model(name, directories[0], vocabulary, 1, "0-1", 1), directories
+        made[name] = Model(name, directories[0], vocabulary, 2, "0-1", 1), directories
     return made
 
 
