@@ -72,7 +72,7 @@ class Completions:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """url: of the gateway, may change while requests are under way. tls: for an https one."""
+        """url: of the gateway, may change while requests are under way ("": not up yet). tls: for an https one."""
         self.url = url
         self._tls = tls
         self._unreachable_s = unreachable_s
@@ -128,6 +128,8 @@ class Completions:
 
     async def _send(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Raises CallFailed when there is no connection, Lost when it ended before the response did."""
+        if not self.url:
+            raise CallFailed("it is not up yet")
         parts = urlsplit(self.url)
         secure = parts.scheme == "https"
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())

@@ -235,14 +235,14 @@ def _sequence(choice: _Choice, echoed: int) -> Sequence:
 
 def _prompt_logprobs(prompt: tuple[_Entry, ...], missing: int) -> tuple[float | None, ...]:
     scored = [entry.logprob for entry in prompt]
-    return _nothing(missing) + (scored if missing else [None, *scored[1:]])
+    return (*_nothing(missing), *(scored if missing else [None, *scored[1:]]))
 
 
 def _topk(
     prompt: tuple[_Entry, ...], missing: int, k: int
 ) -> tuple[tuple[tuple[int, float], ...] | None, ...]:
     rows = [tuple((top.token_id, top.logprob) for top in entry.top_logprobs[:k]) for entry in prompt]
-    return _nothing(missing) + (rows if missing else [None, *rows[1:]])
+    return (*_nothing(missing), *(rows if missing else [None, *rows[1:]]))
 
 
 def _nothing(count: int) -> list[None]:
