@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -86,6 +86,9 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
 
 
+_R = TypeVar("_R", bound=msgspec.Struct)
+
+
 class Store:
     """All calls are short and synchronous, for use in one thread."""
 
@@ -152,13 +155,13 @@ class Store:
     def session(self, tenant: str, session_id: str) -> Session | None:
         with self._read() as db:
             row = db.execute(sa.select(sessions).where(_mine(sessions, tenant, session_id))).first()
-        return None if row is None else msgspec.convert(dict(row._mapping), Session)
+        return None if row is None else _as(row, Session)
 
     def sessions(self, tenant: str) -> list[Session]:
         """The newest first."""
         asked = sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.created.desc())
         with self._read() as db:
-            return [msgspec.convert(dict(row._mapping), Session) for row in db.execute(asked)]
+            return [_as(row, Session) for row in db.execute(asked)]
 
     def touch_session(self, tenant: str, session_id: str) -> bool:
         """It is in use; whether there is such a session."""
@@ -204,7 +207,7 @@ class Store:
             self._need_session(db, tenant, session_id)
             made = _made_under(db, sampling_sessions, session_id, seq)
             if made is not None:
-                there = msgspec.convert(made, SamplingSession)
+                there = _as(made, SamplingSession)
                 if (there.base_model, there.model_path, there.policy) != (base_model, model_path, policy):
                     _otherwise("sampling_session_seq_id", seq, f"{there.model_path or there.base_model}")
                 return there
@@ -217,7 +220,7 @@ class Store:
         """The one under this counter of the client's."""
         with self._read() as db:
             made = _made_under(db, sampling_sessions, session_id, seq)
-        return None if made is None or made["tenant"] != tenant else msgspec.convert(made, SamplingSession)
+        return None if made is None or made.tenant != tenant else _as(made, SamplingSession)
 
     def sampling_session(self, tenant: str, sampling_session_id: str) -> SamplingSession | None:
         """Asked at every sample: it is then in use, and its session."""
@@ -228,7 +231,7 @@ class Store:
                 row = db.execute(asked).first()
             if row is None:
                 return None
-            found = msgspec.convert(dict(row._mapping), SamplingSession)
+            found = _as(row, SamplingSession)
             if len(self._sampling) >= MAX_SAMPLING_SESSIONS:
                 self._sampling.clear()
             self._sampling[found.id] = found
@@ -239,9 +242,7 @@ class Store:
         return found
 
     def sampling_sessions(self, tenant: str, session_id: str) -> list[SamplingSession]:
-        return [
-            msgspec.convert(row, SamplingSession) for row in self._of(sampling_sessions, tenant, session_id)
-        ]
+        return [_as(row, SamplingSession) for row in self._of(sampling_sessions, tenant, session_id)]
 
     # -- models
 
@@ -272,7 +273,7 @@ class Store:
             self._need_session(db, tenant, session_id)
             made = _made_under(db, models, session_id, seq)
             if made is not None:
-                there = msgspec.convert(made, ModelRow)
+                there = _as(made, ModelRow)
                 if (there.base_model, there.lora, there.restored_from) != (base_model, lora, restored_from):
                     _otherwise("model_seq_id", seq, there.restored_from or there.base_model)
                 return there
@@ -282,11 +283,11 @@ class Store:
     def model(self, tenant: str, model_id: str) -> ModelRow | None:
         with self._read() as db:
             row = db.execute(sa.select(models).where(_mine(models, tenant, model_id))).first()
-        return None if row is None else msgspec.convert(dict(row._mapping), ModelRow)
+        return None if row is None else _as(row, ModelRow)
 
     def models(self, tenant: str, session_id: str | None = None) -> list[ModelRow]:
         """The newest first."""
-        return [msgspec.convert(row, ModelRow) for row in self._of(models, tenant, session_id)]
+        return [_as(row, ModelRow) for row in self._of(models, tenant, session_id)]
 
     # -- checkpoints
 
@@ -300,7 +301,7 @@ class Store:
     def checkpoint(self, tenant: str, uri: str) -> CheckpointRow | None:
         with self._read() as db:
             row = db.execute(sa.select(checkpoints).where(_mine_at(tenant, uri))).first()
-        return None if row is None else msgspec.convert(dict(row._mapping), CheckpointRow)
+        return None if row is None else _as(row, CheckpointRow)
 
     def checkpoints(self, tenant: str, model_id: str | None = None) -> list[CheckpointRow]:
         """The newest first; of one model, or all."""
@@ -309,7 +310,7 @@ class Store:
             asked = asked.where(checkpoints.c.model_id == model_id)
         with self._read() as db:
             rows = db.execute(asked.order_by(checkpoints.c.created.desc()))
-            return [msgspec.convert(dict(row._mapping), CheckpointRow) for row in rows]
+            return [_as(row, CheckpointRow) for row in rows]
 
     def delete_checkpoint(self, tenant: str, uri: str) -> bool:
         """Whether there was one."""
@@ -352,12 +353,12 @@ class Store:
         if db.execute(sa.select(sessions.c.id).where(_mine(sessions, tenant, session_id))).first() is None:
             raise no_session(session_id)
 
-    def _of(self, table: sa.Table, tenant: str, session_id: str | None) -> list[dict[str, Any]]:
+    def _of(self, table: sa.Table, tenant: str, session_id: str | None) -> list[sa.Row[Any]]:
         asked = sa.select(table).where(table.c.tenant == tenant)
         if session_id is not None:
             asked = asked.where(table.c.session_id == session_id)
         with self._read() as db:
-            return [dict(row._mapping) for row in db.execute(asked.order_by(table.c.created.desc()))]
+            return list(db.execute(asked.order_by(table.c.created.desc())))
 
 
 def no_session(session_id: str) -> TinkerError:
@@ -373,9 +374,12 @@ def _mine_at(tenant: str, uri: str) -> sa.ColumnElement[bool]:
     return sa.and_(checkpoints.c.uri == uri, checkpoints.c.tenant == tenant)
 
 
-def _made_under(db: sa.Connection, table: sa.Table, session_id: str, seq: int) -> dict[str, Any] | None:
-    row = db.execute(sa.select(table).where(table.c.session_id == session_id, table.c.seq == seq)).first()
-    return None if row is None else dict(row._mapping)
+def _made_under(db: sa.Connection, table: sa.Table, session_id: str, seq: int) -> sa.Row[Any] | None:
+    return db.execute(sa.select(table).where(table.c.session_id == session_id, table.c.seq == seq)).first()
+
+
+def _as(row: sa.Row[Any], struct: type[_R]) -> _R:
+    return msgspec.convert(row, struct, from_attributes=True)
 
 
 def _otherwise(param: str, seq: int, what: str) -> NoReturn:
