@@ -43,6 +43,7 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
 
 def test_light_modules_import_without_torch() -> None:
     modules = ["types", "errors", "config", "sessionkey", "client", "gateway.server", "launch.gateway", "cli"]
+    modules += ["tinker.app", "tinker.sampling", "tinker.training"]
     code = (
         "import sys\n"
         + "\n".join(f"import midstream.{m}" for m in modules)
