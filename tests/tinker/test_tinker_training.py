@@ -474,6 +474,8 @@ def test_after_a_restart_checkpoints_are_there_and_models_can_be_loaded(tmp_path
 def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         model = await at.model()
+        dropping = asyncio.Event()
+        at.trainer.before = lambda command: dropping.set() if isinstance(command, m.DropModel) else None
         requests = [await at.step(model, 1), await save_ephemeral(at, model, 2)]
         await at.training.finish_session("other", at.session)
         await at.training.finish_session(TENANT, at.session)
@@ -481,7 +483,8 @@ def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_pa
         for request in requests:
             await at.result(request)
         assert "finished" in (await at.error(late))[0]
-        other = await at.model(1)  # a later turn with the trainer, so the model before is dropped by now
+        await dropping.wait()
+        other = await at.model(1)  # its turn with the trainer comes after
         assert list(at.trainer.weights) == [other]
 
     play(tmp_path, scene)
