@@ -35,7 +35,7 @@ def made(client: Any) -> Any:
 def close(client: tinker.ServiceClient) -> None:
     """0.24 cannot."""
     if hasattr(client, "close"):
-        client.close().result()
+        client.close("success").result()
 
 
 def prompt_of(tokens: list[int]) -> types.ModelInput:
