@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import openai
 import pytest
-from replica_fakes import DEPLOYMENT, HE, IM_END, MODEL, FakeEngine, Running, ids, running, sse
+from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
 
 from midstream.types import GenerateRequest, GenerationEvent, ReplicaReport
 
@@ -377,6 +377,25 @@ def test_the_end_token_stops_without_text_but_stands_in_the_records(tmp_path: Pa
         choice = (await ask(here, **fields, ignore_eos=True)).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("AA", "length")
         assert choice["token_ids"] == [65, IM_END] * 2
+
+    play(tmp_path, engine, scenario)
+
+
+@pytest.mark.parametrize("asked", [{"stop_token_ids": [66]}, {"stop": ["<|im_start|>", "zz"]}])
+def test_a_stop_token_by_id_or_name_ends_like_the_end_token(tmp_path: Path, asked: dict[str, Any]) -> None:
+    token = 66 if "stop_token_ids" in asked else IM_START
+
+    def engine() -> FakeEngine:
+        fake = FakeEngine()
+        fake.reply = (65, token, 65, IM_END)
+        return fake
+
+    async def scenario(here: Running) -> None:
+        fields = {"prompt": [65], "max_tokens": 8, "return_token_ids": True, "ignore_eos": True, **asked}
+        choice = (await ask(here, **fields)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("A", "stop", [65, token])
+        events = sse((await ask(here, **fields, stream=True)).text)[:-1]
+        assert "".join(event["choices"][0]["text"] for event in events) == "A"
 
     play(tmp_path, engine, scenario)
 

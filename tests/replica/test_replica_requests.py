@@ -161,6 +161,18 @@ def test_sampling_fields_reach_the_engine_parameters() -> None:
     assert sampling.stop_token_ids == ()
 
 
+def test_stop_tokens_stand_beside_the_end_token_or_alone() -> None:
+    assert completion(stop_token_ids=[9, 5, 9]).sampling.stop_token_ids == (7, 9, 5)
+    assert chat(stop_token_ids=[9], ignore_eos=True).sampling.stop_token_ids == (9,)
+    assert refusal(completion, stop_token_ids=[300]) == (
+        "stop_token_ids: token ids must be 0 to 299, got 300",
+        "stop_token_ids",
+    )
+    assert refusal(completion, stop_token_ids=[1] * 65)[1] == "stop_token_ids"
+    schema = {"type": "json_object"}
+    assert refusal(chat, stop_token_ids=[9], response_format=schema)[1] == "stop_token_ids"
+
+
 @pytest.mark.parametrize(
     ("logprobs", "top", "expected"),
     [

@@ -70,6 +70,11 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
     if max_tokens == 0 and echo == 0:
         raise InvalidRequest("max_tokens: must be at least 1 unless the prompt is echoed", param="max_tokens")
     logprobs, top = _logprobs(body, kind)
+    schema = response_schema(body.response_format)
+    tools = plan_tools(body) if isinstance(body, ChatBody) else None
+    if body.stop_token_ids and (schema is not None or (tools is not None and tools.constrained)):
+        message = "stop_token_ids: cannot end an answer that must match a schema"
+        raise InvalidRequest(message, param="stop_token_ids")
     return Checked(
         kind=kind,
         model=body.model,
@@ -92,8 +97,8 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
         isolation_key=body.prompt_cache_isolation_key or None,
         prompt_cache_key=body.prompt_cache_key,
         user=body.user,
-        schema=response_schema(body.response_format),
-        tools=plan_tools(body) if isinstance(body, ChatBody) else None,
+        schema=schema,
+        tools=tools,
     )
 
 
@@ -153,6 +158,19 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
+def _stop_tokens(body: InferenceBody, info: ModelInfo) -> tuple[int, ...]:
+    """The end tokens, unless they are ignored, and those that are asked for."""
+    asked, param = body.stop_token_ids or [], "stop_token_ids"
+    if len(asked) > MAX_STOPS:
+        raise InvalidRequest(f"{param}: at most {MAX_STOPS} tokens, got {len(asked)}", param=param)
+    for token in asked:
+        if token >= info.vocab_size:
+            message = f"{param}: token ids must be 0 to {info.vocab_size - 1}, got {token}"
+            raise InvalidRequest(message, param=param)
+    ends = () if body.ignore_eos else info.eos_token_ids
+    return tuple(dict.fromkeys((*ends, *asked)))
+
+
 def _overflow_is_error(body: InferenceBody) -> bool:
     behavior = body.context_length_exceeded_behavior
     if behavior not in (None, "truncate", "error"):
@@ -177,7 +195,7 @@ def _sampling(body: InferenceBody, info: ModelInfo) -> SamplingParams:
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=bias,
-        stop_token_ids=() if body.ignore_eos else info.eos_token_ids,
+        stop_token_ids=_stop_tokens(body, info),
     )
 
 

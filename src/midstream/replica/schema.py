@@ -42,6 +42,7 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[NotNegative] | None = None
     ignore_eos: bool | None = None
     context_length_exceeded_behavior: str | None = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from midstream.replica.toolformat import ToolFormat
 from midstream.replica.tools import check_template, prepare_history
 from midstream.resumption import HEADER_RESUMABLE, Resume
 from midstream.sessionkey import session_from_body, session_from_headers
-from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo, Session
+from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo, SamplingParams, Session
 from midstream.versions import HEADER_ADMITTED, Admitted, Wish, from_header, wish_of_body
 
 HEADER_MODEL = "fireworks-model"
@@ -202,11 +202,13 @@ class Service:
         self, checked: Checked, prompts: list[Prompt], seed: int, answer: str | None
     ) -> list[GenerateRequest]:
         engine_id = uuid.uuid4().hex  # x-request-id may repeat: a retry carries it again
+        # A stop string that is the name of a special token, which has no text, is that token.
+        named = self.text.marker_ids(checked.stops) if checked.tools is None and answer is None else ()
         return [
             GenerateRequest(
                 request_id=f"{engine_id}-{index}",
                 prompt=prompt.token_ids,
-                sampling=sampling_for(checked, prompt, index, seed, self.info),
+                sampling=_ending_at(sampling_for(checked, prompt, index, seed, self.info), named),
                 n=checked.n,
                 want_routes=checked.routes,
                 top_logprobs=checked.top_logprobs,
@@ -232,6 +234,12 @@ def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     key = unquote(given) if given else session_from_headers(headers)
     key = key or session_from_body(checked.prompt_cache_key, checked.user)
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
+
+
+def _ending_at(sampling: SamplingParams, tokens: Collection[int]) -> SamplingParams:
+    ends = sampling.stop_token_ids
+    more = sorted(set(tokens) - set(ends))
+    return replace(sampling, stop_token_ids=(*ends, *more)) if more else sampling
 
 
 def _not_empty(prompts: list[Prompt]) -> list[Prompt]:
