@@ -105,7 +105,7 @@ def test_one_completion_with_the_key_the_weights_and_the_callers_key(
             "x-midstream-session-id": key,
         }
         span = {"snapshots": [{"snapshot": "base", "start": 0, "end": 2}]}
-        assert outcome.details == {
+        assert json.loads(json.dumps(outcome.details)) == {
             "request_id": request_id,
             "session_id": key,
             "replica": "replica-1",
@@ -199,7 +199,7 @@ def test_what_passes_is_tried_again_with_the_same_request(tmp_path: Path) -> Non
         outcome = (await ended(made, request_id)).outcome
         assert outcome is not None
         assert outcome.media_type == "application/x-protobuf"
-        assert len(gateway.asked) == len(answers) + 6
+        assert len(gateway.asked) == len(answers)
         assert all(asked == gateway.asked[0] for asked in gateway.asked)
 
     run(tmp_path, answers, scenario)
