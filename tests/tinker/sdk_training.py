@@ -55,7 +55,8 @@ def train(training: Any, steps: int) -> list[float]:
 def reinforce(training: Any, loss_fn: str) -> dict[str, Any]:
     """One step on the target with advantage 1: the loss, and how much likelier it got."""
     before = logprobs(training)
-    behaviour = [0.0] * learned + before[learned:]
+    # The cookbook pads with zeros, which dro takes for log-probabilities of the prompt.
+    behaviour = before if loss_fn == "dro" else [0.0] * learned + before[learned:]
     data = [datum(logprobs=behaviour, advantages=padded(1.0))]
     backward = training.forward_backward(data, loss_fn)
     step = training.optim_step(adam(given.small_rate))
@@ -91,6 +92,7 @@ def labels(sampler: Any) -> list[str]:
 
 training = made(client.create_lora_training_client(base_model=given.base_model, rank=given.rank, seed=1))
 result["model_name"] = training.get_info().model_data.model_name
+result["reinforced"] = {loss_fn: reinforce(training, loss_fn) for loss_fn in given.losses}
 result["before"] = logprobs(training)
 result["losses"] = train(training, given.steps)
 result["trained"] = logprobs(training)
@@ -101,7 +103,7 @@ result["labels"] = labels(first)
 result["greedy"] = greedy(first)
 result["served"] = scores(first)
 
-result["reinforced"] = {loss_fn: reinforce(training, loss_fn) for loss_fn in given.losses}
+train(training, 1)
 result["changed"] = logprobs(training)
 second = made(training.save_weights_and_get_sampling_client())
 result["served_changed"] = scores(second)

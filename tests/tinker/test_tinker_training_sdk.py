@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 ALIAS = "Qwen/Qwen3-8B-Base"
 PROMPT, TARGET = list(b"The capital of France is"), list(b" Paris.")
 LEARNED = len(PROMPT) - 1
+LORA_RATE = 0.005
 LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 CONFIG = f"""\
 account = "acme"
@@ -49,7 +50,7 @@ def ledger(server: Server) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("version", "rank", "rate"),
-    [(VERSIONS[0], 8, 0.02), (VERSIONS[0], 0, 0.003), *((v, 8, 0.02) for v in VERSIONS[1:])],
+    [(VERSIONS[0], 8, LORA_RATE), (VERSIONS[0], 0, 0.003), *((v, 8, LORA_RATE) for v in VERSIONS[1:])],
 )
 def test_what_is_trained_is_what_is_sampled(server: Server, version: str, rank: int, rate: float) -> None:
     told = run_sdk(
@@ -63,7 +64,7 @@ def test_what_is_trained_is_what_is_sampled(server: Server, version: str, rank: 
             "target": TARGET,
             "rank": rank,
             "rate": rate,
-            "small_rate": rate / 20,
+            "small_rate": rate / 5,
             "steps": 16,
             "losses": LOSSES,
         },
