@@ -1,7 +1,7 @@
 """Trajectories of several turns over the Tinker SDK: one routing key each, and the replica that every turn ran on.
 
-Each trajectory keeps one `seq_id` for all its turns, so its routing key `<sampling_session_id>:<seq_id>` and its replica stay. The
-key that this client computes is compared with the one the server says it routed by, for every dispatch.
+Each trajectory keeps one `seq_id` for all its turns, so its routing key `<sampling_session_id>:<seq_id>` and its replica
+stay. The key that this client computes is compared with the one the server says it routed by, for every dispatch.
 
     python demo.py [--url http://127.0.0.1:8080] [--trajectories 4] [--turns 3]
 
