@@ -69,7 +69,7 @@ class Optimizer:
 
     def load(self, state: Mapping[str, Tensor], steps: int) -> None:
         """What `state` gave. Raises Failed, with nothing changed, when it is of other parameters."""
-        loaded: dict[Parameter, dict[str, Tensor]] = {}
+        loaded: dict[Tensor, dict[str, Tensor]] = {}
         for key, value in state.items():
             kind, _, name = key.partition("/")
             parameter = self.parameters.get(name)

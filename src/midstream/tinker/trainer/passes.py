@@ -75,7 +75,7 @@ def run_passes(
             if backward:
                 terms.values.sum().backward()  # type: ignore[no-untyped-call]
         sums.add(terms, inputs[loss.matter])
-        pieces = logprobs.detach().cpu().split([example.targets.numel() for example in batch])
+        pieces = _pieces(logprobs.detach().cpu(), batch)
         for index, example, piece in zip(indices, batch, pieces, strict=True):
             data = piece.numpy().astype("<f4").tobytes()
             outputs[index] = {"logprobs": types.Tensor(dtype="float32", shape=example.shape, data=data)}
@@ -126,11 +126,16 @@ def _routes(tap: RouterTap, batch: Sequence[Example], length: int, device: torch
     return pad_routes(rows, length).flatten(0, 1).to(device)
 
 
+def _pieces(flat: Tensor, batch: Sequence[Example]) -> Sequence[Tensor]:
+    """What belongs to each example."""
+    return torch.split(flat, [example.targets.numel() for example in batch])
+
+
 def _check_finite(values: Tensor, indices: Sequence[int], batch: Sequence[Example]) -> None:
     """Raises Failed, which names the first datum whose loss is not finite."""
     if torch.isfinite(values.detach()).all():
         return
-    pieces = values.detach().split([example.targets.numel() for example in batch])
+    pieces = _pieces(values.detach(), batch)
     wrong = min(i for i, piece in zip(indices, pieces, strict=True) if not torch.isfinite(piece).all())
     raise Failed(
         f"the loss of data[{wrong}] is not finite: its logprobs are too far from the model's, or the model diverged"

@@ -1,0 +1,118 @@
+"""The trainer process: take a command, do it, answer; one after another.
+
+Owns: the models being trained, by id. Started by process.py with one end of a socket pair.
+Always holds: a command that fails is answered and changes nothing; the process ends when the socket closes, also in the middle
+of a command, so it never outlives the front.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import transformers
+
+from midstream.tinker.errors import Failed
+from midstream.tinker.trainer import messages as m
+from midstream.tinker.trainer.checkpoints import export_weights, load_state, read_meta, save_state
+from midstream.tinker.trainer.model import BaseModel, TrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._models: dict[str, TrainedModel] = {}
+
+    def answer(self, command: m.Command) -> m.Reply:
+        """Never raises: what fails is told, and the models are as they were."""
+        try:
+            return self._do(command)
+        except Failed as error:
+            return m.Refused(error.message, error.category)
+        except Exception as error:  # a bug, or no memory: the models are whole, so the others can go on
+            logger.exception("%s failed", type(command).__name__)
+            reason = " ".join(str(error).split())  # one line, whatever the library wrote
+            return m.Refused(f"{type(error).__name__}: {reason}", "server")
+
+    def _do(self, command: m.Command) -> m.Reply:
+        match command:
+            case m.CreateModel(model_id, lora):
+                if model_id in self._models:
+                    raise Failed(f"model {model_id} is there already", "server")
+                self._models[model_id] = TrainedModel(self._base, model_id, lora)
+                return self._models[model_id].state()
+            case m.DropModel(model_id):
+                self._models.pop(model_id, None)
+                return m.Done()
+            case m.LoadState(model_id, directory, optimizer):
+                return self._load(model_id, Path(directory), optimizer)
+            case m.RunForwardBackward(request):
+                return m.Losses(self._model(request.model_id).forward_backward(request))
+            case m.OptimStep(model_id, adam):
+                return m.Metrics(self._model(model_id).optimizer.step(adam))
+            case m.SaveState(model_id, directory, optimizer):
+                return m.Written(save_state(self._model(model_id), Path(directory), optimizer))
+            case m.ExportWeights(model_id, directory):
+                return m.Written(export_weights(self._model(model_id), Path(directory)))
+            case m.Start():
+                raise Failed("the trainer has started already", "server")
+
+    def _load(self, model_id: str, directory: Path, optimizer: bool) -> m.ModelState:
+        model = self._models.get(model_id) or TrainedModel(self._base, model_id, read_meta(directory).lora)
+        load_state(model, directory, optimizer)
+        self._models[model_id] = model
+        return model.state()
+
+    def _model(self, model_id: str) -> TrainedModel:
+        if model_id not in self._models:
+            raise Failed(f"the trainer has no model {model_id}", "server")
+        return self._models[model_id]
+
+
+def receive(sock: socket.socket, bodies: queue.SimpleQueue[bytes]) -> None:
+    """Runs on a thread of its own. Ends the process when the other end closes: there is nothing to save."""
+    frames = m.Frames()
+    try:
+        while data := sock.recv(1 << 20):
+            for body in frames.feed(data):
+                bodies.put(body)
+    except OSError:
+        pass
+    os._exit(0)
+
+
+def main(fd: int) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the front decides when the trainer ends
+    transformers.utils.logging.disable_progress_bar()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer %(levelname)s %(message)s")
+    sock = socket.socket(fileno=fd)
+    bodies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=receive, args=(sock, bodies), daemon=True, name="receive").start()
+    start = m.command_decoder.decode(bodies.get())
+    assert isinstance(start, m.Start)
+    torch.set_num_threads(max(1, start.threads))
+    try:
+        base = BaseModel(start)
+    except Exception as error:  # whatever the loader raises is told to the front; then this process ends
+        logger.debug("the trainer cannot start", exc_info=True)
+        reason = " ".join(str(error).split())
+        sock.sendall(m.frame(m.Refused(f"{type(error).__name__}: {reason}", "server")))
+        return 1
+    sock.sendall(m.frame(m.Ready(base.info())))
+    worker = Worker(base)
+    while True:
+        sock.sendall(m.frame(worker.answer(m.command_decoder.decode(bodies.get()))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

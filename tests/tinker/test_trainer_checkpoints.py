@@ -1,0 +1,251 @@
+"""States go on where they were, refuse what they are not for, and exported weights are what the engine serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from trainer_helpers import (
+    FULL,
+    base_of,
+    logprobs,
+    new_model,
+    plain,
+    plain_logprobs,
+    request,
+    same,
+    text,
+    weights,
+    write_family,
+)
+
+from midstream.config import EngineSettings
+from midstream.engine.embedded.loading import load_beside, load_model, logits_alone
+from midstream.snapshots.layout import read_spec
+from midstream.snapshots.verify import check_compatible
+from midstream.tinker.errors import Failed
+from midstream.tinker.trainer.checkpoints import (
+    export_weights,
+    load_state,
+    read_meta,
+    save_state,
+    write_directory,
+)
+from midstream.tinker.trainer.model import TrainedModel
+from midstream.tinker.types import AdamParams, LoraConfig
+
+Models = Callable[..., Path]
+DATA = [text("a line to learn"), text("and another")]
+ADAM = AdamParams(learning_rate=3e-3)
+LORA = LoraConfig(rank=4, seed=3)
+BOTH = pytest.mark.parametrize("lora", [FULL, LORA], ids=["full", "lora"])
+
+
+def train(model: TrainedModel, steps: int) -> None:
+    for _ in range(steps):
+        model.forward_backward(request(DATA))
+        model.optim_step(ADAM)
+
+
+@BOTH
+def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(
+    tiny_model: Models, tmp_path: Path, lora: LoraConfig
+) -> None:
+    base = base_of(tiny_model())
+    model = new_model(base, lora)
+    train(model, 2)
+    size = save_state(model, tmp_path / "state", optimizer=True)
+    assert size == sum(file.stat().st_size for file in (tmp_path / "state").iterdir())
+    saved = weights(model)
+    train(model, 2)
+    meta = read_meta(tmp_path / "state")
+    assert (meta.steps, meta.lora) == (2, lora)
+    other = new_model(base, LoraConfig(rank=lora.rank, seed=99))  # its own adapters do not matter
+    train(other, 1)
+    other.forward_backward(request(DATA))
+    load_state(other, tmp_path / "state", optimizer=True)
+    assert same(weights(other), saved)
+    assert other.state().steps == 2
+    assert all(p.grad is None for p in other.trainable.values())
+    train(other, 2)
+    assert same(weights(other), weights(model))
+
+
+@BOTH
+def test_without_the_optimizer_weights_are_the_same_and_moments_are_not(
+    tiny_model: Models, tmp_path: Path, lora: LoraConfig
+) -> None:
+    model = new_model(tiny_model(), lora)
+    train(model, 2)
+    save_state(model, tmp_path / "state", optimizer=False)
+    saved = weights(model)
+    assert not (tmp_path / "state" / "optimizer.safetensors").exists()
+    load_state(model, tmp_path / "state", optimizer=False)
+    assert same(weights(model), saved)
+    assert model.state().steps == 0
+    with pytest.raises(Failed, match="no optimizer state"):
+        load_state(model, tmp_path / "state", optimizer=True)
+
+
+def test_a_state_of_another_base_another_rank_or_no_state_is_refused(
+    tiny_model: Models, tmp_path: Path
+) -> None:
+    model = new_model(tiny_model(), LORA)
+    train(model, 1)
+    save_state(model, tmp_path / "state", optimizer=True)
+    before = weights(model)
+    elsewhere = new_model(tiny_model(seed=1), LORA)
+    for other, says in [
+        (elsewhere, "made from another base model"),
+        (new_model(model.base, LoraConfig(rank=8)), "is of LoRA of rank 4, the model of LoRA of rank 8"),
+        (new_model(model.base, FULL), r"is of LoRA of rank 4, the model of all weights \(rank 0\)"),
+        (
+            new_model(model.base, LoraConfig(rank=4, train_attn=False)),
+            "the model of LoRA of rank 4 without train_attn",
+        ),
+    ]:
+        own = weights(other)
+        with pytest.raises(Failed, match=says):
+            load_state(other, tmp_path / "state", optimizer=True)
+        assert same(weights(other), own)
+    with pytest.raises(Failed, match="is not there"):
+        load_state(model, tmp_path / "nothing", optimizer=True)
+    assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.safetensors", "meta.json"])
+def test_a_damaged_state_is_refused_and_changes_nothing(
+    tiny_model: Models, tmp_path: Path, file: str
+) -> None:
+    model = new_model(tiny_model(), LORA)
+    train(model, 1)
+    save_state(model, tmp_path / "state", optimizer=True)
+    train(model, 1)
+    before, steps = weights(model), model.state().steps
+    path = tmp_path / "state" / file
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(Failed, match=rf"{file} cannot be read"):
+        load_state(model, tmp_path / "state", optimizer=True)
+    assert same(weights(model), before)
+    assert model.state().steps == steps
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before(tiny_model: Models, tmp_path: Path) -> None:
+    model = new_model(tiny_model(), LORA)
+    save_state(model, tmp_path / "state", optimizer=True)
+    saved = weights(model)
+
+    def break_off(into: Path) -> None:
+        (into / "half").write_bytes(b"x")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        write_directory(tmp_path / "state", break_off)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
+    train(model, 1)
+    load_state(model, tmp_path / "state", optimizer=True)
+    assert same(weights(model), saved)
+
+
+def test_a_state_is_replaced_whole_and_a_crash_between_the_renames_is_repaired(
+    tiny_model: Models, tmp_path: Path
+) -> None:
+    model = new_model(tiny_model(), LORA)
+    save_state(model, tmp_path / "state", optimizer=True)
+    train(model, 1)
+    save_state(model, tmp_path / "state", optimizer=False)
+    assert read_meta(tmp_path / "state").steps == 1
+    assert not (tmp_path / "state" / "optimizer.safetensors").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
+    (tmp_path / "state").rename(tmp_path / ".state.replaced")  # what such a crash leaves
+    (tmp_path / ".state.writing-x").mkdir()
+    load_state(model, tmp_path / "state", optimizer=False)
+    save_state(model, tmp_path / "state", optimizer=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own, of transformers
+def test_a_lora_state_is_an_adapter_that_peft_reads(tiny_model: Models, tmp_path: Path) -> None:
+    model = new_model(tiny_model(), LORA)
+    train(model, 2)
+    save_state(model, tmp_path / "state", optimizer=False)
+    found = logprobs(model.forward_backward(request(DATA, forward_only=True)))
+    loaded = PeftModel.from_pretrained(plain(tiny_model()), tmp_path / "state")
+    for got, one in zip(found, DATA, strict=True):
+        assert np.allclose(got, plain_logprobs(loaded, one).detach().numpy(), atol=1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_weights_take_the_bases_place_in_the_engine(
+    tiny_model: Models, tmp_path: Path, lora: LoraConfig, dtype: str
+) -> None:
+    directory = tiny_model(dtype=dtype)
+    model = new_model(directory, lora)
+    train(model, 3)
+    size = export_weights(model, tmp_path / "export")
+    assert size == sum(file.stat().st_size for file in (tmp_path / "export").iterdir())
+    check_compatible(read_spec(directory), read_spec(tmp_path / "export"))
+    assert {f.name for f in directory.iterdir()} == {f.name for f in (tmp_path / "export").iterdir()}
+    settings = EngineSettings(kv_cache_tokens=2048)
+    serving = load_model(directory, settings)
+    served = load_beside(serving, tmp_path / "export", settings)
+    learnt = logprobs(model.forward_backward(request(DATA, forward_only=True)))
+    close = 2e-4 if dtype == "float32" else 0.1  # rounding may choose other experts for a token
+    for one, expected in zip(DATA, learnt, strict=True):
+        ids = np.array(one.tokens)
+        targets = torch.from_numpy(np.array([*one.tokens[1:], list(b"nr")[one is DATA[1]]]))
+        logits = {name: logits_alone(m.decoder, ids) for name, m in (("new", served), ("old", serving))}
+        found = {n: x.log_softmax(-1).gather(-1, targets[:, None])[:, 0].numpy() for n, x in logits.items()}
+        assert np.abs(found["new"] - expected).mean() < close
+        assert np.abs(found["old"] - expected).mean() > 0.3
+
+
+def test_an_export_has_the_bases_shards_and_its_tied_and_unread_tensors(tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    weights_of = plain(directory)
+    weights_of.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    model = new_model(tmp_path / "base", LoraConfig(rank=2))
+    data = [text("".join(map(chr, (5, 9, 17, 33, 60, 2, 8))))]
+    for _ in range(2):
+        model.forward_backward(request(data))
+        model.optim_step(ADAM)
+    export_weights(model, tmp_path / "export")
+    assert read_spec(tmp_path / "export") == read_spec(tmp_path / "base")
+    index = "model.safetensors.index.json"
+    assert json.loads((tmp_path / "export" / index).read_text()) == json.loads(
+        (tmp_path / "base" / index).read_text()
+    )
+    found = logprobs(model.forward_backward(request(data, forward_only=True)))[0]
+    exported = plain(tmp_path / "export")
+    assert np.allclose(found, plain_logprobs(exported, data[0]).detach().numpy(), atol=1e-4)
+    assert not np.allclose(found, plain_logprobs(weights_of, data[0]).detach().numpy(), atol=1e-4)
+
+
+def test_an_export_of_an_untrained_model_is_the_base_bit_for_bit(tiny_model: Models, tmp_path: Path) -> None:
+    directory = tiny_model(dtype="bfloat16")
+    for name, lora in (("full", FULL), ("lora", LORA)):
+        export_weights(new_model(directory, lora), tmp_path / name)
+        for file in directory.glob("*.safetensors"):
+            assert (tmp_path / name / file.name).read_bytes() == file.read_bytes()
+
+
+def test_weights_that_are_not_finite_are_not_exported(tiny_model: Models, tmp_path: Path) -> None:
+    model = new_model(tiny_model())
+    with torch.no_grad():
+        model.trainable["model.norm.weight"][3] = torch.inf
+    with pytest.raises(Failed, match=r"model.norm.weight is not finite"):
+        export_weights(model, tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_goes_nowhere_where_something_is(tiny_model: Models, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    with pytest.raises(FileExistsError, match="export is there already"):
+        export_weights(new_model(tiny_model()), tmp_path / "export")
