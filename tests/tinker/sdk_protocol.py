@@ -26,6 +26,11 @@ result = {
     "refused": refusal(lambda: sample(5)),
     "busy": as_json(sample(6)),
 }
+if hasattr(client, "close"):  # 0.24 does not tell the server
+    abandoned = sampler.sample(prompt_of([7, 7]), num_samples=1, sampling_params=params)
+    result["polled"] = as_json(sample(8))  # is answered when the one above is being waited for
+    abandoned.cancel()
+    result["cancelled"] = as_json(sample(9))  # is answered when that has arrived
 training = made(client.create_lora_training_client(base_model="tiny", rank=4))
 info = training.get_info()
 rest = client.create_rest_client()

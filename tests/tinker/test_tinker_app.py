@@ -381,6 +381,28 @@ def test_a_client_that_leaves_its_poll_leaves_nothing_behind() -> None:
     play(test, poll_s=3600)
 
 
+def test_a_result_that_cannot_be_told_is_an_error_and_never_asked_for_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(front: Front) -> None:
+        request_id = await front.sample()
+        front.played.submitted[0].resolve(b"x", PROTOBUF, headers={"x-midstream-snapshot": "schöß\r\nx: y"})
+        told = await front.retrieve(request_id)
+        assert told.headers["x-midstream-snapshot"] == "sch\\xf6\\xdf\\r\\nx: y"
+        assert "x" not in told.headers
+
+        def find(*_: Any) -> None:
+            raise RuntimeError("a secret")
+
+        monkeypatch.setattr(front.futures, "find", find)
+        failed = await front.retrieve(request_id)
+        assert failed.status_code == 200  # the SDK asks again at once, for ever, after a 5xx
+        assert failed.json()["category"] == "server"
+        assert "secret" not in failed.text
+
+    play(test)
+
+
 def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
     async def test(front: Front) -> None:
         request_id = await front.sample()

@@ -24,7 +24,7 @@ from midstream.tinker.types import CreateModelBody, SampleBody, SampleResult, Se
 
 POLL_S = 0.05
 LARGE = 500_000
-HELD, FAILED, GONE, LARGE_ONE, REFUSED, BUSY = 1, 2, 3, 4, 5, 6
+HELD, FAILED, GONE, LARGE_ONE, REFUSED, BUSY, ABANDONED, WHEN_POLLED, WHEN_CANCELLED = range(1, 10)
 
 
 class Played:
@@ -36,12 +36,16 @@ class Played:
         self.submitted: dict[int, list[int | None]] = defaultdict(list)  # by first token, the seq_ids
         self.polled: Counter[str] = Counter()
         self.finished: list[str] = []
+        self.abandoned_polled, self.abandoned_cancelled = asyncio.Event(), asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
         wait = futures.wait
 
         async def counted(future: Future, timeout_s: float) -> bool:
             self.polled[future.request_id] += 1
             if future.kind == "held" and self.polled[future.request_id] == 3:
                 future.resolve(result(), PROTOBUF)
+            if future.kind == "abandoned":
+                self.abandoned_polled.set()
             return await wait(future, timeout_s)
 
         futures.wait = counted  # type: ignore[method-assign]
@@ -54,13 +58,19 @@ class Played:
             raise TinkerError(400, "there is no such thing as a five", "prompt")
         if way == BUSY and first:
             raise TinkerError(429, "come again", retry_after_s=1)
-        future = self.futures.new(tenant, "held" if way == HELD else "sample")
+        kind = {HELD: "held", ABANDONED: "abandoned"}.get(way, "sample")
+        future = self.futures.new(tenant, kind)
         if way == FAILED:
             future.fail("a two cannot be sampled", "user")
         elif way == GONE and first:
             future.gone()
         elif way == LARGE_ONE:
             future.resolve(result(prompt_logprobs=(None, *[-0.5] * (LARGE - 1))), PROTOBUF)
+        elif way == ABANDONED:
+            future.on_cancel(self.abandoned_cancelled.set)
+        elif way in (WHEN_POLLED, WHEN_CANCELLED):
+            event = self.abandoned_polled if way == WHEN_POLLED else self.abandoned_cancelled
+            self.tasks.append(asyncio.create_task(resolve_after(event, future)))
         elif way != HELD:
             future.resolve(result(), PROTOBUF)
         return future.request_id, [f"{future.request_id}-{index}" for index in range(body.num_samples)]
@@ -96,6 +106,11 @@ class Played:
         if name.startswith(("submit_", "refuse", "create_")):
             return None
         raise AttributeError(name)
+
+
+async def resolve_after(event: asyncio.Event, future: Future) -> None:
+    await event.wait()
+    future.resolve(result(), PROTOBUF)
 
 
 def result(**more: Any) -> bytes:
@@ -187,6 +202,17 @@ def test_a_lost_result_is_sampled_anew_and_a_busy_server_asked_again(
     assert gone[0] != gone[1]
     assert len(busy) == 2
     assert busy[0] == busy[1]
+
+
+def test_a_sample_that_is_given_up_is_cancelled_here(
+    ran: tuple[dict[str, Any], Played], request: pytest.FixtureRequest
+) -> None:
+    answered, played = ran
+    if request.node.callspec.params["ran"] == "0.24":
+        assert "cancelled" not in answered  # it tells nobody: Futures.cancel_abandoned is for it
+    else:
+        assert (answered["polled"], answered["cancelled"]) == (SAMPLED, SAMPLED)
+        assert len(played.submitted[ABANDONED]) == 1
 
 
 def test_what_a_client_asks_about_is_answered_as_its_version_reads_it(

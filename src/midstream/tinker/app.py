@@ -367,6 +367,16 @@ class _Front:
     # -- futures
 
     async def _retrieve_future(self, request: Request) -> Response:
+        try:
+            return await self._retrieved(request)
+        except (TinkerError, MidstreamError, ClientDisconnect):
+            raise
+        except Exception:
+            logger.exception("a result cannot be told")
+            message = "the server failed on this result; its log says why"
+            return answer({"error": message, "category": "server"})
+
+    async def _retrieved(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         body = decode(await body_of(request), RetrieveBody)
         future = self._futures.find(tenant, body.request_id)
@@ -381,7 +391,8 @@ class _Front:
         if body.allow_metadata_only and outcome.status == 200 and len(outcome.body) > INLINE_BYTES:
             return answer({"status": "complete_metadata", "response_payload_size": len(outcome.body)})
         self._futures.fetched(future)
-        return Response(outcome.body, outcome.status, media_type=outcome.media_type, headers=outcome.headers)
+        headers = {name: _printable(value) for name, value in outcome.headers.items()}
+        return Response(outcome.body, outcome.status, media_type=outcome.media_type, headers=headers)
 
     async def _wait(self, request: Request, future: Future) -> None:
         """Until it has ended, the client has left, or for poll_s."""
@@ -422,6 +433,11 @@ class _Front:
             msgspec.json.encode({"request_id": asked, "status": ended, **known}),
             media_type="application/json",
         )
+
+
+def _printable(value: str) -> str:
+    """What a header can hold: a snapshot may be called anything."""
+    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode() for c in value)
 
 
 async def _left(request: Request) -> None:
