@@ -13,6 +13,7 @@ import numpy as np
 
 from midstream.tinker.errors import Failed
 from midstream.tinker.futures import Future, Futures
+from midstream.tinker.loaded import TrainerPort
 from midstream.tinker.store import Store
 from midstream.tinker.trainer import messages as m
 from midstream.tinker.trainer.process import TrainerDied
@@ -128,7 +129,7 @@ class FakePublish:
 class World:
     """One server on a disk, which another may find again."""
 
-    def __init__(self, root: Path, **options: Any) -> None:
+    def __init__(self, root: Path, trainer: TrainerPort | None = None, **options: Any) -> None:
         self.root = root
         self.trainer = FakeTrainer()
         self.publish = FakePublish()
@@ -136,7 +137,7 @@ class World:
         self.store = Store(root / "tinker.db")
         self.places = Places(root / "tinker")
         self.training = Training(
-            trainer=self.trainer,
+            trainer=trainer or self.trainer,
             store=self.store,
             futures=self.futures,
             places=self.places,
