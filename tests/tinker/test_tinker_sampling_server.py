@@ -147,6 +147,32 @@ def generated(server: Server) -> float:
     return sum(values)
 
 
+def pid_of(server: Server, named: str) -> int:
+    """The process whose command line has this word."""
+    for pid in server.children():
+        if named.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"no process is called {named}")
+
+
+@pytest.mark.parametrize("victim", ["midstream.launch.gateway", "replica-0"])
+def test_samples_survive_the_death_of_a_process(server: Server, victim: str) -> None:
+    """With the tokens that they would have had; the client only sees that it takes longer."""
+    count, max_tokens = 24, 160
+    arguments = {"url": server.url, "api_key": API_KEY, "base_model": server.model, "prompt": PROMPT}
+    told = run_sdk(
+        VERSIONS[0],
+        HERE / "sdk_losses.py",
+        {**arguments, "count": count, "max_tokens": max_tokens, "victim": pid_of(server, victim)},
+    )
+    assert told["unfinished"] > 0
+    for number, tokens in enumerate(told["tokens"]):
+        body = {"model": server.model, "prompt": [*PROMPT, number], "temperature": 0, "ignore_eos": True}
+        asked = {**body, "max_tokens": max_tokens, "return_token_ids": True}
+        own = httpx.post(f"{server.url}/v1/completions", json=asked, headers=KEY, timeout=60)
+        assert tokens == own.raise_for_status().json()["choices"][0]["token_ids"]
+
+
 def test_a_client_of_superseded_weights_is_told_once_by_name(
     server: Server, tiny_model: Callable[..., Path]
 ) -> None:

@@ -1,0 +1,44 @@
+"""A client that samples while a process of the server is killed under it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import httpx
+from sdk_common import answer, arguments, close, made, prompt_of, service
+from tinker import types
+
+given = arguments()
+client = service(given)
+sampler = made(client.create_sampling_client(base_model=given.base_model))
+
+
+async def sample(number: int) -> list[int]:
+    params = types.SamplingParams(max_tokens=given.max_tokens, temperature=0, stop=[])
+    response = await sampler.sample_async(prompt_of([*given.prompt, number]), 1, params)
+    return list(response.sequences[0].tokens)
+
+
+async def under_way() -> None:
+    async with httpx.AsyncClient() as http:
+        name = "midstream_replica_kv_blocks_used{"
+        while True:
+            lines = (await http.get(f"{given.url}/metrics")).text.splitlines()
+            if any(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)):
+                return
+
+
+async def main() -> dict[str, Any]:
+    running = [asyncio.create_task(sample(number)) for number in range(given.count)]
+    await under_way()
+    unfinished = sum(not task.done() for task in running)
+    os.kill(given.victim, signal.SIGKILL)
+    return {"unfinished": unfinished, "tokens": await asyncio.gather(*running)}
+
+
+result = asyncio.run(main())
+close(client)
+answer(result)
