@@ -10,7 +10,7 @@ import pytest
 from midstream.errors import ConfigError
 from midstream.tinker import store as module
 from midstream.tinker.errors import TinkerError
-from midstream.tinker.store import IDLE_S, SILENT_S, CheckpointRow, Store
+from midstream.tinker.store import EXPIRE_EVERY_S, IDLE_S, SILENT_S, CheckpointRow, Store
 from midstream.tinker.types import LoraConfig
 
 
@@ -154,6 +154,20 @@ def test_a_session_in_use_stays(store: Store, clock: Clock, sign: str) -> None:
     assert store.sampling_session("t", sampler.id) == sampler
 
 
+def test_a_client_that_outlives_a_long_downtime_keeps_its_session(tmp_path: Path, clock: Clock) -> None:
+    before = Store(tmp_path / "tinker.db", clock)
+    session = before.create_session("t")
+    before.close()
+    clock.now += 2 * IDLE_S
+    after = Store(tmp_path / "tinker.db", clock)
+    after.create_session("another that comes first")
+    assert after.touch_session("t", session.id)
+    clock.now += EXPIRE_EVERY_S
+    after.expire()
+    assert after.session("t", session.id) is not None
+    after.close()
+
+
 def test_beyond_the_limit_silent_sessions_make_room_and_live_ones_do_not(
     store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +175,7 @@ def test_beyond_the_limit_silent_sessions_make_room_and_live_ones_do_not(
     first, second = store.create_session("t"), store.create_session("t")
     with pytest.raises(TinkerError) as caught:
         store.create_session("t")
-    assert caught.value.status == 429
+    assert caught.value.status == 400
     store.create_session("other")
     clock.now += SILENT_S
     store.touch_session("t", first.id)

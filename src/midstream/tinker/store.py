@@ -108,7 +108,9 @@ class Store:
             raise ConfigError(f"{path}: has schema version {version}, this midstream reads {SCHEMA_VERSION}")
         self._seen: dict[str, float] = {}  # of sessions, as it is on disk
         self._sampling: dict[str, SamplingSession] = {}
-        self._expired = 0.0
+        self._expired = (
+            clock()
+        )  # not at once: those who used it before are given time to say that they still do
 
     def close(self) -> None:
         self._engine.dispose()
@@ -135,7 +137,7 @@ class Store:
         display_name: str | None = None,
         user_metadata: Mapping[str, Any] | None = None,
     ) -> Session:
-        """Raises TinkerError (429) when the tenant has MAX_SESSIONS sessions in use."""
+        """Raises TinkerError (400) when the tenant has MAX_SESSIONS sessions in use."""
         now = self._clock()
         self.expire()
         session = Session(
@@ -337,7 +339,10 @@ class Store:
             return
         oldest = db.execute(sa.select(sessions).where(mine).order_by(sessions.c.seen).limit(1)).one()
         if now - oldest.seen < SILENT_S:
-            raise TinkerError(429, f"this API key has {count} sessions in use", retry_after_s=60)
+            message = (
+                f"this API key has {count} sessions in use, which is the most there may be; end some of them"
+            )
+            raise TinkerError(400, message)  # a 429 would hold the client up for minutes, in silence
         self._drop_session(db, oldest.id)
 
     def _drop_session(self, db: sa.Connection, session_id: str) -> None:
