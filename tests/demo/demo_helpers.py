@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from midstream.demo.records import Rollout, StepRow, Turn
-from midstream.demo.replay import RouterTap, token_logprobs
+from midstream.demo.replay import token_logprobs
+from midstream.tinker.trainer.replay import RouterTap
 
 
 def load(directory: Path):

@@ -5,17 +5,8 @@ import torch
 from demo_helpers import load, make_turn
 
 from midstream.demo.records import Turn
-from midstream.demo.replay import (
-    OWN_ROUTE,
-    Rescorer,
-    RouterTap,
-    differing_routes,
-    k3,
-    measure_mismatch,
-    pad_routes,
-    router_scores,
-    token_logprobs,
-)
+from midstream.demo.replay import Rescorer, differing_routes, k3, measure_mismatch, token_logprobs
+from midstream.tinker.trainer.replay import OWN_ROUTE, RouterTap, pad_routes, router_scores
 
 PROMPT = list(b"a prompt of some length, ")
 TOKENS = list(b"and an answer")

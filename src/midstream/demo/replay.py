@@ -1,94 +1,21 @@
-"""Router replay: a trainer's forward passes on the routes that the serving engine took.
+"""A trainer's forward passes on the routes that the serving engine took, and how far its numbers are from the engine's.
 
-Owns: scoring sequences with a Hugging Face MoE model on its own or on given routes, across the snapshots that made
-them, and the measures of mismatch (k3, share of differing routes).
-
-Always holds:
-- Replaying replaces which experts a token goes to, never how much each counts: scores come from the model's own
-  router logits at the given experts, through the router's own softmax and normalisation.
-- Positions are input positions: logits at position i score the token at i + 1.
+Owns: scoring sequences with a Hugging Face MoE model on its own or on given routes (tinker/trainer/replay.py), across the
+snapshots that made them, and the measures of mismatch (k3, share of differing routes).
+Always holds: positions are input positions: logits at position i score the token at i + 1.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from midstream.demo.records import Routes, Turn
-
-OWN_ROUTE = -1  # in a route tensor: this position takes the model's own route
-
-
-class RouterTap:
-    """Records the routes of every router of `model` within `forcing`, and replaces them when given some.
-
-    `taken` after a forward: [tokens, moe_layers, top_k], tokens in the flattened order of the input batch.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-        self._recording = False
-        self._forced: Tensor | None = None
-        self._taken: list[Tensor] = []
-        for layer, router in enumerate(self.routers):
-            router.register_forward_hook(self._hook(layer))
-
-    @property
-    def taken(self) -> Tensor:
-        return torch.stack(self._taken, dim=1)
-
-    @contextlib.contextmanager
-    def forcing(self, routes: Tensor | None) -> Iterator[None]:
-        """Within: routers take `routes` [tokens, moe_layers, top_k] wherever they are not OWN_ROUTE; None = all own."""
-        self._recording, self._forced, self._taken = True, routes, []
-        try:
-            yield
-        finally:
-            self._recording, self._forced = False, None
-
-    def _hook(self, layer: int) -> Any:
-        def replace(router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-            if not self._recording:
-                return output
-            logits, scores, own = output
-            chosen = own
-            if self._forced is not None:
-                forced = self._forced[:, layer]
-                chosen = torch.where(forced == OWN_ROUTE, own, forced)
-                scores = router_scores(logits, chosen, router.norm_topk_prob)
-            self._taken.append(chosen.detach())
-            return logits, scores, chosen
-
-        return replace
-
-
-def router_scores(logits: Tensor, experts: Tensor, normalise: bool) -> Tensor:
-    """The weights of `experts` under the router's own logits."""
-    scores = torch.softmax(logits, dtype=torch.float, dim=-1).gather(-1, experts)
-    if normalise:
-        scores = scores / scores.sum(dim=-1, keepdim=True)
-    return scores.to(logits.dtype)
-
-
-def pad_sequences(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """[sequences, longest]; padding on the right, which a causal model never looks at from the left."""
-    longest = max(map(len, sequences))
-    return torch.tensor([[*s, *([0] * (longest - len(s)))] for s in sequences])
-
-
-def pad_routes(routes: Sequence[Routes], length: int) -> Tensor:
-    """[sequences, length, moe_layers, top_k]; OWN_ROUTE after the end of each."""
-    rows = [
-        np.pad(r, ((0, length - len(r)), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
-        for r in map(np.asarray, routes)
-    ]
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
+from midstream.demo.records import Turn
+from midstream.tinker.trainer.replay import RouterTap, pad_routes, pad_sequences
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

@@ -19,16 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from midstream.demo.records import Rollout
-from midstream.demo.replay import (
-    Mismatch,
-    Rescorer,
-    RouterTap,
-    measure_mismatch,
-    pad_routes,
-    pad_sequences,
-    token_logprobs,
-)
+from midstream.demo.replay import Mismatch, Rescorer, measure_mismatch, token_logprobs
 from midstream.models.tiny_moe import no_progress_bars
+from midstream.tinker.trainer.replay import RouterTap, pad_routes, pad_sequences
 from midstream.types import BASE_SNAPSHOT
 
 
