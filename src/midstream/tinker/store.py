@@ -108,9 +108,8 @@ class Store:
             raise ConfigError(f"{path}: has schema version {version}, this midstream reads {SCHEMA_VERSION}")
         self._seen: dict[str, float] = {}  # of sessions, as it is on disk
         self._sampling: dict[str, SamplingSession] = {}
-        self._expired = (
-            clock()
-        )  # not at once: those who used it before are given time to say that they still do
+        # Not at once: those who used it before are given time to say that they still do.
+        self._expired = clock()
 
     def close(self) -> None:
         self._engine.dispose()
