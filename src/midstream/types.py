@@ -24,6 +24,10 @@ HEADER_TOKEN = "x-midstream-token"  # the secret between a gateway and its repli
 HEADER_TENANT = "x-midstream-tenant"  # who the API key belongs to; absent: single tenant
 HEADER_PLACED = "x-midstream-placed"  # stamp of a session that begins, or begins again, on this replica
 
+HEADER_FOLLOW_PREFIX = (
+    "x-midstream-follow-prefix"  # of clients: a new session begins where its prompt is known
+)
+
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ResetPromptCache = Literal["all", "new_session", "none"]
 TransitionType = Literal["ASYNC", "SYNC"]

@@ -43,6 +43,8 @@ _TENANT = HEADER_TENANT.encode()
 class ControlExchange:
     """One request to the control app, and what every exchange shares. Implements Exchange and ResponseSink."""
 
+    _shows_labels = False  # the upstream's own x-midstream- headers are for the client
+
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
         self._proxy = proxy
         self._request = request
@@ -106,7 +108,7 @@ class ControlExchange:
                 dropped = dropped | _listed(value)
             elif name == b"content-type" and value.startswith(b"text/event-stream"):
                 self._event_stream = True
-            if name not in dropped and not name.startswith(b"x-midstream-"):
+            if name not in dropped and (self._shows_labels or not name.startswith(b"x-midstream-")):
                 parts += (name, b": ", value, b"\r\n")
         parts.append(self._response_headers())
         parts.append(b"connection: close\r\n\r\n" if client.closes_after_response else b"\r\n")

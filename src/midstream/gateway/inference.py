@@ -11,18 +11,24 @@ Always holds:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from midstream.errors import MidstreamError, Overloaded, ReplicaUnavailable, SnapshotTransition
+from midstream.errors import (
+    InvalidRequest,
+    MidstreamError,
+    Overloaded,
+    ReplicaUnavailable,
+    SnapshotTransition,
+)
 from midstream.gateway.exchange import ControlExchange
 from midstream.gateway.prefixes import Prompt, read_prompt
 from midstream.gateway.sessions import session_key
 from midstream.gateway.view import ReplicaView
 from midstream.http1 import ClientConnection
 from midstream.http_message import Request
-from midstream.types import HEADER_PLACED, HEADER_SESSION, Session
+from midstream.types import HEADER_FOLLOW_PREFIX, HEADER_PLACED, HEADER_SESSION, Session
 
 if TYPE_CHECKING:
     from midstream.gateway.proxy import Placed, Proxy
@@ -34,6 +40,7 @@ HELD_BYTES_MAX = 64 * 2**10  # of a 503 or 429 that is held back until it is kno
 
 _SESSION = HEADER_SESSION.encode()
 _PLACED = HEADER_PLACED.encode()
+_FOLLOW = HEADER_FOLLOW_PREFIX.encode()
 _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
 
 
@@ -43,7 +50,7 @@ class InferenceExchange(ControlExchange):
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
         super().__init__(proxy, request, client, path_class)
         self._session: Session | None = None
-        self._prompt: Prompt | None = None  # of a request without a session
+        self._prompt: Prompt | None = None  # of a request that may follow it
         self._deployment = proxy.deployments.default
         self._view: ReplicaView | None = None  # the last one chosen
         self._placed: Placed | None = None
@@ -59,12 +66,14 @@ class InferenceExchange(ControlExchange):
         try:
             self._deployment = self._proxy.deployment_of(self._request)
             key = session_key(self._request.first, self._request.body)
+            follows = _follows(self._request.first)
         except MidstreamError as error:
             self._fail(error)
             return
         if key is not None:
             self._session = (self._tenant, key)
-        elif self._proxy.follows_prefixes and len(self._deployment.replicas.views) > 1:
+        several = len(self._deployment.replicas.views) > 1
+        if (key is None or follows) and several and self._proxy.follows_prefixes:
             self._prompt = read_prompt(self._tenant, self._request.body)
         self._send_to_a_replica()
 
@@ -226,3 +235,11 @@ class InferenceExchange(ControlExchange):
 
     def _where(self) -> str:
         return "a replica" if self._view is None else self._view.name
+
+
+def _follows(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether an unknown session begins where its prompt's beginning is known. Raises InvalidRequest."""
+    value = headers.get(_FOLLOW)
+    if value is not None and value.strip() != b"1":
+        raise InvalidRequest(f"{HEADER_FOLLOW_PREFIX} is 1, or is left out", param=HEADER_FOLLOW_PREFIX)
+    return value is not None

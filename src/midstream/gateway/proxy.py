@@ -19,9 +19,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from midstream.config import GatewaySettings
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, Unauthorized
 from midstream.gateway.auth import Authenticator
 from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
+from midstream.gateway.front import CREDENTIALS, FrontExchange, FrontUnauthorized
+from midstream.gateway.front import PREFIX as FRONT_PREFIX
 from midstream.gateway.inference import InferenceExchange
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Decision, Fleet, sticky
@@ -45,7 +47,6 @@ INFERENCE_PATHS = {
 }
 _CONTROL = "control"
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
-_CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
 
 
 class Proxy:
@@ -59,11 +60,13 @@ class Proxy:
         pool_to: Callable[[str], UpstreamPool],
         control: UpstreamPool,
         *,
+        front: UpstreamPool | None = None,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`pool_to`: makes the pool of connections to a base URL; `control`: connections to the control app.
+        """`pool_to`: makes the pool of connections to a base URL; `control`: connections to the control app;
+        front: to the Tinker front.
 
         replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
         before the exchanges on it are given up. clock: what durations are measured with.
@@ -75,6 +78,7 @@ class Proxy:
         self._unreachable_s = unreachable_s
         self._pool_to = pool_to
         self.control = control
+        self.front = front
         self.metrics = metrics
         self.clients: set[ClientConnection] = set()
         self.draining = False
@@ -82,7 +86,7 @@ class Proxy:
         self.dropped_headers = _NOT_FORWARDED
         self._auth = Authenticator(settings.api_keys)
         if self._auth.required:  # a credential ends where it was checked
-            self.dropped_headers |= _CREDENTIALS
+            self.dropped_headers |= frozenset(CREDENTIALS)
         self._bound = settings.load_bound
         self.follows_prefixes = settings.follow_prefixes
         self._turn = 0
@@ -106,8 +110,14 @@ class Proxy:
             await self._empty
 
     def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
-        if target.partition(b"?")[0] != b"/health":
+        if target.partition(b"?")[0] == b"/health":
+            return
+        try:
             self._auth.tenant(headers)
+        except Unauthorized as error:
+            if self.front is not None and target.startswith(FRONT_PREFIX):
+                raise FrontUnauthorized(error.message) from error
+            raise
 
     def refused(self, error: MidstreamError) -> None:
         self.metrics.requests["refused", error.status] += 1
@@ -115,9 +125,11 @@ class Proxy:
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         path = request.target.partition(b"?")[0]
         path_class = INFERENCE_PATHS.get(path) if request.method == b"POST" else None
-        if path_class is None:
-            return ControlExchange(self, request, client, _CONTROL)
-        return ResumableExchange(self, request, client, path_class)
+        if path_class is not None:
+            return ResumableExchange(self, request, client, path_class)
+        if self.front is not None and path.startswith(FRONT_PREFIX):
+            return FrontExchange(self, request, client)
+        return ControlExchange(self, request, client, _CONTROL)
 
     # -- the server's calls
 
@@ -137,10 +149,12 @@ class Proxy:
                 upstream.pool.close()
 
     def close(self) -> None:
-        """Close every connection to a replica, and to the control app."""
+        """Close every connection to a replica, to the control app and to the front."""
         for upstream in self.upstreams.values():
             upstream.pool.close()
         self.control.close()
+        if self.front is not None:
+            self.front.close()
 
     # -- for exchanges
 
@@ -182,10 +196,10 @@ class Proxy:
         """Choose a replica that is usable, not in `tried`, and `eligible`; whoever needs not stay avoids those that take
         nothing new.
 
-        It becomes the session's home, unless the session has a usable one that cannot serve this request only. prompt: of a
-        request without a session, to be followed to where its beginning is known.
+        It becomes the session's home, unless the session has a usable one that cannot serve this request only. prompt: to be
+        followed to where its beginning is known, by a request without a session or with one that nobody knows.
         """
-        replicas = deployment.replicas
+        replicas, prefixes = deployment.replicas, deployment.prefixes
         home = None if session is None else deployment.sessions.home(session)
         at_home = None if home is None else replicas.named(home)
         if at_home is not None and not at_home.usable:
@@ -196,9 +210,11 @@ class Proxy:
             fleet = replicas.fleet
             if tried or eligible is not None:
                 fleet = _rest(replicas, tried, eligible)
-            if session is None:
-                found = self._place_request(fleet, deployment.prefixes, prompt)
-            else:
+            found = None if prompt is None or home is not None else self._follow(fleet, prefixes, prompt)
+            if found is None and session is None:
+                found = fleet.place_request(self._turn)
+                self._turn += 1
+            elif found is None and session is not None:
                 found = fleet.place_session(session, self._bound, home, deployment.sessions.counts)
             if found is None:
                 return None
@@ -206,22 +222,18 @@ class Proxy:
             if session is not None:
                 stays = at_home is not None
                 placed.stamp = 0 if stays else deployment.sessions.settle(session, placed.view.name)
+        if prompt is not None:
+            prefixes.learn(prompt, placed.view.name)
         self.metrics.routes[placed.decision.reason] += 1
         if logger.isEnabledFor(logging.DEBUG):
             self._log(session, placed.view, placed.decision)
         return placed
 
-    def _place_request(
-        self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: Prompt | None
+    def _follow(
+        self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: Prompt
     ) -> tuple[ReplicaView, Decision] | None:
-        known = None if prompt is None else prefixes.find(prompt)
-        found = None if known is None else fleet.place_prefix(*known, self._bound)
-        if found is None:
-            found = fleet.place_request(self._turn)
-            self._turn += 1
-        if found is not None and prompt is not None:
-            prefixes.learn(prompt, found[0].name)
-        return found
+        known = prefixes.find(prompt)
+        return None if known is None else fleet.place_prefix(*known, self._bound)
 
     def has_another(
         self,

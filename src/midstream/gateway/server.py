@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import shutil
 import socket
 import ssl
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-import uvicorn
-
 from midstream.config import GatewaySettings
 from midstream.errors import ConfigError
+from midstream.gateway.appserver import AppServer, socket_directory
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.proxy import Proxy
 from midstream.gateway.registry import Deployments
@@ -33,10 +30,7 @@ from midstream.http_message import Limits
 
 LISTEN_BACKLOG = 4096
 TIMEOUT_CHECK_S = 0.5
-CONTROL_KEEP_ALIVE_S = 3600
-CONTROL_STOP_S = 2
 SOCKET_NAME = "control.sock"
-SOCKET_PATH_BYTES_MAX = 103  # 107 on Linux
 
 
 class Gateway:
@@ -50,13 +44,14 @@ class Gateway:
         control_app: Any = None,
         *,
         control_path: str | None = None,
+        front_path: str | None = None,
         head_timeout_s: float = 30.0,
         body_idle_s: float = 60.0,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
     ) -> None:
         """`control_app`: an ASGI app, usually gateway.app.control_app(...). control_path: the Unix socket of another process'
-        instead.
+        instead. front_path: the Unix socket of the Tinker front; None: there is none.
 
         Raises ConfigError when the certificate or its key cannot be used.
         replica_token: the secret that replicas ask for. unreachable_s: how long a replica may be unheard of before the
@@ -70,18 +65,17 @@ class Gateway:
             head_timeout_s=head_timeout_s,
             body_idle_s=body_idle_s,
         )
-        self._control = _ControlServer(control_app) if control_path is None else None
-        self.control_path = control_path or cast("_ControlServer", self._control).path
+        self._control = None if control_path is not None else _control_server(control_app)
+        self.control_path = control_path or cast("AppServer", self._control).path
         self._shares_port = settings.workers > 1
         self._connect_timeout_s = settings.connect_timeout_s
-        connect = functools.partial(self._loop.create_unix_connection, path=self.control_path)
-        control = UpstreamPool(connect, settings.connect_timeout_s)
         self.proxy = Proxy(
             settings,
             deployments,
             metrics,
             self._tcp_pool,
-            control,
+            self._unix_pool(self.control_path),
+            front=None if front_path is None else self._unix_pool(front_path),
             replica_token=replica_token,
             unreachable_s=unreachable_s,
         )
@@ -155,6 +149,7 @@ class Gateway:
             await asyncio.gather(self._timeouts, return_exceptions=True)
         if self._control is not None:
             await self._control.stop()
+            shutil.rmtree(Path(self.control_path).parent, ignore_errors=True)
 
     async def _check_timeouts(self) -> None:
         while True:
@@ -164,6 +159,10 @@ class Gateway:
             for client in list(self.proxy.clients):
                 client.check_deadline(now)
 
+    def _unix_pool(self, path: str) -> UpstreamPool:
+        connect = functools.partial(self._loop.create_unix_connection, path=path)
+        return UpstreamPool(connect, self._connect_timeout_s)
+
     def _tcp_pool(self, url: str) -> UpstreamPool:
         parts = urlsplit(url)
         open_one: Callable[..., Awaitable[object]] = (
@@ -171,6 +170,10 @@ class Gateway:
         )
         connect = functools.partial(open_one, host=parts.hostname, port=parts.port or 80)
         return UpstreamPool(connect, self._connect_timeout_s)
+
+
+def _control_server(app: Any) -> AppServer:
+    return AppServer(app, str(socket_directory(SOCKET_NAME) / SOCKET_NAME))
 
 
 def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
@@ -221,67 +224,3 @@ async def listening_sockets(host: str, port: int, *, shared: bool = False) -> li
             sock.close()
         raise
     return sockets
-
-
-class _ControlServer:
-    """uvicorn on a Unix socket that only this user can reach."""
-
-    def __init__(self, app: Any) -> None:
-        self._directory = _socket_directory()
-        self.path = str(self._directory / SOCKET_NAME)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=CONTROL_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CONTROL_STOP_S,
-        )
-        self._uvicorn = _Uvicorn(config)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(self.path)
-        except OSError:
-            sock.close()
-            raise
-        self._task = asyncio.create_task(self._uvicorn.serve(sockets=[sock]), name="control app")
-        up = asyncio.create_task(self._uvicorn.up.wait())
-        await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
-        up.cancel()
-        if self._task.done():
-            raise RuntimeError("the control app did not start") from self._task.exception()
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._uvicorn.should_exit = True
-            await asyncio.gather(self._task, return_exceptions=True)
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _socket_directory() -> Path:
-    """A new directory of mode 0700 for the socket, in the usual place unless its path would be too long for one."""
-    directory = Path(tempfile.mkdtemp(prefix="midstream-gateway-"))
-    if len(os.fsencode(directory / SOCKET_NAME)) > SOCKET_PATH_BYTES_MAX:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="midstream-gateway-", dir="/tmp"))
-    return directory
-
-
-class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process, and says when it is up."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if not self.should_exit:
-            self.up.set()

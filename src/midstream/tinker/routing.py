@@ -13,12 +13,10 @@ import msgspec
 
 from midstream.tinker.errors import Failed, TinkerError
 from midstream.tinker.types import Policy
-from midstream.types import BASE_SNAPSHOT
+from midstream.types import BASE_SNAPSHOT, HEADER_FOLLOW_PREFIX
 from midstream.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
 
 HEADER_KEY = "x-session-id"
-#: A stock client has another key on every turn of a rollout: an unknown one follows its prompt to where that is cached.
-HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
 _SETTING = '[tinker] base_model_clients = "serving"'
 
 
@@ -81,6 +79,7 @@ def routing_key(sampling_session_id: str | None, seq_id: int | None) -> str | No
 
 
 def key_headers(key: str | None) -> dict[str, str]:
+    """A stock client has another key on every turn of a rollout: an unknown one follows its prompt to where that is cached."""
     return {} if key is None else {HEADER_KEY: key, HEADER_FOLLOW_PREFIX: "1"}
 
 
