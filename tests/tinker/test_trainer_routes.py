@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_helpers import gradients, logprobs, new_model, request, tensor, text, write_family
+from trainer_helpers import datum, gradients, logprobs, new_model, request, tensor, text, write_family
 
+from midstream.config import EngineSettings
+from midstream.engine.embedded.core import EngineCore
 from midstream.tinker.errors import Failed
 from midstream.tinker.trainer.model import TrainedModel
 from midstream.tinker.types import Datum, LoraConfig
+from midstream.types import GenerateRequest, SamplingParams
 
 Models = Callable[..., Path]
 LINE = text("a line of text to be routed")
@@ -87,6 +90,30 @@ def test_lora_models_replay_too(tiny_model: Models) -> None:
     )
     assert np.allclose(plainly, replayed, atol=1e-5)
     assert not np.allclose(plainly, moved, atol=1e-3)
+
+
+def test_the_engines_routes_are_replayed_as_the_engine_took_them(tiny_model: Models) -> None:
+    core = EngineCore(tiny_model(), EngineSettings(kv_cache_tokens=2048))
+    prompt = tuple(b"what the engine is given")
+    sampling = SamplingParams(max_tokens=12, seed=1)
+    wanted = GenerateRequest(
+        request_id="r", prompt=prompt, sampling=sampling, want_routes=True, prompt_records=len(prompt)
+    )
+    core.add(wanted)
+    records = {"prompt": [], "tokens": []}
+    while not core.idle:
+        for _, event in core.step():
+            records["prompt"].extend(event.prompt or ())
+            records["tokens"].extend(event.tokens)
+    answer = [record.token_id for record in records["tokens"]]
+    passes = [*records["prompt"][1:], *records["tokens"]]  # each at the position before its token
+    routes = np.array([np.frombuffer(r.route, np.uint8).reshape(4, 2) for r in passes]).astype(np.int64)
+    sequence = [*prompt, *answer]
+    model = new_model(tiny_model())
+    data = datum(sequence[:-1], sequence[1:])
+    found = logprobs(model.forward_backward(request([routed(data, routes)], forward_only=True)))[0]
+    assert np.array_equal(model.tap.taken.numpy(), routes)
+    assert np.allclose(found[len(prompt) - 1 :], [r.logprob for r in records["tokens"]], atol=1e-4)
 
 
 def changed(own: np.ndarray, value: float, at: tuple[int, ...]) -> np.ndarray:
