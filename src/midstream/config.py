@@ -85,6 +85,19 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     allowed_buckets: tuple[str, ...] = ()
 
 
+class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Tinker API, of the default deployment."""
+
+    enabled: bool = True
+    base_models: tuple[str, ...] = ()  # further names that clients may call the served model
+    # What a client of a base model samples from. exact: the snapshot base; serving: whatever serves.
+    base_model_clients: Literal["exact", "serving"] = "exact"
+    trainer_dtype: Dtype = "float32"  # of the weights that are trained
+    trainer_device: str = "cpu"
+    trainer_threads: int = 0  # that the trainer computes with; 0: as many as one replica's engine
+    full_every: int = 20  # every so many snapshots of a run are sent whole, the others as what changed
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = "tiny-moe"  # a built-in name or a Hugging Face directory
     models: dict[str, str] = {}  # further ones that can be deployed: name to Hugging Face directory
@@ -107,6 +120,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     replica_token: str | None = None  # what replicas ask of whoever calls them; None: made up at each start
     embedded: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
+    tinker: TinkerSettings = TinkerSettings()
 
 
 #: option -> the gateway's setting
@@ -122,7 +136,7 @@ GATEWAY_OPTIONS = {
 def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
     """Settings from `file` (TOML) with `overrides` (None = not given) on top. Raises ConfigError.
 
-    overrides: top-level names, kv_cache_memory of the embedded engine, and GATEWAY_OPTIONS.
+    overrides: top-level names, kv_cache_memory of the embedded engine, no_tinker, and GATEWAY_OPTIONS.
     """
     values: dict[str, Any] = {}
     if file is not None:
@@ -135,6 +149,8 @@ def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
     given = {name: value for name, value in overrides.items() if value is not None}
     if "kv_cache_memory" in given:
         values["embedded"] = {**values.get("embedded", {}), "kv_cache_memory": given.pop("kv_cache_memory")}
+    if given.pop("no_tinker", False):
+        values["tinker"] = {**values.get("tinker", {}), "enabled": False}
     ours = {name: given.pop(option) for option, name in GATEWAY_OPTIONS.items() if option in given}
     if ours:
         values["gateway"] = {**values.get("gateway", {}), **ours}
@@ -225,6 +241,12 @@ def _checked(settings: Settings) -> Settings:
             gateway.tls_cert is None or gateway.data_path != "native",
             "gateway.data_path native and gateway.tls_cert exclude each other",
         ),
+        (
+            all(1 <= len(name) <= 1024 and name.strip() == name for name in settings.tinker.base_models),
+            "tinker.base_models must hold names of 1 to 1024 characters, without blanks around them",
+        ),
+        (settings.tinker.trainer_threads >= 0, "tinker.trainer_threads must be at least 0"),
+        (settings.tinker.full_every >= 1, "tinker.full_every must be at least 1"),
         (1 <= gateway.workers <= 64, f"gateway.workers must be 1 to 64, got {gateway.workers}"),
     ]
     for holds, message in checks:

@@ -36,6 +36,12 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ('account = "a/b"', "account 'a/b'"),
         ('deployment = ""', "deployment ''"),
         ('[embedded]\nkv_cache_memory = "4 gigs"', "expected a number and one of KiB"),
+        ('[tinker]\nbase_models = [""]', "tinker.base_models must hold names"),
+        ('[tinker]\nbase_models = [" x"]', "tinker.base_models must hold names"),
+        ('[tinker]\nbase_model_clients = "some"', "base_model_clients"),
+        ("[tinker]\ntrainer_threads = -1", "tinker.trainer_threads must be at least 0"),
+        ("[tinker]\nfull_every = 0", "tinker.full_every must be at least 1"),
+        ("[tinker]\nkey = 1", "unknown field `key`"),
         ("nonsense = 1", "nonsense"),
         ("[", "not valid TOML"),
     ],
@@ -60,3 +66,13 @@ def test_the_gateways_options_join_the_gateways_settings_of_the_file(tmp_path: P
     settings = load_settings(str(file), {"gateway_workers": 4, "tls_cert": "c", "tls_key": "k"})
     gateway = settings.gateway
     assert (gateway.workers, gateway.tls_cert, gateway.tls_key, gateway.keep_alive_s) == (4, "c", "k", 3)
+
+
+def test_the_tinker_api_is_on_and_can_be_switched_off(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text('[tinker]\nbase_models = ["Qwen/Qwen3-8B-Base"]\n')
+    assert load_settings(str(file), {"no_tinker": False}).tinker.enabled
+    off = load_settings(str(file), {"no_tinker": True}).tinker
+    assert (off.enabled, off.base_models) == (False, ("Qwen/Qwen3-8B-Base",))
+    file.write_text("[tinker]\nenabled = false\n")
+    assert not load_settings(str(file), {"no_tinker": False}).tinker.enabled

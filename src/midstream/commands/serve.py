@@ -30,6 +30,7 @@ SERVE_OPTIONS = (
     "gateway_workers",
     "tls_cert",
     "tls_key",
+    "no_tinker",
 )
 
 
@@ -94,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls-cert", metavar="FILE", help="PEM certificate chain: the port speaks HTTPS only"
     )
     parser.add_argument("--tls-key", metavar="FILE", help="its private key, without a password")
+    parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
     parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from midstream.config import EngineSettings, GatewaySettings, SwapOrder
+from midstream.config import EngineSettings, GatewaySettings, SwapOrder, TinkerSettings
 
 LINE_BYTES_MAX = 16 * 2**20
 STOP_GRACE_S = 10.0  # how long streams may go on after a request to stop
@@ -56,6 +56,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     settings: GatewaySettings
     log_level: str
+    tinker_path: str | None = None  # the Tinker front's socket; None: there is none
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +71,27 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     settings: GatewaySettings
     log_level: str
+    tinker_path: str | None = None
+
+
+class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The Tinker front. path: of its socket. names: what clients may call the model, its own first."""
+
+    path: str
+    gateway_url: str
+    names: tuple[str, ...]
+    model_dir: str
+    deployment: str  # accounts/A/deployments/D
+    bucket: str
+    state_dir: str
+    api_keys: tuple[str, ...]
+    threads: int  # of the trainer
+    settings: TinkerSettings
+    log_level: str
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
-    """The child's answer. error: why it could not start; it then ends."""
+    """The child's answer. port: 0 where it is no port that it listens on. error: why it could not start; it then ends."""
 
     port: int = 0
     error: str | None = None

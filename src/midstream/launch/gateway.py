@@ -81,7 +81,14 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
         ),
     ]
     app = control_app(deployments, metrics, created=int(time.time()), extra_routes=routes)
-    gateway = Gateway(spec.settings, deployments, metrics, app, replica_token=spec.token)
+    gateway = Gateway(
+        spec.settings,
+        deployments,
+        metrics,
+        app,
+        front_path=spec.tinker_path,
+        replica_token=spec.token,
+    )
     background: list[asyncio.Task[None]] = []
     try:
         port = await gateway.start(spec.host, spec.port)

@@ -1,10 +1,10 @@
-"""One machine: the supervisor of a gateway and its replicas.
+"""One machine: the supervisor of a gateway, its replicas and the Tinker front.
 
-Owns: the gateway's process, the crew of replicas, their ports and their end.
+Owns: the gateway's process, the front's, the crew of replicas, their ports and their end.
 Always holds: the gateway says which replicas should run and is told which do, whole lists both; a process that dies after it
-was ready is started again; the gateway, or a replica of the default deployment, that cannot start at all ends the whole before
-it was ready, with its reason; when this process ends, however it ends, no child is left (a child stops when its standard
-input closes).
+was ready is started again; the gateway, the front, or a replica of the default deployment, that cannot start at all ends the
+whole before it was ready, with its reason; when this process ends, however it ends, no child is left (a child stops when its
+standard input closes).
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from midstream.config import (
     parse_size,
 )
 from midstream.errors import ConfigError
+from midstream.gateway.appserver import socket_directory
 from midstream.gateway.roster import Wanted, WantedReplica
-from midstream.launch.child import STOP_GRACE_S, GatewaySpec, ReplicaSpec
+from midstream.launch.child import STOP_GRACE_S, GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.crew import Crew
 from midstream.launch.models import model_directory
 from midstream.launch.process import Child, StartFailed
@@ -51,6 +52,8 @@ KILL_AFTER_S = 5.0
 REPLICA_STOP_S = (
     7.0  # without a gateway there is nobody to finish anything for: time for its engine to end, no more
 )
+FRONT_STOP_S = 10.0  # its trainer may take half of it to end
+FRONT_SOCKET = "tinker.sock"
 REPLICA_HOST = "127.0.0.1"  # replicas are nobody's business but the gateway's
 
 
@@ -117,6 +120,16 @@ def remove_all(directories: Iterable[Path]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def gateway_url(settings: Settings, host: str, port: int) -> str:
+    scheme = "http" if settings.gateway.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def own_address(host: str) -> str:
+    """Where this machine reaches what listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
 def free_port(host: str) -> int:
     with socket.create_server((host, 0)) as server:
         port: int = server.getsockname()[1]
@@ -139,34 +152,51 @@ class Supervisor:
         self.crew = Crew(
             self._replica, self._clean, self._tell, host=REPLICA_HOST, stop_s=STOP_GRACE_S + KILL_AFTER_S
         )
+        self._sockets = socket_directory(FRONT_SOCKET) if settings.tinker.enabled else None
+        spec = self._gateway_spec()
         self.gateway = Child(
             "gateway",
             "midstream.launch.gateway",
-            self._gateway_spec(),
+            spec,
             on_line=self._hear,
             greeting=self.crew.running,
+        )
+        self.front = (
+            None
+            if spec.tinker_path is None
+            else Child("tinker", "midstream.launch.tinker", self._tinker_spec(spec, spec.tinker_path))
         )
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
         self.crew.want(self._first())
         await self.gateway.start()
-        scheme = "http" if self._settings.gateway.tls_cert is None else "https"
-        url = f"{scheme}://{self._settings.host}:{self.gateway.port}"
+        if self.front is not None:
+            await self.front.start()
+        url = gateway_url(self._settings, self._settings.host, self.gateway.port)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.gateway.supervise())
+            if self.front is not None:
+                group.create_task(self.front.supervise())
             count = await self._all_usable(url)
             on_ready(
                 f"midstream ready on {url} ({count} replicas, model {self.model}, deployment {self.deployment})"
             )
 
     async def close(self) -> None:
-        """Within STOP_GRACE_S for streams, KILL_AFTER_S for the gateway and REPLICA_STOP_S for the replicas."""
+        """Within FRONT_STOP_S for the front, STOP_GRACE_S for streams, KILL_AFTER_S for the gateway and REPLICA_STOP_S for the
+        replicas."""
+        if self.front is not None:  # a client of the gateway's, which ends the polls on it
+            await self.front.stop(FRONT_STOP_S)
         await self.gateway.stop(STOP_GRACE_S + KILL_AFTER_S)  # first: streams end before their replicas do
         await self.crew.close(REPLICA_STOP_S)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     def kill(self) -> None:
         """Everything, at once."""
+        if self.front is not None:
+            self.front.kill()
         self.gateway.kill()
         self.crew.kill()
 
@@ -237,6 +267,25 @@ class Supervisor:
             ledger=settings.database or sqlite_url(self._state / "ledger.db"),
             token=self._token,
             settings=settings.gateway,
+            log_level=settings.log_level,
+            tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
+        )
+
+    def _tinker_spec(self, gateway: GatewaySpec, path: str) -> TinkerSpec:
+        settings = self._settings
+        directory = str(self._models[self.model.rpartition("/")[2]])
+        names = (self.model.rpartition("/")[2], self.model, self.deployment, settings.model, directory)
+        return TinkerSpec(
+            path=path,
+            gateway_url=gateway_url(settings, own_address(settings.host), gateway.port),
+            names=tuple(dict.fromkeys((*names, *settings.tinker.base_models))),
+            model_dir=directory,
+            deployment=self.deployment,
+            bucket=gateway.bucket,
+            state_dir=str(self._state),
+            api_keys=settings.gateway.api_keys,
+            threads=settings.tinker.trainer_threads or engine_settings(settings, settings.replicas).threads,
+            settings=settings.tinker,
             log_level=settings.log_level,
         )
 

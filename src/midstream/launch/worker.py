@@ -52,6 +52,7 @@ class Worker:
             self._deployments,
             self._metrics,
             control_path=spec.control_path,
+            front_path=spec.tinker_path,
             replica_token=spec.token,
         )
         self._listening = False

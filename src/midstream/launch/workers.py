@@ -51,6 +51,7 @@ class Workers:
             token=spec.token,
             settings=spec.settings,
             log_level=spec.log_level,
+            tinker_path=spec.tinker_path,
         )
         async with asyncio.TaskGroup() as tasks:
             for number in range(1, spec.settings.workers):

@@ -1,0 +1,151 @@
+"""The Tinker front: the SDK's API on a private Unix socket, which the gateway passes `/api/v1/` to.
+
+Owns: wiring concrete classes. Run as `python -m midstream.launch.tinker` by the supervisor. Imports no torch: the trainer is a
+process of its own, started when something is to be trained.
+Always holds: at its end polls are answered before their connections close, and no trainer is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import ssl
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from midstream.errors import ConfigError
+from midstream.gateway.appserver import AppServer
+from midstream.gateway.auth import Authenticator
+from midstream.launch.child import (
+    Announcer,
+    Listening,
+    TinkerSpec,
+    configure_logging,
+    raise_file_limit,
+    read_spec,
+    stop_requested,
+)
+from midstream.tinker.app import tinker_app
+from midstream.tinker.futures import Futures
+from midstream.tinker.publishing import DeploymentPublisher
+from midstream.tinker.sampling import Sampling
+from midstream.tinker.store import Store
+from midstream.tinker.trainer.messages import Start
+from midstream.tinker.trainer.process import Trainer
+from midstream.tinker.training import Training
+from midstream.tinker.types import Served
+from midstream.tinker.weights import Places
+
+
+class _Config(msgspec.Struct):
+    """Of a checkpoint's config.json; text_config: of a model that has more than text."""
+
+    max_position_embeddings: int | None = None
+    text_config: _Config | None = None
+
+
+async def serve(spec: TinkerSpec, announce: Announcer) -> int:
+    tls = _unverified() if spec.gateway_url.startswith("https:") else None
+    served = served_model(spec)
+    places = Places(Path(spec.state_dir) / "tinker")
+    store = Store(Path(spec.state_dir) / "tinker.db")
+    futures = Futures()
+    sampling = Sampling(
+        gateway_url=spec.gateway_url,
+        deployment=spec.deployment,
+        served=served,
+        futures=futures,
+        store=store,
+        tls=tls,
+    )
+    training = Training(
+        trainer=Trainer(trainer_start(spec)),
+        store=store,
+        futures=futures,
+        places=places,
+        publish=DeploymentPublisher(
+            gateway_url=spec.gateway_url,
+            deployment=spec.deployment,
+            bucket=spec.bucket,
+            work_dir=places.publishing,
+            full_every=spec.settings.full_every,
+            tls=tls,
+        ),
+        served=served,
+    )
+    app = tinker_app(
+        store=store,
+        futures=futures,
+        sampling=sampling,
+        training=training,
+        authenticator=Authenticator(spec.api_keys),
+        served=served,
+    )
+    server = AppServer(app, spec.path)
+    try:
+        await server.start()
+        gc.collect()
+        gc.freeze()
+        announce(Listening())
+        await stop_requested()
+    finally:
+        futures.close()
+        await server.stop()
+        await sampling.close()
+        await training.close()
+        store.close()
+    return 0
+
+
+def served_model(spec: TinkerSpec) -> Served:
+    return Served(
+        names=spec.names,
+        directory=spec.model_dir,
+        max_context=max_context(Path(spec.model_dir)),
+        base_policy=spec.settings.base_model_clients,
+    )
+
+
+def max_context(model_dir: Path) -> int | None:
+    """In tokens; None when the checkpoint does not say. Raises ConfigError."""
+    path = model_dir / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    text = config.text_config or config
+    return config.max_position_embeddings or text.max_position_embeddings
+
+
+def trainer_start(spec: TinkerSpec) -> Start:
+    return Start(
+        spec.model_dir,
+        dtype=spec.settings.trainer_dtype,
+        device=spec.settings.trainer_device,
+        threads=spec.threads,
+    )
+
+
+def _unverified() -> ssl.SSLContext:
+    """For this machine's own gateway, whose certificate need not be for this address."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def main() -> int:
+    announce = Announcer()
+    spec = read_spec(TinkerSpec)
+    configure_logging("tinker", spec.log_level)
+    raise_file_limit()
+    try:
+        return uvloop.run(serve(spec, announce))
+    except (ConfigError, OSError) as error:
+        announce(Listening(error=str(error)))
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
