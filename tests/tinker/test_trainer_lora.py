@@ -127,3 +127,16 @@ def test_ranks_and_steps_are_told(tiny_model: Models) -> None:
     small.forward_backward(request(DATA))
     small.optim_step(ADAM)
     assert (small.state().steps, large.state().steps) == (1, 0)
+
+
+def test_adapters_are_float32_over_a_base_held_in_bfloat16(tiny_model: Models) -> None:
+    model = new_model(tiny_model(), LoraConfig(rank=4), dtype="bfloat16")
+    assert {p.dtype for p in model.base.frozen.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.trainable.values()} == {torch.float32}
+    before = weights(model)
+    losses = []
+    for rate in (1e-6, 1e-2, 1e-2):  # the first is less than bfloat16 could tell
+        losses.append(model.forward_backward(request(DATA)).metrics["loss:sum"])
+        model.optim_step(AdamParams(learning_rate=rate))
+        assert not same(weights(model), before)
+    assert model.forward_backward(request(DATA)).metrics["loss:sum"] < losses[0] - 1

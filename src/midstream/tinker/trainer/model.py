@@ -189,7 +189,7 @@ class TrainedModel:
             if isinstance(layer, LoraLinear | ParamWrapper):
                 parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
                 key = f"{name.replace('.base_layer', '')}.{parameter}"
-                merged[key] = merged[key] + layer.get_delta_weight(ADAPTER)
+                merged[key] = merged[key].float() + layer.get_delta_weight(ADAPTER).float()
         return merged
 
     def _check_size(self, index: int, length: int) -> None:
@@ -220,10 +220,14 @@ def adapter_config(base: BaseModel, lora: LoraConfig) -> PeftConfig:
 
 
 def adapted(base: BaseModel, config: PeftConfig, lora: LoraConfig) -> Any:
-    """The model over the shared weights, with adapters that the seed decides."""
+    """The model over the shared weights, with float32 adapters that the seed decides."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(lora.seed or 0)
-        return inject_adapter_in_model(config, base.shared_module(), ADAPTER).eval()
+        module = inject_adapter_in_model(config, base.shared_module(), ADAPTER).eval()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return module
 
 
 def lora_targets(config: Any, lora: LoraConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
