@@ -92,13 +92,14 @@ def test_requests_without_session_fill_replicas_by_weight() -> None:
     assert loads == [20, 10]
 
 
-def test_a_known_prompt_is_followed_up_to_the_load_limit() -> None:
+def test_a_known_prompt_is_followed_up_to_a_little_over_the_load_limit() -> None:
     found = fleet([4, 0]).place_prefix("replica-0", 0.75, 1.0)
     assert found is not None
     assert found[1] == Decision(
-        "replica-0", "prefix", "75% of its prompt is known on replica-0, load 4, limit 5"
+        "replica-0", "prefix", "75% of its prompt is known on replica-0, load 4, limit 7"
     )
-    assert fleet([5, 0]).place_prefix("replica-0", 0.75, 0.25) is None
+    assert fleet([2, 0]).place_prefix("replica-0", 0.75, 0.25), "two requests are no load to flee from"
+    assert fleet([8, 0]).place_prefix("replica-0", 0.75, 0.25) is None
     assert fleet([0, 0]).place_prefix("replica-2", 0.75, 0.25) is None
 
 

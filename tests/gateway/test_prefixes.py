@@ -39,6 +39,26 @@ def test_a_prompt_that_goes_on_is_found_and_another_is_not() -> None:
         assert table.find(other_prompt) is None
 
 
+def test_a_short_prompt_is_followed_for_who_asks() -> None:
+    table = PrefixTable()
+    tokens = list(range(100, 140))
+
+    def body(count: int) -> bytes:
+        return json.dumps({"model": "m", "n": 1, "temperature": 1, "prompt": tokens[:count]}).encode()
+
+    for count in range(20, 40):
+        prompt = read_prompt("", body(count), short=True)
+        assert prompt is not None
+        assert count == 20 or table.find(prompt) is not None, count
+        table.learn(prompt, "r1")
+        assert read_prompt("", body(count)) is None
+    long, asked = (read_prompt("", chat(text("abc", 4000)), short=short) for short in (False, True))
+    assert long is not None
+    assert asked is not None
+    table.learn(long, "r2")
+    assert table.find(asked) == table.find(long) == ("r2", pytest.approx(1, abs=0.3))
+
+
 def test_tenants_do_not_follow_each_other() -> None:
     table = PrefixTable()
     mine, theirs = read_prompt("a", chat(text("x", 900))), read_prompt("b", chat(text("x", 900)))
@@ -59,7 +79,7 @@ def test_what_is_short_or_no_prompt_is_not_looked_at(body: bytes) -> None:
 def test_beginnings_of_a_huge_prompt_and_the_table_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = read_prompt("", b'{"prompt":"' + b"x" * (3 * prefixes.LAST_BOUND) + b'"}')
     assert prompt is not None
-    assert len(prompt.beginnings) == len(BOUNDS) < 40
+    assert len(prompt.beginnings) == len(BOUNDS) - BOUNDS.index(FIRST_BOUND) < 40
     table = PrefixTable(10)
     table.learn(prompt, "r1")
     assert len(table) == 10

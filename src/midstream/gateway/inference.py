@@ -74,7 +74,7 @@ class InferenceExchange(ControlExchange):
             self._session = (self._tenant, key)
         several = len(self._deployment.replicas.views) > 1
         if (key is None or follows) and several and self._proxy.follows_prefixes:
-            self._prompt = read_prompt(self._tenant, self._request.body)
+            self._prompt = read_prompt(self._tenant, self._request.body, short=follows)
         self._send_to_a_replica()
 
     def give_up(self, reason: str) -> None:

@@ -32,6 +32,7 @@ RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
 ARRAYS_FROM = 48  # candidates from which numpy is quicker
 _Ranked = tuple[int, int, int]  # place, rank in rendezvous order from 1, load limit
 CLEARLY, CLEARLY_SHARE = 1, 0.02  # how much fewer sessions are clearly fewer
+FOLLOW_SLACK = 2  # requests over the limit that cost a replica less than computing a known prompt elsewhere
 _load = attrgetter("load")
 _MASK = 2**64 - 1
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
@@ -146,12 +147,12 @@ class Fleet(Generic[M]):
         return chosen, Decision(chosen.name, "balanced", why)
 
     def place_prefix(self, replica: str, share: float, bound: float) -> tuple[M, Decision] | None:
-        """Place a request without a session where `share` of its prompt is known; None when that replica is overloaded."""
+        """Place a request where `share` of its prompt is known; None when that replica is overloaded."""
         place = self._places.get(replica)
         if place is None:
             return None
         loads = self._loads()
-        limit = load_limit(sum(loads), bound, self._weights[place], self._all)
+        limit = load_limit(sum(loads), bound, self._weights[place], self._all) + FOLLOW_SLACK
         if loads[place] >= limit:
             return None
         why = f"{share:.0%} of its prompt is known on {replica}, load {loads[place]}, limit {limit}"

@@ -1,4 +1,4 @@
-"""Where the beginning of a prompt is cached, for requests that name no session.
+"""Where the beginning of a prompt is cached, for requests that name no session, or one that nobody knows.
 
 The bytes of the body from its `messages` or `prompt` on are cut at fixed bounds, and the end of each piece is hashed with
 what came before it. A turn that continues an earlier one repeats its bytes, so the longest beginning that is known says which
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 FOLLOWED_FROM = 0.5  # of a prompt's bytes: below that its beginning decides nothing
 FIRST_BOUND = 512  # bytes; shorter prompts are cheap to compute anywhere
+SHORT_BOUND = 64  # instead of it, for who asks to be followed
 LAST_BOUND = 2**20  # a longer beginning is not looked at
 PIECE_BYTES = 512
 BEGINNINGS_MAX = 200_000
@@ -27,26 +28,31 @@ _VALUE = re.compile(rb'"(?:messages|prompt)"[ \t\r\n]*:')
 
 def _bounds() -> tuple[int, ...]:
     """Each a quarter more than the one before: of a known beginning at most a fifth is missed."""
-    bounds = [FIRST_BOUND]
+    bounds = [SHORT_BOUND]
+    while bounds[-1] < FIRST_BOUND:
+        bounds.append(min(FIRST_BOUND, bounds[-1] + (bounds[-1] >> 2)))
     while bounds[-1] < LAST_BOUND:
         bounds.append(bounds[-1] + (bounds[-1] >> 2))
     return tuple(bounds)
 
 
 BOUNDS = _bounds()
+_FIRST = BOUNDS.index(FIRST_BOUND)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The beginnings of a prompt, the shortest first, as hashes; size: of the prompt, in bytes."""
+    """The beginnings of a prompt, the shortest first, as hashes; size: of the prompt, in bytes; first: of the shortest, its
+    place in BOUNDS."""
 
     beginnings: tuple[int, ...]
     size: int
+    first: int
 
 
-def read_prompt(tenant: str, body: bytes) -> Prompt | None:
-    """None when it is too short to matter, or there is none."""
-    if len(body) <= FIRST_BOUND:
+def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> Prompt | None:
+    """None when it is too short to matter, or there is none. short: beginnings below FIRST_BOUND matter too."""
+    if len(body) <= (SHORT_BOUND if short else FIRST_BOUND):
         return None
     found = _VALUE.search(body)
     if found is None:
@@ -61,7 +67,9 @@ def read_prompt(tenant: str, body: bytes) -> Prompt | None:
         chain = hash((chain, hash(view[max(at, end - PIECE_BYTES) : end])))
         at = end
         beginnings.append(chain)
-    return Prompt(tuple(beginnings), min(size, LAST_BOUND)) if beginnings else None
+    first = 0 if short else _FIRST
+    kept = tuple(beginnings[first:])
+    return Prompt(kept, min(size, LAST_BOUND), first) if kept else None
 
 
 class PrefixTable:
@@ -80,7 +88,7 @@ class PrefixTable:
     def find(self, prompt: Prompt) -> tuple[str, float] | None:
         """(replica, share of the prompt's bytes that it knows), if that is enough to follow."""
         for place in range(len(prompt.beginnings) - 1, -1, -1):
-            share = BOUNDS[place] / prompt.size
+            share = BOUNDS[prompt.first + place] / prompt.size
             if share < FOLLOWED_FROM:
                 return None
             home = self._homes.get(prompt.beginnings[place])

@@ -38,7 +38,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         params = self.params
         body: dict[str, Any] = {
             "model": model,
-            "prompt": self.prompt,
             "n": self.n,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -53,6 +52,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             body["echo_last"] = self.echoed
         if self.topk:
             body["top_logprobs"] = self.topk
+        body["prompt"] = self.prompt  # last: the gateway follows what the rest of a body begins with
         return msgspec.json.encode(body)
 
 
