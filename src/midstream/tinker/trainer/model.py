@@ -10,9 +10,11 @@ Always holds:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from midstream.models.tiny_moe import no_progress_bars
 from midstream.tinker.errors import Failed
 from midstream.tinker.trainer import messages as m
-from midstream.tinker.trainer.losses import named_loss, read_config, read_example
+from midstream.tinker.trainer.losses import Example, Loss, named_loss, read_config, read_example
 from midstream.tinker.trainer.optimizer import Optimizer
 from midstream.tinker.trainer.passes import positions_of_pass, run_passes
 from midstream.tinker.trainer.replay import RouterTap, check_routes, routers_of
@@ -140,31 +142,41 @@ class TrainedModel:
 
     def forward_backward(self, request: ForwardBackward) -> LossOutputs:
         """Raises Failed, with gradients as they were."""
+        loss = named_loss(request.loss_fn)
+        examples = self._read(request, loss)
+        with self._adding_gradients():
+            return run_passes(
+                self.module,
+                self.tap,
+                loss,
+                examples,
+                backward=not request.forward_only,
+                positions_max=positions_of_pass(self.base.batch_tokens, self.base.vocab_size),
+            )
+
+    def _read(self, request: ForwardBackward, loss: Loss) -> list[Example]:
+        """Raises Failed."""
         if not request.data:
             raise Failed("data is empty")
-        loss = named_loss(request.loss_fn)
         config = read_config(request.loss_fn, loss, request.config)
-        vocab_size = self.base.vocab_size
         examples = [
-            read_example(datum, index, request.loss_fn, loss, config, vocab_size)
+            read_example(datum, index, request.loss_fn, loss, config, self.base.vocab_size)
             for index, datum in enumerate(request.data)
         ]
         for index, example in enumerate(examples):
             self._check_size(index, len(example))
             if example.routes is not None:
                 self._check_routes(index, example.routes, len(example))
+        return examples
+
+    @contextlib.contextmanager
+    def _adding_gradients(self) -> Iterator[None]:
+        """Within: no gradients but new ones. They are added to those before, or dropped when something is raised."""
         before = {name: parameter.grad for name, parameter in self.trainable.items()}
         for parameter in self.trainable.values():
             parameter.grad = None
         try:
-            result = run_passes(
-                self.module,
-                self.tap,
-                loss,
-                examples,
-                backward=not request.forward_only,
-                positions_max=positions_of_pass(self.base.batch_tokens, vocab_size),
-            )
+            yield
         except BaseException:
             for name, parameter in self.trainable.items():
                 parameter.grad = before[name]
@@ -173,7 +185,6 @@ class TrainedModel:
             earlier = before[name]
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        return result
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
         """Raises Failed."""

@@ -58,7 +58,7 @@ class Worker:
             case m.RunForwardBackward(request):
                 return m.Losses(self._model(request.model_id).forward_backward(request))
             case m.OptimStep(model_id, adam):
-                return m.Metrics(self._model(model_id).optimizer.step(adam))
+                return m.Metrics(self._model(model_id).optim_step(adam))
             case m.SaveState(model_id, directory, optimizer):
                 return m.Written(save_state(self._model(model_id), Path(directory), optimizer))
             case m.ExportWeights(model_id, directory):
