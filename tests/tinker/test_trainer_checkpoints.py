@@ -29,6 +29,7 @@ from midstream.engine.embedded.loading import load_beside, load_model, logits_al
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.verify import check_compatible
 from midstream.tinker.errors import Failed
+from midstream.tinker.trainer import checkpoints
 from midstream.tinker.trainer.checkpoints import (
     export_weights,
     load_state,
@@ -150,6 +151,20 @@ def test_a_state_that_cannot_be_written_leaves_the_one_before(tiny_model: Models
     train(model, 1)
     load_state(model, tmp_path / "state", optimizer=True)
     assert same(weights(model), saved)
+
+
+def test_every_new_directory_is_on_disk_before_the_state_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(checkpoints, "sync_directory", synced.append)
+    monkeypatch.setattr(checkpoints, "sync_tree", synced.append)
+    target = tmp_path / "model" / "weights" / "name"
+    write_directory(target, lambda into: None)
+    assert target.is_dir()
+    assert {tmp_path, tmp_path / "model", tmp_path / "model" / "weights"} <= set(synced)
+    assert [path.name.startswith(".name.writing-") for path in synced].index(True) < len(synced) - 1
+    assert synced[-1] == target.parent
 
 
 def test_a_state_is_replaced_whole_and_a_crash_between_the_renames_is_repaired(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,6 +245,13 @@ def test_the_base_says_what_it_is(tiny_model: Models) -> None:
     info = base_of(tiny_model()).info()
     assert (info.model_type, info.vocab_size, info.max_positions) == ("qwen3_moe", 264, 4096)
     assert (info.moe_layers, info.top_k, info.experts) == (4, 2, 8)
+
+
+def test_a_base_that_bounds_no_positions_is_trained_at_any_length(tiny_model: Models) -> None:
+    base = base_of(tiny_model())
+    base.text_config = SimpleNamespace(vocab_size=base.vocab_size)
+    assert base.max_positions > 10**9
+    assert new_model(base).forward_backward(request([text("a line")])).metrics["loss:sum"] > 0
 
 
 def test_full_training_needs_no_known_family(tiny_model: Models) -> None:

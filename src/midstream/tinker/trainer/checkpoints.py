@@ -205,7 +205,10 @@ def served_names(base: BaseModel, module: Any, state: Mapping[str, Tensor]) -> d
 
 def write_directory(directory: Path, write: Callable[[Path], None], *, replace: bool = True) -> int:
     """What `write` puts into a directory, as `directory`, on disk. Bytes. Raises OSError."""
+    made = [at for at in directory.parents if not at.exists()]
     directory.parent.mkdir(parents=True, exist_ok=True)
+    for at in made:
+        sync_directory(at.parent)
     _recover(directory)
     if not replace and directory.exists():
         raise FileExistsError(f"{directory.name} is there already")

@@ -42,6 +42,8 @@ ADAPTER = "default"  # peft's name for a model's only adapter
 PEFT_PREFIX = "base_model.model."  # of names in peft's files
 LORA_ALPHA = 32  # as Tinker has it: with alpha fixed, a good learning rate hardly depends on the rank
 
+MAX_POSITIONS = 2**31 - 1
+
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -87,7 +89,8 @@ class BaseModel:
 
     @property
     def max_positions(self) -> int:
-        return int(self.text_config.max_position_embeddings)
+        """Where the configuration sets no bound, none is set here."""
+        return int(getattr(self.text_config, "max_position_embeddings", None) or MAX_POSITIONS)
 
     def own_module(self) -> Any:
         """The model with weights that nobody else has."""
