@@ -17,9 +17,12 @@ import safetensors.numpy
 sys.path.append(str(Path(__file__).parents[1] / "client"))
 
 import publish_world
+from s3server import S3Server
 
+from midstream.snapshots.upload import list_directory, put_directory
 from midstream.tinker.errors import Failed
 from midstream.tinker.publishing import DeploymentPublisher
+from midstream.tinker.retention import remove_snapshot
 
 KEY = "tml-key"
 
@@ -70,6 +73,35 @@ def test_steps_are_served_as_deltas_on_the_one_before_and_now_and_then_whole(tmp
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
             at.assert_serves(step)
         assert deltas(at) == [None, "run-0", "run-1", None, "run-3"]
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_old_steps_leave_the_bucket_and_what_was_kept_stays(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        await at.publisher.keep("run-0-best", at.export(0))
+        stranger = at.server.bucket / "somebody-elses"
+        stranger.mkdir()
+        for step in range(1, 8):  # whole: 1, 4 and 7
+            await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+        names = sorted(place.name for place in at.server.bucket.iterdir())
+        assert names == ["run-0-best", "run-4", "run-5", "run-6", "run-7", "somebody-elses"]
+        assert len(list((at.server.bucket / "run-0-best").iterdir())) == 2
+        at.assert_serves(7)
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_a_step_that_fails_to_load_takes_nothing_from_the_bucket(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        await at.publisher.publish("run-1", at.export(1), KEY)
+        for step in (2, 3, 4):
+            at.server.fail = f"run-{step}"
+            with pytest.raises(Failed):
+                await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+        assert (at.server.bucket / "run-1" / "model.safetensors").exists()  # what replicas fall back on
 
     with scene(tmp_path) as at:
         asyncio.run(run(at))
@@ -165,3 +197,19 @@ def test_stopping_ends_a_publication_that_waits_for_the_server(
 
     with scene(tmp_path) as at:
         asyncio.run(run(at))
+
+
+def test_a_snapshot_is_removed_from_an_object_store_and_nothing_beside_it(
+    tmp_path: Path, s3: S3Server
+) -> None:
+    bucket = "s3://rollouts/removed"
+    directory = tmp_path / "whole"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_bytes(b"{}")
+    for identity in ("run-1", "run-10"):
+        put_directory(bucket, identity, directory)
+    remove_snapshot(bucket, "run-1")
+    remove_snapshot(bucket, "never-there")
+    assert list_directory(bucket, "run-1") == ([], [])
+    assert list_directory(bucket, "run-10") == (["config.json", "model.safetensors"], [])

@@ -21,6 +21,7 @@ from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed,
 from midstream.errors import ConfigError, MidstreamError, SnapshotError
 from midstream.snapshots.tasks import finished
 from midstream.tinker.errors import Category, Failed
+from midstream.tinker.retention import Chains, remove_snapshot
 
 REQUEST_TIMEOUT_S = 30.0
 READY_S = 600.0  # for the replicas to load a snapshot
@@ -34,7 +35,10 @@ class Publish(Protocol):
     """Where trained weights go. Every call raises Failed."""
 
     async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
-        """The checkpoint in `directory` is served by every replica as `identity` when this returns."""
+        """The checkpoint in `directory` is served by every replica as `identity` when this returns.
+
+        Of what was published before, the bucket keeps what replicas may need.
+        """
 
     async def keep(self, identity: str, directory: Path) -> None:
         """The checkpoint is in the bucket, whole and synced, when this returns; nothing serves it."""
@@ -68,14 +72,16 @@ class DeploymentPublisher:
         self._full_every = full_every
         self._ready_s = ready_s
         self._tls = tls
+        self._chains = Chains()
         self._turn = asyncio.Lock()
 
     async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
-        await self._do(
-            api_key,
-            lambda to: to.publish(identity, directory, timeout_s=self._ready_s),
-            f"serving {identity!r}",
-        )
+        def publish(to: SnapshotPublisher) -> None:
+            done = to.publish(identity, directory, timeout_s=self._ready_s)
+            for old in self._chains.published(identity, done.previous):
+                remove_snapshot(self._bucket, old)
+
+        await self._do(api_key, publish, f"serving {identity!r}")
 
     async def keep(self, identity: str, directory: Path) -> None:
         await self._do(None, lambda to: to.write_full(identity, directory), f"keeping {identity!r}")

@@ -1,0 +1,55 @@
+"""Ephemeral snapshots that the bucket does not need any more.
+
+Always holds: the files of the newest CHAINS chains, each a full snapshot and the deltas on it, stay: replicas start from the
+newest one, and fall back on what was served before. Only what this process published is ever removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from obstore.exceptions import BaseError
+
+from midstream.errors import ConfigError, SnapshotError
+from midstream.snapshots.bucket import describe, open_bucket
+from midstream.snapshots.identity import parse_bucket, snapshot_url
+from midstream.snapshots.upload import list_directory
+
+logger = logging.getLogger(__name__)
+
+CHAINS = 2
+
+
+class Chains:
+    """What was published, by what stands on what. Pure."""
+
+    def __init__(self, keep: int = CHAINS) -> None:
+        self._keep = keep
+        self._chains: list[list[str]] = []
+
+    def published(self, identity: str, previous: str | None) -> list[str]:
+        """`identity` serves, a delta on `previous` or, without one, a full snapshot; those that are of no use any more."""
+        if previous is not None and self._chains and previous in self._chains[-1]:
+            self._chains[-1].append(identity)
+            return []
+        self._chains.append([identity])
+        old, self._chains = self._chains[: -self._keep], self._chains[-self._keep :]
+        return [identity for chain in old for identity in chain]
+
+
+def remove_snapshot(bucket: str, identity: str) -> None:
+    """Its files in the bucket, of any kind. Never raises: what stays only takes room."""
+    url = snapshot_url(bucket, identity)
+    try:
+        names, _ = list_directory(bucket, identity)
+        if names:
+            open_bucket(url).delete(names)
+        place = parse_bucket(url)
+    except (BaseError, SnapshotError, ConfigError) as error:
+        logger.warning("the files of the old snapshot %s stay: %s", identity, describe(error))
+        return
+    if place.kind == "file":
+        with contextlib.suppress(OSError):
+            Path(place.path).rmdir()
