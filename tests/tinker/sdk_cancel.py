@@ -17,7 +17,7 @@ sampler = made(client.create_sampling_client(base_model=given.base_model))
 
 async def gauge(name: str) -> float:
     """A metric summed over replicas."""
-    lines = (await http.get(f"{given.url}/metrics")).text.splitlines()
+    lines = (await http.get(f"{given.url}/metrics", headers={"x-api-key": given.api_key})).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
 

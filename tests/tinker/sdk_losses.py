@@ -26,7 +26,9 @@ async def under_way() -> None:
     async with httpx.AsyncClient() as http:
         name = "midstream_replica_kv_blocks_used{"
         while True:
-            lines = (await http.get(f"{given.url}/metrics")).text.splitlines()
+            lines = (
+                await http.get(f"{given.url}/metrics", headers={"x-api-key": given.api_key})
+            ).text.splitlines()
             if any(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)):
                 return
 

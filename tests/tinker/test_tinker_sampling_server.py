@@ -141,7 +141,7 @@ def test_a_sample_that_is_given_up_ends_on_its_replica(server: Server) -> None:
 
 def generated(server: Server) -> float:
     name = "midstream_replica_generated_tokens_total{"
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", headers=KEY).text.splitlines()
     values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
     assert values, f"no metric {name}"
     return sum(values)
