@@ -26,11 +26,8 @@ from tinker.lib.api_future_impl import _APIFuture
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 
-def routed(url: str, api_key: str, request_id: str) -> dict[str, Any]:
-    """What the server says of one request: its key, replica, cached tokens and the snapshot of every token."""
-    request = urllib.request.Request(
-        f"{url}/api/v1/midstream/requests/{request_id}", headers={"X-API-Key": api_key}
-    )
+def asked(args: argparse.Namespace, path: str) -> dict[str, Any]:
+    request = urllib.request.Request(f"{args.url}/api/v1/{path}", headers={"X-API-Key": args.api_key})
     with urllib.request.urlopen(request) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
@@ -66,18 +63,14 @@ async def trajectory(
                 sampling_params=types.SamplingParams(max_tokens=args.max_tokens, seed=100 * number + turn),
             ),
         )
-        told = await asyncio.to_thread(routed, args.url, args.api_key, request_id)
+        told = await asyncio.to_thread(asked, args, f"midstream/requests/{request_id}")
         assert told["session_id"] == f"{session}:{number}", told
         turns.append({**told, "turn": turn, "prompt_tokens": len(prompt)})
         prompt = [*prompt, *response.sequences[0].tokens, *random.Random(turn).choices(range(32, 127), k=16)]
     return turns
 
 
-async def run(args: argparse.Namespace) -> int:
-    service = tinker.ServiceClient(base_url=args.url, api_key=args.api_key)
-    (model,) = [m.model_name for m in (await service.get_server_capabilities_async()).supported_models][:1]
-    client: Any = service.create_sampling_client(base_model=model)
-    client = client.result() if hasattr(client, "result") else client  # 0.38 makes it in the background
+async def run(args: argparse.Namespace, client: Any) -> int:
     rng = random.Random(0)
     prompts = [[rng.randrange(32, 127) for _ in range(96)] for _ in range(args.trajectories)]
     found = await asyncio.gather(*(trajectory(args, client, n, prompt) for n, prompt in enumerate(prompts)))
@@ -103,7 +96,12 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=24)
-    return asyncio.run(run(parser.parse_args()))
+    args = parser.parse_args()
+    model = asked(args, "get_server_capabilities")["supported_models"][0]["model_name"]
+    service = tinker.ServiceClient(base_url=args.url, api_key=args.api_key)
+    client: Any = service.create_sampling_client(base_model=model)
+    client = client.result() if hasattr(client, "result") else client  # 0.38 makes it in the background
+    return asyncio.run(run(args, client))
 
 
 if __name__ == "__main__":
