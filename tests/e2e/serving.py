@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-READY = re.compile(r"midstream ready on (http://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)")
+READY = re.compile(r"midstream ready on (https?://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)")
 
 
 @dataclass

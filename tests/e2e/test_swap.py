@@ -302,7 +302,7 @@ def test_a_stop_lets_streams_finish_and_leaves_no_child(
         rollout.start()
         rollout.started.wait()
         children = server.children()
-        assert len(children) == 3  # gateway, replica, engine
+        assert len(children) == 4  # gateway, Tinker front, replica, engine
         assert server.stop() == 0
         rollout.join()
         assert rollout.error is None
