@@ -514,7 +514,6 @@ def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tmp_path
 
     async def run() -> None:
         async with world(tmp_path, max_models=2, clock=lambda: now) as at:
-            at.store._clock = lambda: now
             await scene(at)
 
     asyncio.run(run())
@@ -538,7 +537,6 @@ def test_a_model_whose_session_has_expired_makes_way_for_the_next(tmp_path: Path
     async def run() -> None:
         nonlocal now
         async with world(tmp_path, clock=lambda: now) as at:
-            at.store._clock = lambda: now
             await at.model(0)
             now += 25 * 3600
             at.new_session()

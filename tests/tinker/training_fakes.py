@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class FakeTrainer:
                 self.weights[model_id].append(f"step {adam.learning_rate:g}")
                 return m.Metrics({"grad_norm:mean": 2.0})
             case m.SaveState(model_id, directory) | m.ExportWeights(model_id, directory):
-                Path(directory).mkdir(exist_ok=True)
+                Path(directory).mkdir(parents=True, exist_ok=True)
                 (Path(directory) / "state.json").write_text(json.dumps(self.weights[model_id]))
                 return m.Written(7)
         raise AssertionError(command)
@@ -134,7 +135,7 @@ class World:
         self.trainer = FakeTrainer()
         self.publish = FakePublish()
         self.futures = Futures()
-        self.store = Store(root / "tinker.db")
+        self.store = Store(root / "tinker.db", options.get("clock", time.time))
         self.places = Places(root / "tinker")
         self.training = Training(
             trainer=trainer or self.trainer,

@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from midstream.snapshots.durable import sync_directory
 from midstream.tinker import weights as names
 from midstream.tinker.errors import Failed, TinkerError
 from midstream.tinker.futures import PROTOBUF, Future, Futures
@@ -199,12 +198,9 @@ class Training:
             if not body.overwrite:
                 self._refuse_known(tenant, uri)
             directory = self._places.checkpoint(uri)
-            directory.parent.mkdir(parents=True, exist_ok=True)
             written: m.Written = await self._loaded.call(
                 model.row.id, m.SaveState(model.row.id, str(directory))
             )
-            for above in self._places.above(uri):
-                sync_directory(above)
             self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)
             future.resolve_json({"type": "save_weights", "path": str(uri)})
 
@@ -323,28 +319,33 @@ class Training:
         future: Future,
     ) -> None:
         """What was exported as `identity` goes into the bucket; `future` gets a checkpoint or a sampling session."""
+        directory = self._places.export(identity)
         result: dict[str, Any] = {"type": "save_weights_for_sampler"}
         with _failing(future):
-            directory = self._places.export(identity)
-            if body.path is not None:
-                uri = names.checkpoint_uri(row.id, "sampler_weights", body.path)
-                await self._publish.keep(identity, directory)
-                self._add_checkpoint(row, uri, body.user_metadata, snapshot=identity, size=size)
-                result["path"] = str(uri)
-            else:
-                await self._publish.publish(identity, directory, api_key)
-                session = self._store.create_sampling_session(
-                    row.tenant,
-                    row.session_id,
-                    body.sampling_session_seq_id or 0,
-                    base_model=row.base_model,
-                    policy="run",
-                    snapshot=identity,
-                    run=names.run_name(row.id),
-                )
-                result["sampling_session_id"] = session.id
+            try:
+                if body.path is not None:
+                    await self._publish.keep(identity, directory)
+                    uri = names.checkpoint_uri(row.id, "sampler_weights", body.path)
+                    self._add_checkpoint(row, uri, body.user_metadata, snapshot=identity, size=size)
+                    result["path"] = str(uri)
+                else:
+                    await self._publish.publish(identity, directory, api_key)
+                    seq = body.sampling_session_seq_id or 0
+                    result["sampling_session_id"] = self._sampling_session_of(row, seq, identity).id
+            finally:
+                await self._remove_export(identity)
             future.resolve_json(result)
-        await self._remove_export(identity)
+
+    def _sampling_session_of(self, row: ModelRow, seq: int, identity: str) -> SamplingSession:
+        return self._store.create_sampling_session(
+            row.tenant,
+            row.session_id,
+            seq,
+            base_model=row.base_model,
+            policy="run",
+            snapshot=identity,
+            run=names.run_name(row.id),
+        )
 
     async def _remove_export(self, identity: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._places.export(identity), ignore_errors=True)

@@ -113,10 +113,6 @@ class Places:
     def checkpoint(self, uri: CheckpointUri) -> Path:
         return self._root / "checkpoints" / model_key(uri.model_id) / uri.kind / uri.name
 
-    def above(self, uri: CheckpointUri) -> list[Path]:
-        """The directories that name the checkpoint's, the innermost first."""
-        return list(self.checkpoint(uri).parents[:4])
-
     def export(self, identity: str) -> Path:
         return self.exports / identity
 
