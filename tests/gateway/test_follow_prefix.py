@@ -56,6 +56,22 @@ def test_a_known_key_stays_at_home_and_teaches_where_its_prompt_is() -> None:
     run(main)
 
 
+def test_a_prompt_that_all_rollouts_begin_with_does_not_crowd_them_on_few_replicas() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 8) as stage:
+            system = text("the same for all ", 3000)
+            for number in range(24):
+                replica, _ = await ask(stage, chat(system, f"question {number}"), f"key {number}")
+                next(view for view in stage.views if view.name == replica).in_flight += 1  # it goes on
+            assert sum(stage.in_flight()) == 24
+            assert max(stage.in_flight()) <= 5, stage.in_flight()
+            assert min(stage.in_flight()) >= 2, stage.in_flight()
+            for view in stage.views:
+                view.in_flight = 0
+
+    run(main)
+
+
 def test_an_overloaded_replica_is_not_followed() -> None:
     async def main() -> None:
         async with staged(*[respond_ok] * 3) as stage:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.gateway.placement import ARRAYS_FROM, Candidate, Decision, Fleet, load_limit, stays
+from midstream.gateway.prefixes import Known
 from midstream.gateway.sessions import SessionTable
 from midstream.types import Session
 
@@ -92,21 +93,25 @@ def test_requests_without_session_fill_replicas_by_weight() -> None:
     assert loads == [20, 10]
 
 
-def test_a_known_prompt_is_followed_up_to_a_little_over_the_load_limit() -> None:
-    found = fleet([4, 0]).place_prefix("replica-0", 0.75, 1.0)
+def test_a_known_prompt_is_followed_up_to_the_load_limit_and_a_little_further_where_it_is_known_alone() -> (
+    None
+):
+    alone, shared = (Known("replica-0", 0.75, alone) for alone in (True, False))
+    found = fleet([4, 0]).place_prefix(shared, 1.0)
     assert found is not None
     assert found[1] == Decision(
-        "replica-0", "prefix", "75% of its prompt is known on replica-0, load 4, limit 7"
+        "replica-0", "prefix", "75% of its prompt is known on replica-0, load 4, limit 5"
     )
-    assert fleet([2, 0]).place_prefix("replica-0", 0.75, 0.25), "two requests are no load to flee from"
-    assert fleet([8, 0]).place_prefix("replica-0", 0.75, 0.25) is None
-    assert fleet([0, 0]).place_prefix("replica-2", 0.75, 0.25) is None
+    assert fleet([2, 0]).place_prefix(shared, 0.25) is None
+    assert fleet([2, 0]).place_prefix(alone, 0.25), "two requests are no load to flee from"
+    assert fleet([8, 0]).place_prefix(alone, 0.25) is None
+    assert fleet([0, 0]).place_prefix(Known("replica-2", 0.75, True), 0.25) is None
 
 
 def test_no_candidates_no_decision() -> None:
     assert fleet([]).place_session(("", "s"), BOUND) is None
     assert fleet([]).place_request(0) is None
-    assert fleet([]).place_prefix("replica-0", 1.0, BOUND) is None
+    assert fleet([]).place_prefix(Known("replica-0", 1.0, True), BOUND) is None
 
 
 def test_decisions_explain_themselves() -> None:

@@ -56,7 +56,23 @@ def test_a_short_prompt_is_followed_for_who_asks() -> None:
     assert long is not None
     assert asked is not None
     table.learn(long, "r2")
-    assert table.find(asked) == table.find(long) == ("r2", pytest.approx(1, abs=0.3))
+    assert table.find(asked) == table.find(long) == ("r2", pytest.approx(1, abs=0.3), True)
+
+
+def test_a_beginning_that_several_replicas_computed_is_not_held_to_be_known_on_one_alone() -> None:
+    table = PrefixTable()
+    system = text("the same for all ", 2000)
+    mine, other = (read_prompt("", chat(system, text(name, 1000))) for name in ("mine", "other"))
+    assert mine is not None
+    assert other is not None
+    table.learn(mine, "r1")
+    assert table.find(other) == ("r1", pytest.approx(0.6, abs=0.1), True)
+    table.learn(other, "r2")
+    table.learn(mine, "r1")
+    assert table.find(mine) == ("r1", pytest.approx(0.9, abs=0.1), True), "all of it is known there alone"
+    third = read_prompt("", chat(system, text("third", 1000)))
+    assert third is not None
+    assert table.find(third) == ("r1", pytest.approx(0.6, abs=0.1), False)
 
 
 def test_tenants_do_not_follow_each_other() -> None:
@@ -83,7 +99,7 @@ def test_beginnings_of_a_huge_prompt_and_the_table_are_bounded(monkeypatch: pyte
     table = PrefixTable(10)
     table.learn(prompt, "r1")
     assert len(table) == 10
-    assert table.find(prompt) == ("r1", pytest.approx(1, abs=0.3))
+    assert table.find(prompt) == ("r1", pytest.approx(1, abs=0.3), True)
 
 
 async def ask(stage: Stage, body: bytes, headers: str = "") -> tuple[str, str]:

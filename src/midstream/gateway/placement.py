@@ -25,6 +25,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from midstream.gateway.prefixes import Known
 from midstream.types import Session
 
 RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
@@ -32,7 +33,7 @@ RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
 ARRAYS_FROM = 48  # candidates from which numpy is quicker
 _Ranked = tuple[int, int, int]  # place, rank in rendezvous order from 1, load limit
 CLEARLY, CLEARLY_SHARE = 1, 0.02  # how much fewer sessions are clearly fewer
-FOLLOW_SLACK = 2  # requests over the limit that cost a replica less than computing a known prompt elsewhere
+FOLLOW_SLACK = 2  # requests over the limit, for a prompt that would have to be computed anywhere else
 _load = attrgetter("load")
 _MASK = 2**64 - 1
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
@@ -146,16 +147,18 @@ class Fleet(Generic[M]):
         why = f"no session: load {loads[place]}, the least of {len(loads)}"
         return chosen, Decision(chosen.name, "balanced", why)
 
-    def place_prefix(self, replica: str, share: float, bound: float) -> tuple[M, Decision] | None:
-        """Place a request where `share` of its prompt is known; None when that replica is overloaded."""
+    def place_prefix(self, known: Known, bound: float) -> tuple[M, Decision] | None:
+        """Place a request where its prompt is known; None when that replica is overloaded."""
+        replica = known.replica
         place = self._places.get(replica)
         if place is None:
             return None
         loads = self._loads()
-        limit = load_limit(sum(loads), bound, self._weights[place], self._all) + FOLLOW_SLACK
+        limit = load_limit(sum(loads), bound, self._weights[place], self._all)
+        limit += FOLLOW_SLACK if known.alone else 0
         if loads[place] >= limit:
             return None
-        why = f"{share:.0%} of its prompt is known on {replica}, load {loads[place]}, limit {limit}"
+        why = f"{known.share:.0%} of its prompt is known on {replica}, load {loads[place]}, limit {limit}"
         return self.members[place], Decision(replica, "prefix", why)
 
     def _loads(self) -> list[int]:

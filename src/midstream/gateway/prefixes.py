@@ -15,6 +15,7 @@ import re
 from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FOLLOWED_FROM = 0.5  # of a prompt's bytes: below that its beginning decides nothing
 FIRST_BOUND = 512  # bytes; shorter prompts are cheap to compute anywhere
@@ -72,12 +73,20 @@ def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> Prompt | No
     return Prompt(kept, min(size, LAST_BOUND), first) if kept else None
 
 
+class Known(NamedTuple):
+    """replica: which computed it last; share: of the prompt's bytes that it knows; alone: no other one ever computed them."""
+
+    replica: str
+    share: float
+    alone: bool
+
+
 class PrefixTable:
-    """Beginning -> name of the replica that computed it last."""
+    """Beginning -> name of the replica that computed it last, and whether it alone ever did."""
 
     def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
         self._max = beginnings_max
-        self._homes: OrderedDict[int, str] = OrderedDict()
+        self._homes: OrderedDict[int, tuple[str, bool]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"PrefixTable({len(self._homes)} of at most {self._max} beginnings)"
@@ -85,22 +94,23 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def find(self, prompt: Prompt) -> tuple[str, float] | None:
-        """(replica, share of the prompt's bytes that it knows), if that is enough to follow."""
+    def find(self, prompt: Prompt) -> Known | None:
+        """The replica that knows enough of it to be followed."""
         for place in range(len(prompt.beginnings) - 1, -1, -1):
             share = BOUNDS[prompt.first + place] / prompt.size
             if share < FOLLOWED_FROM:
                 return None
             home = self._homes.get(prompt.beginnings[place])
             if home is not None:
-                return home, share
+                return Known(home[0], share, home[1])
         return None
 
     def learn(self, prompt: Prompt, replica: str) -> None:
         """The replica computes it."""
-        homes = self._homes
+        homes, alone, shared = self._homes, (replica, True), (replica, False)
         for beginning in prompt.beginnings:
-            homes[beginning] = replica
+            before = homes.get(beginning, alone)
+            homes[beginning] = alone if before == alone else shared
             homes.move_to_end(beginning)
         while len(homes) > self._max:
             homes.popitem(last=False)

@@ -233,7 +233,7 @@ class Proxy:
         self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: Prompt
     ) -> tuple[ReplicaView, Decision] | None:
         known = prefixes.find(prompt)
-        return None if known is None else fleet.place_prefix(*known, self._bound)
+        return None if known is None else fleet.place_prefix(known, self._bound)
 
     def has_another(
         self,
