@@ -2,6 +2,7 @@
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
+# make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make test   all tests        make check  lint and types        make ci  what CI runs
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
@@ -25,8 +26,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
+COOKBOOK_VENV := .venv-cookbook
+COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker demo test check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook demo test test-cookbook check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -52,11 +55,22 @@ $(TINKER_VENVS:%=%/.installed): .venv-%/.installed: requirements/%.txt requireme
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
+setup-cookbook: $(COOKBOOK_STAMP)
+
+$(COOKBOOK_STAMP): requirements/cookbook.txt requirements/cpu.txt
+	$(PYTHON) -m venv $(COOKBOOK_VENV)
+	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cookbook.txt
+	@touch $(COOKBOOK_STAMP)
+
 demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
 test: setup setup-fireworks setup-tinker
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-cookbook: setup setup-cookbook
+	$(BIN)/python -m pytest tests/tinker/test_tinker_cookbook.py $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
