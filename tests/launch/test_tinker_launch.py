@@ -1,0 +1,65 @@
+"""What the Tinker front is told at its start, and makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from midstream.config import GatewaySettings, Settings, TinkerSettings
+from midstream.errors import ConfigError
+from midstream.launch.child import TinkerSpec
+from midstream.launch.local import gateway_url, own_address
+from midstream.launch.tinker import max_context, served_model, trainer_start
+
+SPEC = TinkerSpec(
+    path="/nowhere/tinker.sock",
+    gateway_url="http://127.0.0.1:1",
+    names=("tiny", "Qwen/Qwen3-8B-Base"),
+    model_dir="/nowhere",
+    deployment="accounts/local/deployments/default",
+    bucket="file:///nowhere",
+    state_dir="/nowhere",
+    api_keys=(),
+    threads=3,
+    settings=TinkerSettings(base_model_clients="serving", trainer_dtype="bfloat16", trainer_device="cuda"),
+    log_level="info",
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "cert", "url"),
+    [
+        ("127.0.0.1", None, "http://127.0.0.1:80"),
+        ("0.0.0.0", None, "http://127.0.0.1:80"),
+        ("::", "cert", "https://[::1]:80"),
+        ("10.0.0.7", "cert", "https://10.0.0.7:80"),
+    ],
+)
+def test_the_front_reaches_the_gateway_where_this_machine_can(host: str, cert: str | None, url: str) -> None:
+    settings = Settings(host=host, gateway=GatewaySettings(tls_cert=cert, tls_key=cert))
+    assert gateway_url(settings, own_address(host), 80) == url
+
+
+def test_the_context_is_what_the_checkpoint_says(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    for text, context in (
+        ('{"max_position_embeddings": 4096, "n": 1}', 4096),
+        ('{"text_config": {"max_position_embeddings": 2048}}', 2048),
+        ('{"n_positions": 1024}', None),
+    ):
+        config.write_text(text)
+        assert max_context(tmp_path) == context
+    config.write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        max_context(tmp_path)
+
+
+def test_settings_reach_clients_and_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    served = served_model(replace(SPEC, model_dir=str(tmp_path)))
+    assert served.names == SPEC.names
+    assert (served.base_policy, served.directory) == ("serving", str(tmp_path))
+    start = trainer_start(SPEC)
+    assert (start.directory, start.dtype, start.device, start.threads) == ("/nowhere", "bfloat16", "cuda", 3)
