@@ -96,7 +96,9 @@ class Store:
         """Open or create. Raises ConfigError when it cannot be used. ":memory:" keeps nothing."""
         self._clock = clock
         self._path = path
-        self._engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.StaticPool)
+        self._engine = sa.create_engine(
+            f"sqlite:///{path}", poolclass=sa.pool.StaticPool, hide_parameters=True
+        )
         sa.event.listen(self._engine, "connect", _configure)
         sa.event.listen(self._engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))
         try:
@@ -121,8 +123,9 @@ class Store:
             with self._engine.begin() as db:
                 yield db
         except SQLAlchemyError as error:
+            why = getattr(error, "orig", None) or type(error).__name__  # without the statement
             raise TinkerError(
-                503, f"the server's records cannot be used now: {error}", retry_after_s=5
+                503, f"the server's records cannot be used now: {why}", retry_after_s=5
             ) from error
 
     _read = _write  # one connection, one thread: a reader would gain nothing by another mode

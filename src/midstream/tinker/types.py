@@ -21,6 +21,8 @@ CheckpointKind = Literal["weights", "sampler_weights"]
 ITEM_BYTES: Final[dict[Dtype, int]] = {"int64": 8, "int32": 4, "float32": 4}
 MAX_TEXT = 1024
 MAX_INT64 = 2**63 - 1
+MAX_PARTS = 100_000  # objects and arrays in a body: each takes far more memory than its two bytes
+MAX_NESTED = 32  # of what a client notes for itself, and nobody here reads
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SeqId = Annotated[int, Meta(ge=0, le=MAX_INT64)]
@@ -297,15 +299,44 @@ _WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 def decode(body: bytes, into: type[_T]) -> _T:
     """Read a JSON body. Raises TinkerError (400) that names the field at fault."""
+    if body.count(b"{") + body.count(b"[") > MAX_PARTS:
+        raise TinkerError(400, f"the body has more than {MAX_PARTS} objects and arrays")
     try:
-        value = msgspec.json.decode(body)
+        value = _json(body, into)
         refuse_unknown(value, into)
-        return msgspec.convert(value, into)
+        made = msgspec.convert(value, into)
     except msgspec.ValidationError as error:
         where = _WHERE.search(str(error))
         raise TinkerError(400, str(error), (where[1] or None) if where else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TinkerError(400, f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise TinkerError(400, "the body is nested too deeply") from error
+    for name in ("user_metadata", "optimizer_params"):
+        _check_notes(getattr(made, name, None), name)
+    return made
+
+
+def _json(body: bytes, into: type[Body]) -> Any:
+    """Raises msgspec.DecodeError, with the field's name where a number is none that is known."""
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        msgspec.json.decode(body, type=into)
+        raise
+
+
+def _check_notes(value: Any, where: str, left: int = MAX_NESTED) -> None:
+    """Raises TinkerError (400) for what cannot be written down."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise TinkerError(400, f"{where}: a whole number beyond 64 bits is not kept", where)
+    if not isinstance(value, dict | list):
+        return
+    if not left:
+        raise TinkerError(400, f"{where} is nested too deeply", where)
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        within = f"{where}[{name}]" if isinstance(value, list) else f"{where}.{name}"
+        _check_notes(item, within, left - 1)
 
 
 class _Addressed(Body, frozen=True, kw_only=True):
@@ -317,7 +348,7 @@ def addressee(body: bytes) -> tuple[str, int] | None:
     """The model_id and seq_id of a body that is refused, if they can be read."""
     try:
         found = msgspec.json.decode(body, type=_Addressed)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found.model_id, found.seq_id
 

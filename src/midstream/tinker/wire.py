@@ -27,6 +27,7 @@ from midstream.tinker.types import (
 )
 
 MAX_MADE_BYTES = 1 << 28
+MAX_DIMENSIONS = 8
 EMPTY_LOGPROB = -99999.0  # with token 0: a cell of a top-k table that holds nothing
 _DTYPES: dict[int, Dtype] = {proto.FLOAT32: "float32", proto.INT64: "int64", proto.INT32: "int32"}
 _NUMBERS: dict[Dtype, int] = {dtype: number for number, dtype in _DTYPES.items()}
@@ -162,6 +163,8 @@ def _tensor(message: Any, where: str, budget: _Budget) -> Tensor:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise TinkerError(400, f"{where} has data type {message.dtype}, which is not taken here", where)
+    if len(message.shape) > MAX_DIMENSIONS:
+        raise TinkerError(400, f"{where} has {len(message.shape)} dimensions", where)
     shape = tuple(message.shape)
     if any(size < 0 for size in shape):
         raise TinkerError(400, f"{where} has shape {list(shape)}", where)

@@ -1,0 +1,107 @@
+"""Bodies that no SDK writes, made to stop or to fill the front: each is refused at once, with a 400 that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midstream.tinker import proto, types, wire
+from midstream.tinker.errors import TinkerError
+from midstream.tinker.store import Store
+from midstream.tinker.types import (
+    Body,
+    CreateModelBody,
+    CreateSessionBody,
+    OptimStepBody,
+    RetrieveBody,
+    SampleBody,
+    decode,
+)
+
+MODEL = b'{"session_id":"s","model_seq_id":0,"base_model":"m","user_metadata":%s}'
+STEP = b'{"model_id":"m","seq_id":1,"optimizer_params":%s}'
+
+
+def refused(body: bytes, into: type[Body]) -> TinkerError:
+    with pytest.raises(TinkerError) as caught:
+        decode(body, into)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize("into", [SampleBody, RetrieveBody, OptimStepBody, CreateSessionBody])
+@pytest.mark.parametrize("before", [b"", b'{"x":', b'{"model_id":"m","seq_id":1,"x":'])
+def test_a_body_nested_too_deeply_is_refused(before: bytes, into: type[Body]) -> None:
+    body = before + b"[" * 5_000
+    assert "nested" in refused(body, into).detail
+    assert types.addressee(body) is None
+
+
+def test_many_empty_parts_are_refused_before_anything_is_made_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(types, "MAX_PARTS", 8)
+    chunks = [{"tokens": [1]}] * 2
+    fits: dict[str, Any] = {"prompt": {"chunks": chunks}, "sampling_params": {}}
+    assert decode(json.dumps(fits).encode(), SampleBody).prompt.token_ids() == (1, 1)
+    fits["prompt"]["chunks"] = [*chunks, {}]
+    assert "8" in refused(json.dumps(fits).encode(), SampleBody).detail
+
+
+@pytest.mark.parametrize(("form", "into"), [(MODEL, CreateModelBody), (STEP, OptimStepBody)])
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**300])
+def test_a_clients_own_notes_hold_no_number_that_cannot_be_passed_on(
+    form: bytes, into: type[Body], value: int
+) -> None:
+    name = "user_metadata" if into is CreateModelBody else "optimizer_params"
+    error = refused(form % json.dumps({"a": [{"b": value}]}).encode(), into)
+    assert error.param == f"{name}.a[0].b"
+    kept = getattr(decode(form % b'{"a":[{"b":18446744073709551615}]}', into), name)
+    assert kept == {"a": [{"b": 2**64 - 1}]}
+
+
+def test_a_clients_own_notes_are_not_nested_deeply() -> None:
+    deep = b'{"a":' + b"[" * 500 + b"]" * 500 + b"}"
+    error = refused(MODEL % deep, CreateModelBody)
+    assert "nested" in error.detail
+    assert str(error.param).startswith("user_metadata.a[0]")
+
+
+def test_a_number_beyond_a_float_is_refused_by_name() -> None:
+    body = b'{"prompt":{"chunks":[]},"sampling_params":{"temperature":1e999}}'
+    assert refused(body, SampleBody).param == "sampling_params.temperature"
+
+
+def request(tokens: int = 1) -> Any:
+    message = proto.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    chunk = message.data.add().model_input.add()
+    chunk.encoded_text.tokens = np.arange(tokens, dtype="<i4").tobytes()
+    return message
+
+
+def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied() -> None:
+    message = request()
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    tensor.dtype, tensor.dense = proto.FLOAT32, np.ones(4, dtype="<f4").tobytes()
+    tensor.shape.extend([2**62] * 4 + [0] * 100)
+    with pytest.raises(TinkerError, match="104 dimensions") as caught:
+        wire.forward_backward(message.SerializeToString())
+    assert (caught.value.status, caught.value.param) == (400, "data[0].loss_fn_inputs.weights")
+
+
+def test_an_error_of_the_records_shows_neither_the_statement_nor_its_values(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tinker.db")
+    with sqlite3.connect(tmp_path / "tinker.db") as other:
+        other.execute("DROP TABLE sessions")
+    with pytest.raises(TinkerError) as caught:
+        store.create_session("tenant-digest", user_metadata={"token": "secret"})
+    assert caught.value.status == 503
+    assert not [
+        word for word in ("secret", "tenant-digest", "SELECT", "INSERT") if word in caught.value.detail
+    ]
+    assert not [word for word in ("secret", "tenant-digest") if word in str(caught.value.__cause__)]
