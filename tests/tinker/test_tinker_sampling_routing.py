@@ -49,6 +49,18 @@ def test_a_run_takes_its_own_later_weights_and_nobody_elses() -> None:
         assert "tinker-ab-0-7" in failed.value.message
 
 
+@pytest.mark.parametrize("older", ["tinker-ab-0-6", "tinker-ab-0-2-step10", "tinker-ab-0-x"])
+def test_a_run_does_not_take_older_weights_of_its_own_that_serve_again(older: str) -> None:
+    assert not RUN.allows(older)
+    with pytest.raises(
+        Failed, match=f"'tinker-ab-0-7' or a later one of its run; tokens came from '{older}'"
+    ):
+        RUN.check(["tinker-ab-0-7", older])
+    assert not may_come_back(RUN, {"newest": older})
+    for later in ("tinker-ab-0-7", "tinker-ab-0-7-final", "tinker-ab-0-10"):
+        assert RUN.allows(later)
+
+
 def test_saved_weights_and_base_are_exact_and_the_setting_is_named() -> None:
     SAVED.check(["tinker-ab-0-7-final"])
     with pytest.raises(Failed, match="tinker-ab-0-8"):

@@ -13,6 +13,7 @@ import msgspec
 
 from midstream.tinker.errors import Failed, TinkerError
 from midstream.tinker.types import Policy
+from midstream.tinker.weights import same_run_not_older
 from midstream.types import BASE_SNAPSHOT, HEADER_FOLLOW_PREFIX
 from midstream.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
 
@@ -23,8 +24,8 @@ _SETTING = '[tinker] base_model_clients = "serving"'
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """What a sampling session may be served by.
 
-    exact: `snapshot` from the first token to the last. run: `snapshot` or what the same run published later; the identities of
-    a run's snapshots begin with `run` and a dash. serving: whatever serves.
+    exact: `snapshot` from the first token to the last. run: `snapshot` or what the same run saved later, not what it saved
+    before and somebody serves again. serving: whatever serves.
     """
 
     policy: Policy
@@ -39,7 +40,9 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     def allows(self, snapshot: str) -> bool:
         if self.policy == "serving" or snapshot == self.snapshot:
             return True
-        return self.policy == "run" and self.run is not None and snapshot.startswith(f"{self.run}-")
+        return (
+            self.policy == "run" and self.snapshot is not None and same_run_not_older(snapshot, self.snapshot)
+        )
 
     def check(self, labels: Iterable[str]) -> None:
         """Raises Failed when a token was made by other weights than the client asked for."""

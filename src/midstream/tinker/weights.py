@@ -20,7 +20,7 @@ NAME_CHARS = 128
 
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+~-]{{0,{NAME_CHARS - 1}}}")
 _MODEL = re.compile(r"session_([0-9a-f]{1,64}):train:([0-9]{1,19})")
-_IDENTITY = re.compile(r"(tinker-[0-9a-f]{1,64}-[0-9]{1,19})-[0-9]+(?:-.+)?", re.DOTALL)
+_IDENTITY = re.compile(r"(tinker-[0-9a-f]{1,64}-[0-9]{1,19})-([0-9]{1,19})(?:-.+)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,14 @@ def run_of(identity: str) -> str | None:
     """The run whose weights the snapshot `identity` holds; None: it was not made by training here."""
     match = _IDENTITY.fullmatch(identity)
     return None if match is None else match[1]
+
+
+def same_run_not_older(identity: str, than: str) -> bool:
+    """Whether both are of one run, and `identity` was saved with `than` or after it."""
+    match, least = _IDENTITY.fullmatch(identity), _IDENTITY.fullmatch(than)
+    if match is None or least is None:
+        return False
+    return match[1] == least[1] and int(match[2]) >= int(least[2])
 
 
 class Places:
