@@ -368,6 +368,18 @@ def test_ephemeral_weights_become_a_sampling_session_of_their_run(tmp_path: Path
     play(tmp_path, scene)
 
 
+def test_a_sampling_session_never_stands_for_other_weights_than_were_saved_for_it(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        mine, other = await at.model(), await at.model(1)
+        await at.result(await save_ephemeral(at, mine, 1, 4))
+        for model, seq_id in ((other, 1), (mine, 2)):
+            message, category = await at.error(await save_ephemeral(at, model, seq_id, 4))
+            assert "sampling_session_seq_id 4 was used before" in message
+            assert category == "user"
+
+    play(tmp_path, scene)
+
+
 def test_a_sampling_session_on_saved_weights_serves_them_first_and_once(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         model = await at.model()
@@ -378,6 +390,35 @@ def test_a_sampling_session_on_saved_weights_serves_them_first_and_once(tmp_path
         assert (made.policy, made.model_path, made.base_model) == ("exact", path, BASE)
         assert at.publish.serving == [(made.snapshot, "tml-other")]
         assert list(at.publish.bucket) == [made.snapshot]
+
+    play(tmp_path, scene)
+
+
+def test_asking_again_while_weights_load_does_not_put_them_over_what_came_after(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
+        body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=2, model_path=path)
+        gates = [asyncio.Event() for _ in range(3)]  # serve; publish; serve again, if it comes to that
+        entered = iter(gates)
+
+        async def may_go_on() -> None:
+            await next(entered).wait()
+
+        at.publish._may_go_on = may_go_on  # type: ignore[method-assign]
+        first = asyncio.create_task(at.training.create_sampling_session(TENANT, KEY, body))
+        again = asyncio.create_task(at.training.create_sampling_session(TENANT, KEY, body))
+        for _ in range(5):
+            await asyncio.sleep(0)  # both have asked; only one may be loading
+        gates[0].set()
+        made = await first
+        for gate in gates[1:]:
+            gate.set()
+        newer = await at.result(await save_ephemeral(at, model, 2, 3))
+        assert (await again) == made
+        assert newer["sampling_session_id"] != made.id
+        assert len(at.publish.serving) == 2
+        assert at.publish.serving[-1][0].endswith("-2")
 
     play(tmp_path, scene)
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -90,6 +91,8 @@ class Training:
         self._gap_s = gap_s
         self._clock = clock
         self._models: dict[str, _Model] = {}
+        # Of sampling sessions being made: who asks again while weights load would load them over what came after.
+        self._making: WeakValueDictionary[tuple[str, str, int], asyncio.Lock] = WeakValueDictionary()
         shutil.rmtree(places.exports, ignore_errors=True)  # of a process that died
         places.exports.mkdir(parents=True)
 
@@ -246,22 +249,23 @@ class Training:
                 f"{path} holds a state to train on from; save_weights_for_sampler makes one to sample",
                 "model_path",
             )
-        made = self._store.sampling_session_at(tenant, body.session_id, seq)
-        if made is None or made.model_path != path:
-            try:
-                await self._publish.serve(checkpoint.snapshot, api_key)
-            except Failed as error:
-                raise _refusal(error, "model_path") from error
-        return self._store.create_sampling_session(
-            tenant,
-            body.session_id,
-            seq,
-            base_model=checkpoint.base_model,
-            policy="exact",
-            model_path=path,
-            snapshot=checkpoint.snapshot,
-            run=names.run_of(checkpoint.snapshot),
-        )
+        async with self._making.setdefault((tenant, body.session_id, seq), asyncio.Lock()):
+            made = self._store.sampling_session_at(tenant, body.session_id, seq)
+            if made is None or made.model_path != path:
+                try:
+                    await self._publish.serve(checkpoint.snapshot, api_key)
+                except Failed as error:
+                    raise _refusal(error, "model_path") from error
+            return self._store.create_sampling_session(
+                tenant,
+                body.session_id,
+                seq,
+                base_model=checkpoint.base_model,
+                policy="exact",
+                model_path=path,
+                snapshot=checkpoint.snapshot,
+                run=names.run_of(checkpoint.snapshot),
+            )
 
     def weights_info(self, tenant: str, uri: str) -> tuple[CheckpointRow, LoraConfig]:
         """Of a state to train on from. Raises TinkerError."""
@@ -337,7 +341,8 @@ class Training:
             future.resolve_json(result)
 
     def _sampling_session_of(self, row: ModelRow, seq: int, identity: str) -> SamplingSession:
-        return self._store.create_sampling_session(
+        """Raises TinkerError (400) when the counter `seq` stands for other weights."""
+        made = self._store.create_sampling_session(
             row.tenant,
             row.session_id,
             seq,
@@ -346,6 +351,10 @@ class Training:
             snapshot=identity,
             run=names.run_name(row.id),
         )
+        if made.snapshot != identity:
+            message = f"sampling_session_seq_id {seq} was used before in this session, for {made.snapshot!r}"
+            raise TinkerError(400, message, "sampling_session_seq_id")
+        return made
 
     async def _remove_export(self, identity: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._places.export(identity), ignore_errors=True)
