@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from midstream.tinker import proto, types, wire
+from midstream.tinker import store as store_module
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.store import Store
 from midstream.tinker.types import (
     Body,
     CreateModelBody,
     CreateSessionBody,
+    LoraConfig,
     OptimStepBody,
     RetrieveBody,
     SampleBody,
@@ -70,6 +72,29 @@ def test_a_clients_own_notes_are_not_nested_deeply() -> None:
     error = refused(MODEL % deep, CreateModelBody)
     assert "nested" in error.detail
     assert str(error.param).startswith("user_metadata.a[0]")
+
+
+def test_a_clients_own_notes_are_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(types, "MAX_NOTES_BYTES", 100)
+    assert refused(MODEL % json.dumps({"a": "x" * 100}).encode(), CreateModelBody).param == "user_metadata"
+    kept = decode(MODEL % json.dumps({"a": "x" * 90}).encode(), CreateModelBody).user_metadata
+    assert kept == {"a": "x" * 90}
+
+
+def test_a_session_makes_a_bounded_number_of_models_and_still_has_those_it_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_MODELS", 2)
+    store = Store(":memory:")
+    session, other = store.create_session("t"), store.create_session("t")
+    made = [
+        store.create_model("t", session.id, seq, base_model="tiny", lora=LoraConfig()) for seq in range(2)
+    ]
+    with pytest.raises(TinkerError, match="2 models") as caught:
+        store.create_model("t", session.id, 2, base_model="tiny", lora=LoraConfig())
+    assert (caught.value.status, caught.value.param) == (400, "session_id")
+    assert store.create_model("t", session.id, 1, base_model="tiny", lora=LoraConfig()) == made[1]
+    assert store.create_model("t", other.id, 0, base_model="tiny", lora=LoraConfig()).session_id == other.id
 
 
 def test_a_number_beyond_a_float_is_refused_by_name() -> None:

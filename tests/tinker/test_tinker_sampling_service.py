@@ -120,6 +120,19 @@ def test_one_completion_with_the_key_the_weights_and_the_callers_key(
     run(tmp_path, [None], scenario)
 
 
+def test_a_session_of_a_model_that_was_served_before_a_restart_is_not_served_by_another(
+    tmp_path: Path,
+) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session(base_model="Other/Model")
+        with pytest.raises(TinkerError, match=r"'Other/Model'.*not served here any more") as caught:
+            await made.sampling.submit(TENANT, None, body(session.id))
+        assert (caught.value.status, caught.value.param) == (404, "sampling_session_id")
+        assert gateway.asked == []
+
+    run(tmp_path, [None], scenario)
+
+
 def test_a_sample_without_seq_id_or_session_has_no_key(tmp_path: Path) -> None:
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         session = made.sampling_session()

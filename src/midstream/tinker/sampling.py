@@ -99,6 +99,11 @@ class Sampling:
                     f"there is no sampling session {body.sampling_session_id!r}; make a new sampling client"
                 )
                 raise TinkerError(404, message, "sampling_session_id")
+            if session.base_model not in self._served.names:  # the server was started anew with another model
+                message = (
+                    f"this sampling session is of {session.base_model!r}, which is not served here any more"
+                )
+                raise TinkerError(404, message, "sampling_session_id")
             weights = Weights(policy=session.policy, snapshot=session.snapshot, run=session.run)
             return session.base_model, weights
         if body.model_path is not None:

@@ -31,6 +31,7 @@ SILENT_S = 300.0  # without a heartbeat, which come every 10 s: whoever made the
 SEEN_EVERY_S = 60.0  # how late `seen` may be on disk
 MAX_SESSIONS = 1000
 MAX_SAMPLING_SESSIONS = 20_000
+MAX_MODELS = 1000  # of a session
 EXPIRE_EVERY_S = 300.0
 BUSY_TIMEOUT_MS = 10_000
 
@@ -261,7 +262,7 @@ class Store:
         restored_from: str | None = None,
         user_metadata: Mapping[str, Any] | None = None,
     ) -> ModelRow:
-        """The one under (session, seq). Raises TinkerError: 404 no such session, 400 made before otherwise."""
+        """The one under (session, seq). Raises TinkerError: 404 no such session, 400 made before otherwise, or too many."""
         fresh = ModelRow(
             id=f"{session_id}:train:{seq}",
             tenant=tenant,
@@ -281,6 +282,7 @@ class Store:
                 if (there.base_model, there.lora, there.restored_from) != (base_model, lora, restored_from):
                     _otherwise("model_seq_id", seq, there.restored_from or there.base_model)
                 return there
+            _room_for_model(db, session_id)
             db.execute(models.insert().values(msgspec.to_builtins(fresh)))
         return fresh
 
@@ -383,6 +385,14 @@ def _mine_at(tenant: str, uri: str) -> sa.ColumnElement[bool]:
 
 def _made_under(db: sa.Connection, table: sa.Table, session_id: str, seq: int) -> sa.Row[Any] | None:
     return db.execute(sa.select(table).where(table.c.session_id == session_id, table.c.seq == seq)).first()
+
+
+def _room_for_model(db: sa.Connection, session_id: str) -> None:
+    count = db.execute(sa.select(sa.func.count()).where(models.c.session_id == session_id)).scalar_one()
+    if count >= MAX_MODELS:
+        raise TinkerError(
+            400, f"this session has made {count} models, the most it may; begin a new one", "session_id"
+        )
 
 
 def _as(row: sa.Row[Any], struct: type[_R]) -> _R:

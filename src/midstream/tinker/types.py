@@ -23,6 +23,7 @@ MAX_TEXT = 1024
 MAX_INT64 = 2**63 - 1
 MAX_PARTS = 100_000  # objects and arrays in a body: each takes far more memory than its two bytes
 MAX_NESTED = 32  # of what a client notes for itself, and nobody here reads
+MAX_NOTES_BYTES = 1 << 16  # of the same, as JSON
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SeqId = Annotated[int, Meta(ge=0, le=MAX_INT64)]
@@ -313,7 +314,10 @@ def decode(body: bytes, into: type[_T]) -> _T:
     except RecursionError as error:
         raise TinkerError(400, "the body is nested too deeply") from error
     for name in ("user_metadata", "optimizer_params"):
-        _check_notes(getattr(made, name, None), name)
+        notes = getattr(made, name, None)
+        _check_notes(notes, name)
+        if notes is not None and len(msgspec.json.encode(notes)) > MAX_NOTES_BYTES:
+            raise TinkerError(400, f"{name} is longer than {MAX_NOTES_BYTES} bytes", name)
     return made
 
 
