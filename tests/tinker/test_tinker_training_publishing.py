@@ -67,6 +67,10 @@ def deltas(at: Scene) -> list[str | None]:
     return [None if metadata is None else metadata["previous_snapshot_identity"] for metadata in told]
 
 
+def names(at: Scene) -> list[str]:
+    return sorted(place.name for place in at.server.bucket.iterdir())
+
+
 def test_steps_are_served_as_deltas_on_the_one_before_and_now_and_then_whole(tmp_path: Path) -> None:
     async def run(at: Scene) -> None:
         for step in range(5):
@@ -102,6 +106,57 @@ def test_a_step_that_fails_to_load_takes_nothing_from_the_bucket(tmp_path: Path)
             with pytest.raises(Failed):
                 await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         assert (at.server.bucket / "run-1" / "model.safetensors").exists()  # what replicas fall back on
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(at: Scene) -> None:
+        at.publisher = DeploymentPublisher(
+            gateway_url=at.publisher.gateway_url,
+            deployment="accounts/a/deployments/d",
+            bucket=at.server.bucket.as_uri(),
+            work_dir=tmp_path / "publish",
+            full_every=6,
+            ready_s=0.0,
+        )
+        ready = at.server.status
+
+        def loading() -> dict[str, object]:
+            told = ready()
+            told["replicas"][0]["readiness"] = at.server.desired not in ("run-2", "run-4")
+            return told
+
+        for step in range(1, 7):  # whole: 1; 2 and 4 are late
+            monkeypatch.setattr(at.server, "status", loading)
+            if step in (2, 4):
+                with pytest.raises(Failed, match=f"run-{step}"):
+                    await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+            else:
+                await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+            monkeypatch.setattr(at.server, "status", ready)
+        assert deltas(at) == [None, "run-1", "run-2", "run-3", "run-4", "run-5"]
+        assert names(at) == [f"run-{step}" for step in range(1, 7)]
+        for step in range(7, 14):  # whole: 7 and 13
+            await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+        assert names(at) == sorted(f"run-{step}" for step in range(7, 14))
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_what_failed_leaves_the_bucket_in_the_end(tmp_path: Path) -> None:
+    async def run(at: Scene) -> None:
+        for step in range(1, 9):
+            at.server.fail = f"run-{step}" if step % 2 == 0 else None
+            try:
+                await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+            except Failed:
+                assert step % 2 == 0
+        assert names(at) == ["run-5", "run-6", "run-7", "run-8"]
 
     with scene(tmp_path) as at:
         asyncio.run(run(at))

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import httpx
 
 from midstream.client import SnapshotPublisher
-from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
+from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.errors import ConfigError, MidstreamError, SnapshotError
 from midstream.snapshots.tasks import finished
 from midstream.tinker.errors import Category, Failed
@@ -77,7 +77,11 @@ class DeploymentPublisher:
 
     async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
         def publish(to: SnapshotPublisher) -> None:
-            done = to.publish(identity, directory, timeout_s=self._ready_s)
+            try:
+                done = to.publish(identity, directory, timeout_s=self._ready_s)
+            except (SnapshotFailed, NotReadyInTime, SignalRefused):
+                self._chains.uncertain(identity)
+                raise
             for old in self._chains.published(identity, done.previous):
                 remove_snapshot(self._bucket, old)
 

@@ -31,12 +31,18 @@ class Chains:
 
     def published(self, identity: str, previous: str | None) -> list[str]:
         """`identity` serves, a delta on `previous` or, without one, a full snapshot; those that are of no use any more."""
-        if previous is not None and self._chains and previous in self._chains[-1]:
+        if previous is not None and self._chains:
             self._chains[-1].append(identity)
             return []
         self._chains.append([identity])
         old, self._chains = self._chains[: -self._keep], self._chains[-self._keep :]
         return [identity for chain in old for identity in chain]
+
+    def uncertain(self, identity: str) -> None:
+        """`identity` may be in the bucket, and may yet serve: it goes when what it was published after goes."""
+        if not self._chains:
+            self._chains.append([])
+        self._chains[-1].append(identity)
 
 
 def remove_snapshot(bucket: str, identity: str) -> None:
