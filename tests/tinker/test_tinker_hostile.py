@@ -119,6 +119,40 @@ def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied(
     assert (caught.value.status, caught.value.param) == (400, "data[0].loss_fn_inputs.weights")
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        b"\x1a\x00" * 9,  # datums
+        b"\x1a\x12" + b"\x0a\x00" * 9,  # chunks of one
+        b"\x1a\x12" + b"\x12\x00" * 9,  # inputs of one
+        b"\x2a\x00" * 9,  # settings of the loss
+    ],
+)
+def test_a_request_of_very_many_empty_parts_is_refused_unread(
+    parts: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_PARTS", 8)
+    body = request().SerializeToString()
+    assert len(wire.forward_backward(body).data) == 1
+    with pytest.raises(TinkerError, match="more than 8") as caught:
+        wire.forward_backward(body + parts)
+    assert (caught.value.status, caught.value.param) == (400, "data")
+    assert wire.addressee(body + parts) is None
+    assert wire.addressee(body) == ("m", 1)
+
+
+@pytest.mark.parametrize("tail", [b"\x1a", b"\x1a\x05", b"\x1a\x02\x0a\x7f", b"\x0b\x0c", b"\x80" * 11])
+def test_a_request_that_is_cut_or_no_protobuf_is_refused(tail: bytes) -> None:
+    with pytest.raises(TinkerError, match="not a ForwardBackwardRequest") as caught:
+        wire.forward_backward(request().SerializeToString() + tail)
+    assert caught.value.status == 400
+
+
+def test_a_sessions_name_is_of_a_bounded_length() -> None:
+    assert refused(b'{"display_name":"%s"}' % (b"x" * 1025), CreateSessionBody).param == "display_name"
+    assert decode(b'{"display_name":""}', CreateSessionBody).display_name == ""
+
+
 def test_an_error_of_the_records_shows_neither_the_statement_nor_its_values(tmp_path: Path) -> None:
     store = Store(tmp_path / "tinker.db")
     with sqlite3.connect(tmp_path / "tinker.db") as other:

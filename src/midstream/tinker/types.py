@@ -198,7 +198,7 @@ class CreateSessionBody(Body, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     project_id: str | None = None
-    display_name: str | None = None
+    display_name: Annotated[str, Meta(max_length=MAX_TEXT)] | None = None
 
 
 class SessionBody(Body, frozen=True, kw_only=True):

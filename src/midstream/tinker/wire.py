@@ -6,8 +6,8 @@ tensors become dense ones, of at most MAX_MADE_BYTES in a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from math import prod
 from typing import Any
 
@@ -28,6 +28,9 @@ from midstream.tinker.types import (
 
 MAX_MADE_BYTES = 1 << 28
 MAX_DIMENSIONS = 8
+_DATA = proto.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
+_NO_REQUEST = "the body is not a ForwardBackwardRequest in protobuf"
+MAX_PARTS = 1 << 20  # fields of a request and of its datums: an empty one of two bytes takes many times that
 EMPTY_LOGPROB = -99999.0  # with token 0: a cell of a top-k table that holds nothing
 _DTYPES: dict[int, Dtype] = {proto.FLOAT32: "float32", proto.INT64: "int64", proto.INT32: "int32"}
 _NUMBERS: dict[Dtype, int] = {dtype: number for number, dtype in _DTYPES.items()}
@@ -91,10 +94,11 @@ def _write_record(record: Any, datums: list[dict[str, Tensor]]) -> None:
 
 def forward_backward(body: bytes) -> ForwardBackward:
     """A ForwardBackwardRequest. Raises TinkerError (400)."""
+    _check_parts(body)
     try:
         message = proto.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
-        raise TinkerError(400, "the body is not a ForwardBackwardRequest in protobuf") from error
+        raise TinkerError(400, _NO_REQUEST) from error
     if not message.model_id:
         raise TinkerError(400, "model_id is missing", "model_id")
     if message.seq_id < 0:
@@ -118,10 +122,56 @@ def forward_backward(body: bytes) -> ForwardBackward:
 def addressee(body: bytes) -> tuple[str, int] | None:
     """The model_id and seq_id of a request that is refused, if they can be read."""
     try:
+        _check_parts(body)
         message = proto.ForwardBackwardRequest.FromString(body)
-    except DecodeError:
+    except (DecodeError, TinkerError):
         return None
     return (message.model_id, message.seq_id) if message.model_id and message.seq_id > 0 else None
+
+
+def _check_parts(body: bytes) -> None:
+    """Raises TinkerError (400) for a body of more than MAX_PARTS, before anything is made of them."""
+    parts = 0
+    try:
+        for number, start, end in _fields(body, 0, len(body)):
+            within = _fields(body, start, end) if number == _DATA else ()
+            parts += 1 + sum(1 for _ in islice(within, MAX_PARTS))
+            if parts > MAX_PARTS:
+                raise TinkerError(400, f"the body has more than {MAX_PARTS} datums and inputs", "data")
+    except (IndexError, ValueError) as error:
+        raise TinkerError(400, _NO_REQUEST) from error
+
+
+def _fields(body: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Of a message in body[at:end]: number, start and end of each. Raises IndexError, ValueError."""
+    while at < end:
+        tag, at = _varint(body, at)
+        start = at
+        match tag & 7:
+            case 0:
+                _, at = _varint(body, at)
+            case 2:
+                size, start = _varint(body, at)
+                at = start + size
+            case 1 | 5 as kind:
+                at += 8 if kind == 1 else 4
+            case kind:
+                raise ValueError(f"wire type {kind}")
+        if at > end:
+            raise ValueError("a field goes beyond its message")
+        yield tag >> 3, start, at
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """It, and what comes after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number of more than ten bytes")
 
 
 class _Budget:
