@@ -206,6 +206,36 @@ def test_gradients_that_are_not_finite_never_reach_the_weights(tiny_model: Model
     assert all(gradient is None for gradient in gradients(model).values())
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-60])
+def test_an_eps_that_would_divide_by_zero_never_reaches_the_weights(tiny_model: Models, eps: float) -> None:
+    model = new_model(tiny_model())
+    before = weights(model)
+    model.forward_backward(request([text("say this")]))
+    with pytest.raises(Failed, match="eps is"):
+        model.optim_step(AdamParams(learning_rate=1e-3, eps=eps))
+    assert same(weights(model), before)
+    model.forward_backward(request([text("say this")]))
+    model.optim_step(AdamParams(learning_rate=1e-3, eps=1e-37))
+    assert all(torch.isfinite(weight).all() for weight in weights(model).values())
+
+
+def test_a_gain_whose_ratio_is_infinite_is_clipped_and_leaves_the_other_gradients(tiny_model: Models) -> None:
+    model = new_model(tiny_model())
+    line = "say this"
+    usual = [-5.0] * (len(line) - 1)
+    far = [-500.0, *usual[1:]]
+    metrics = model.forward_backward(request([text(line, logprobs=far, advantages=1.0)], "ppo")).metrics
+    assert math.isfinite(metrics["loss:sum"])
+    found = gradients(model)
+    assert model.optim_step(ADAM)["grad_norm:mean"] > 0
+    model = new_model(tiny_model())
+    without = [0.0, *[1.0] * (len(line) - 2)]
+    model.forward_backward(request([text(line, logprobs=usual, advantages=without)], "ppo"))
+    for name, gradient in gradients(model).items():
+        if gradient is not None:
+            torch.testing.assert_close(found[name], gradient)
+
+
 def test_training_on_a_line_makes_it_likelier(tiny_model: Models) -> None:
     model = new_model(tiny_model())
     losses = []

@@ -76,7 +76,10 @@ def _importance_sampling(logprobs: Tensor, inputs: Inputs) -> Terms:
 
 
 def _ppo(logprobs: Tensor, inputs: Inputs) -> Terms:
-    ratio, counts = _ratio(logprobs, inputs)
+    # Beyond the upper bound a gain has no gradient; said here, as 0 times that of an infinite ratio would be NaN.
+    beyond = torch.exp(logprobs.detach() - inputs["logprobs"]) > inputs[CLIP_HIGH]
+    moving = torch.where(beyond & (inputs["advantages"] > 0), logprobs.detach(), logprobs)
+    ratio, counts = _ratio(moving, inputs)
     clipped = torch.clamp(ratio, inputs[CLIP_LOW], inputs[CLIP_HIGH])
     values = -torch.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"])
     return Terms(values, ratio.detach()[counts], (clipped != ratio)[counts])

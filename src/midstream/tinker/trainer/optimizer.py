@@ -17,6 +17,7 @@ from midstream.tinker.errors import Failed
 from midstream.tinker.types import AdamParams
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+EPS_MIN = 1e-37
 
 
 class Optimizer:
@@ -29,7 +30,7 @@ class Optimizer:
         return torch.optim.AdamW(self.parameters.values(), fused=True)
 
     def step(self, adam: AdamParams) -> dict[str, float]:
-        """Raises Failed, with the weights as they were, when the gradients are not finite."""
+        """Raises Failed, with the weights as they were, when the gradients are not finite, or eps is 0 in float32."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         metrics = {"grad_norm:mean": 0.0, "learning_rate:mean": adam.learning_rate}
         if not gradients:
@@ -40,6 +41,11 @@ class Optimizer:
             if not math.isfinite(metrics["grad_norm:mean"]):
                 raise Failed(
                     "the gradients are not finite: they are dropped, and the weights are as they were"
+                )
+            if adam.eps < EPS_MIN:
+                raise Failed(
+                    f"eps is {adam.eps:g}, at least {EPS_MIN:g} is needed: weights whose gradients were all 0 would "
+                    "not be finite. The gradients are dropped"
                 )
             if adam.grad_clip_norm > 0:
                 clip_grads_with_norm_(self.parameters.values(), adam.grad_clip_norm, norm)
