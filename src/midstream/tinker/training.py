@@ -418,9 +418,18 @@ class Training:
         return model or self._begin(row, first=None)
 
     def _begin(self, row: ModelRow, first: int | None) -> _Model:
+        self._close_expired()
         model = self._models[row.id] = _Model(row, Turns(row.id, first, gap_s=self._gap_s))
         model.worker = asyncio.create_task(self._work(model), name=f"turns of {row.id}")
         return model
+
+    def _close_expired(self) -> None:
+        """Of sessions that are gone, and never were finished, nothing is held for ever."""
+        sessions = {(model.row.tenant, model.row.session_id) for model in self._models.values()}
+        gone = {session for session in sessions if self._store.session(*session) is None}
+        for model in self._models.values():
+            if (model.row.tenant, model.row.session_id) in gone and not len(model.turns):
+                model.turns.close()
 
     def _submit(self, model: _Model, kind: str, seq_id: int, body: object, act: Act) -> str:
         """Its request_id. Raises TinkerError: 400 the seq_id had another body, 429 too much is waiting."""
