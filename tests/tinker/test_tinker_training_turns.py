@@ -126,6 +126,24 @@ def test_what_waits_for_a_request_that_never_comes_fails_and_so_does_that_one_la
     assert "too late" in world.error(2)
 
 
+def test_a_gap_is_given_up_in_time_also_when_more_and_more_comes_behind_it() -> None:
+    async def run() -> World:
+        world = World(gap_s=0.05)
+        working = asyncio.create_task(world.work())
+        world.submit(2)
+        for seq_id in range(3, 1000):  # at this pace, many gaps long
+            if world.made[2].done:
+                break
+            world.submit(seq_id)
+            await asyncio.sleep(0.001)
+        assert "follows seq_id 1" in world.error(2)
+        world.turns.close()
+        await working
+        return world
+
+    assert asyncio.run(run()).done[:1] != [2]
+
+
 def test_a_seq_id_stands_for_one_request() -> None:
     async def run() -> World:
         world = World()

@@ -50,6 +50,7 @@ class Turns:
         self._known: dict[int, _Known] = {}
         self.waiting_bytes = 0
         self._changed = asyncio.Event()
+        self._until: float | None = None  # the gap there is is given up, in the loop's time
         self._closed = False
 
     def __len__(self) -> int:
@@ -107,8 +108,10 @@ class Turns:
     async def _more(self) -> None:
         """Until something came or, if there is a gap, until it is given up."""
         self._changed.clear()
+        if self._waiting and self._until is None:
+            self._until = asyncio.get_running_loop().time() + self._gap_s
         try:
-            async with asyncio.timeout(self._gap_s if self._waiting else None):
+            async with asyncio.timeout_at(self._until):
                 await self._changed.wait()
         except TimeoutError:
             self._fail_waiting(f"it did not come within {self._gap_s:g} s")
@@ -125,6 +128,7 @@ class Turns:
         turn = self._waiting.pop(seq_id)
         self.waiting_bytes -= turn.size
         self._next = seq_id + 1
+        self._until = None
         return turn
 
     def _remember(self, turn: Turn) -> None:
