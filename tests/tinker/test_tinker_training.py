@@ -352,6 +352,59 @@ def test_a_deleted_state_is_gone_with_its_files(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
+def test_a_name_that_is_used_again_while_its_old_state_is_deleted_keeps_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        path = str((await at.result(await save(at, model, 1, "s")))["path"])
+        await at.step(model, 2)
+        really = asyncio.to_thread
+
+        async def late(*args: object, **options: object) -> object:
+            monkeypatch.setattr(asyncio, "to_thread", really)
+            await at.result(await save(at, model, 3, "s"))
+            return await really(*args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(asyncio, "to_thread", late)
+        await at.training.delete_checkpoint(TENANT, path)
+        directory = at.places.checkpoint(parse_uri(path))
+        assert (directory / "state.json").read_text() == '["step 0.1"]'
+        assert [place.name for place in directory.parent.iterdir()] == ["s"]
+
+    play(tmp_path, scene)
+
+
+def test_what_a_trainer_that_died_left_half_written_is_removed(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+        await at.result(await save(at, model, 1, "s"))
+
+        def die(command: m.Command) -> None:
+            if isinstance(command, m.SaveState | m.ExportWeights):
+                place = Path(command.directory)
+                half = place.with_name(f".{place.name}.writing-ab")
+                half.mkdir(parents=True)
+                (half / "model.safetensors").write_bytes(b"half")
+                at.trainer.die()
+
+        at.trainer.before = die
+        await at.error(await save_ephemeral(at, model, 2))
+        assert list(at.places.exports.iterdir()) == []
+        at.trainer.before = None
+        await at.result(await load(at, model, 3, f"tinker://{model}/weights/s"))
+        at.trainer.before = die
+        await at.error(await save(at, model, 4, "t"))
+
+    play(tmp_path, scene)
+
+    async def anew(at: World) -> None:
+        states = [place.name for place in (tmp_path / "tinker").glob("checkpoints/*/*/*")]
+        assert states == ["s"]
+
+    play(tmp_path, anew)
+
+
 # -- sampling sessions
 
 

@@ -93,7 +93,8 @@ class Training:
         self._models: dict[str, _Model] = {}
         # Of sampling sessions being made: who asks again while weights load would load them over what came after.
         self._making: WeakValueDictionary[tuple[str, str, int], asyncio.Lock] = WeakValueDictionary()
-        shutil.rmtree(places.exports, ignore_errors=True)  # of a process that died
+        for left in (places.exports, *places.leftovers()):  # of a process that died
+            shutil.rmtree(left, ignore_errors=True)
         places.exports.mkdir(parents=True)
 
     async def close(self) -> None:
@@ -284,8 +285,8 @@ class Training:
         checkpoint = self._checkpoint(tenant, uri, "path")
         self._store.delete_checkpoint(tenant, uri)
         if checkpoint.kind == "weights":
-            directory = self._places.checkpoint(names.parse_uri(uri))
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            removed = self._places.put_aside(names.parse_uri(uri))  # its name may be used again at once
+            await asyncio.to_thread(shutil.rmtree, removed, ignore_errors=True)
 
     def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
         """A future that fails with `error` in its turn; None: nobody waits for that turn. Raises TinkerError."""
@@ -357,7 +358,8 @@ class Training:
         return made
 
     async def _remove_export(self, identity: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._places.export(identity), ignore_errors=True)
+        for directory in self._places.export_with_leftovers(identity):
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     def _add_checkpoint(
         self,

@@ -1,4 +1,4 @@
-"""What saved weights are called: checkpoint URIs, their directories, and the snapshots made of a run's weights. Pure.
+"""What saved weights are called: checkpoint URIs, their directories, and the snapshots made of a run's weights.
 
 Always holds: a URI that is accepted names one directory below the root, whatever it is made of; two checkpoints, two runs and
 two saves of one run never share a directory or a snapshot identity; the run of a snapshot can be read off its identity.
@@ -6,7 +6,10 @@ two saves of one run never share a directory or a snapshot identity; the run of 
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -121,8 +124,25 @@ class Places:
     def checkpoint(self, uri: CheckpointUri) -> Path:
         return self._root / "checkpoints" / model_key(uri.model_id) / uri.kind / uri.name
 
+    def put_aside(self, uri: CheckpointUri) -> Path:
+        """Free the directory of a checkpoint; where it is now, to be removed."""
+        directory = self.checkpoint(uri)
+        aside = directory.with_name(f".{uri.name}.deleted-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            directory.rename(aside)
+        return aside
+
+    def leftovers(self) -> list[Path]:
+        """Of checkpoints that were being written or deleted; the names of whole ones begin with no dot."""
+        places = self._root / "checkpoints"
+        return [*places.glob("*/*/.*.writing-*"), *places.glob("*/*/.*.deleted-*")]
+
     def export(self, identity: str) -> Path:
         return self.exports / identity
+
+    def export_with_leftovers(self, identity: str) -> list[Path]:
+        """What there is of an export, also when the trainer died while it wrote."""
+        return [self.export(identity), *self.exports.glob(f".{glob.escape(identity)}.writing-*")]
 
 
 def _three_parts(uri: str, param: str) -> tuple[str, str, str]:
