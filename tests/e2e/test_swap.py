@@ -20,7 +20,7 @@ from serving import Server, serve
 from transformers import AutoModelForCausalLM
 
 from midstream.client import SnapshotFailed, SnapshotPublisher, decode_routing_matrix, snapshot_of
-from midstream.demo.replay import RouterTap
+from midstream.tinker.trainer.replay import RouterTap
 
 torch.set_num_threads(1)
 

@@ -24,8 +24,8 @@ from serving import Server, serve
 from transformers import AutoModelForCausalLM
 
 from midstream.client import decode_routing_matrix, snapshot_of
-from midstream.demo.replay import OWN_ROUTE, RouterTap
 from midstream.snapshots.delta import encode_delta
+from midstream.tinker.trainer.replay import OWN_ROUTE, RouterTap
 
 torch.set_num_threads(1)
 
