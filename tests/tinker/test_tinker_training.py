@@ -539,6 +539,21 @@ def test_when_the_trainer_dies_its_models_are_lost_and_say_so_until_they_are_loa
     play(tmp_path, scene)
 
 
+def test_what_follows_a_model_that_no_trainer_could_be_started_for_says_so(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        async def refused() -> None:
+            raise Failed("the model cannot be trained: no memory", "server")
+
+        at.trainer.start = refused  # type: ignore[method-assign,assignment]
+        body = create(at.new_session())
+        made = await at.training.submit_create_model(TENANT, KEY, body)
+        message, _ = await at.error(await at.step(f"{at.session}:train:0", 1))
+        assert "no memory" in (await at.error(made))[0]
+        assert "could not be made (the model cannot be trained: no memory)" in message
+
+    play(tmp_path, scene)
+
+
 def test_after_a_restart_checkpoints_are_there_and_models_can_be_loaded(tmp_path: Path) -> None:
     session = model = path = sampler = ""
 

@@ -58,10 +58,10 @@ class Loaded:
     async def make(self, model_id: str, command: m.CreateModel | m.LoadState) -> m.ModelState:
         """The process is started if it is not running. Raises Failed."""
         async with self._turn:
-            if not self._trainer.running:
-                self._lose_all("the trainer process had ended")
-                await self._start()
             try:
+                if not self._trainer.running:
+                    self._lose_all("the trainer process had ended")
+                    await self._start()
                 if model_id not in self._models:
                     await self._make_room()
                 state: m.ModelState = await self._ask(command)
