@@ -25,6 +25,7 @@ from sampling_fakes import (
     front,
 )
 
+from midstream.tinker import sampling as module
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import Future
 from midstream.tinker.types import SampleBody, decode
@@ -131,6 +132,35 @@ def test_a_session_of_a_model_that_was_served_before_a_restart_is_not_served_by_
         assert gateway.asked == []
 
     run(tmp_path, [None], scenario)
+
+
+def test_prompts_that_wait_are_bounded_for_each_key_alone_until_they_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_TOKENS", 5)
+    gate = asyncio.Event()
+
+    async def answer(asked: Asked) -> Reply:
+        await gate.wait()
+        return completion(asked, 4, 5)
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        sample = body(None, None, base_model=SERVED.names[0])
+        first, _ = await made.sampling.submit(TENANT, None, sample)
+        with pytest.raises(TinkerError, match="3 prompt tokens") as caught:
+            await made.sampling.submit(TENANT, None, sample)
+        assert caught.value.status == 429
+        assert caught.value.headers() == {"retry-after": "5"}
+        await made.sampling.submit("another", None, sample)
+        gate.set()
+        await ended(made, first)
+        await asyncio.sleep(0)
+        second, _ = await made.sampling.submit(TENANT, None, sample)
+        outcome = (await ended(made, second)).outcome
+        assert outcome is not None
+        assert outcome.media_type == "application/x-protobuf"
+
+    run(tmp_path, answer, scenario)
 
 
 def test_a_sample_without_seq_id_or_session_has_no_key(tmp_path: Path) -> None:

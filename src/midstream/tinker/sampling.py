@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import ssl
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 from midstream.tinker import wire
 from midstream.tinker.completion import Answer, Completions, NotServed
 from midstream.tinker.errors import Failed, TinkerError
-from midstream.tinker.futures import PROTOBUF, Future, Futures
+from midstream.tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
 from midstream.tinker.routing import BASE, SERVING, Weights, key_headers, may_come_back, routing_key
 from midstream.tinker.samples import Sample, Sampled, check, sampled
 from midstream.tinker.store import Store
@@ -27,6 +28,7 @@ from midstream.tinker.types import SampleBody, Served
 logger = logging.getLogger(__name__)
 
 KIND = "Sample"
+MAX_WAITING_TOKENS = 1 << 26  # of the prompts of one tenant's unfinished samples; a token takes some 50 bytes
 _LARGE_BYTES = 256 * 1024  # a completion from which reading it leaves the event loop
 
 
@@ -52,6 +54,7 @@ class Sampling:
         self._store = store
         self._count = itertools.count()
         self._running: set[asyncio.Task[None]] = set()
+        self._waiting_tokens: Counter[str] = Counter()  # by tenant
 
     def __repr__(self) -> str:
         return f"Sampling({self._completions!r}, {len(self._running)} under way)"
@@ -69,6 +72,7 @@ class Sampling:
         key = routing_key(body.sampling_session_id, body.seq_id)
         sample = check(body)
         model, weights = self._weights(tenant, body)
+        self._check_room(tenant, len(sample.prompt))
         future = self._futures.new(tenant, KIND)
         request_id = future.request_id
         headers = {**key_headers(key), **weights.headers(), "x-request-id": request_id}
@@ -79,7 +83,8 @@ class Sampling:
         )
         task = asyncio.create_task(self._run(future, sample, weights, headers, key), name=request_id)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._waiting_tokens[tenant] += len(sample.prompt)
+        task.add_done_callback(lambda task: self._over(task, tenant, len(sample.prompt)))
         future.on_cancel(task.cancel)
         return request_id, [f"{request_id}-s{index}" for index in range(sample.n)]
 
@@ -89,6 +94,19 @@ class Sampling:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    def _check_room(self, tenant: str, tokens: int) -> None:
+        """Raises TinkerError (429), upon which the SDK submits again; one prompt alone is always let in."""
+        waiting = self._waiting_tokens[tenant]
+        if waiting and waiting + tokens > MAX_WAITING_TOKENS:
+            message = f"unfinished samples of this API key have {waiting} prompt tokens"
+            raise TinkerError(429, message, retry_after_s=BUSY_RETRY_S)
+
+    def _over(self, task: asyncio.Task[None], tenant: str, tokens: int) -> None:
+        self._running.discard(task)
+        self._waiting_tokens[tenant] -= tokens
+        if not self._waiting_tokens[tenant]:
+            del self._waiting_tokens[tenant]
 
     def _weights(self, tenant: str, body: SampleBody) -> tuple[str, Weights]:
         """What to call the model in the log, and which weights may serve it."""
