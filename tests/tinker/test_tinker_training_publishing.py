@@ -20,6 +20,7 @@ import publish_world
 from s3server import S3Server
 
 from midstream.snapshots.upload import list_directory, put_directory
+from midstream.tinker import retention
 from midstream.tinker.errors import Failed
 from midstream.tinker.publishing import DeploymentPublisher
 from midstream.tinker.retention import remove_snapshot
@@ -143,6 +144,21 @@ def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_
         for step in range(7, 14):  # whole: 7 and 13
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         assert names(at) == sorted(f"run-{step}" for step in range(7, 14))
+
+    with scene(tmp_path) as at:
+        asyncio.run(run(at))
+
+
+def test_old_files_that_somebody_else_removes_meanwhile_fail_no_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(at: Scene) -> None:
+        monkeypatch.setattr(retention, "list_directory", lambda bucket, identity: (["model.safetensors"], []))
+        for step in range(1, 8):  # whole: 1, 4 and 7
+            if step == 7:
+                (at.server.bucket / "run-1" / "model.safetensors").unlink()
+            await at.publisher.publish(f"run-{step}", at.export(step), KEY)
+        at.assert_serves(7)
 
     with scene(tmp_path) as at:
         asyncio.run(run(at))

@@ -53,7 +53,12 @@ def remove_snapshot(bucket: str, identity: str) -> None:
         if names:
             open_bucket(url).delete(names)
         place = parse_bucket(url)
-    except (BaseError, SnapshotError, ConfigError) as error:
+    except (
+        BaseError,
+        OSError,
+        SnapshotError,
+        ConfigError,
+    ) as error:  # a file that is not there is an OSError
         logger.warning("the files of the old snapshot %s stay: %s", identity, describe(error))
         return
     if place.kind == "file":
