@@ -371,7 +371,7 @@ class _Front:
             return await self._retrieved(request)
         except (TinkerError, MidstreamError, ClientDisconnect):
             raise
-        except Exception:
+        except Exception:  # a bug: after a 5xx the SDK would ask again at full speed
             logger.exception("a result cannot be told")
             message = "the server failed on this result; its log says why"
             return answer({"error": message, "category": "server"})

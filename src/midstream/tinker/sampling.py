@@ -154,7 +154,7 @@ class Sampling:
         except asyncio.CancelledError:
             future.gone()
             raise
-        except Exception:
+        except Exception:  # a bug: whoever waits gets an answer
             logger.exception("sample %s failed", future.request_id)
             future.fail("the server failed on this sample; its log says why", "server")
         else:

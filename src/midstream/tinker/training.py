@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -29,7 +27,7 @@ from midstream.tinker.loaded import MAX_MODELS, Loaded, TrainerPort
 from midstream.tinker.publishing import Publish
 from midstream.tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
 from midstream.tinker.trainer import messages as m
-from midstream.tinker.turns import GAP_S, Turn, Turns
+from midstream.tinker.turns import GAP_S, Turn, Turns, failing
 from midstream.tinker.types import (
     AdamParams,
     CreateModelBody,
@@ -44,8 +42,6 @@ from midstream.tinker.types import (
     Served,
 )
 from midstream.tinker.wire import loss_outputs
-
-logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 1 << 30  # of one model's requests whose turn has not come
 BUSY_RETRY_S = 5
@@ -326,7 +322,7 @@ class Training:
         """What was exported as `identity` goes into the bucket; `future` gets a checkpoint or a sampling session."""
         directory = self._places.export(identity)
         result: dict[str, Any] = {"type": "save_weights_for_sampler"}
-        with _failing(future):
+        with failing(future):
             try:
                 if body.path is not None:
                     await self._publish.keep(identity, directory)
@@ -454,7 +450,7 @@ class Training:
 
     async def _work(self, model: _Model) -> None:
         while (turn := await model.turns.take()) is not None:
-            with _failing(turn.future):
+            with failing(turn.future):
                 await turn.act()
         if model.publication is not None:
             await asyncio.wait((model.publication,))
@@ -470,20 +466,6 @@ class Training:
             return False
         session = self._store.session(model.row.tenant, model.row.session_id)
         return session is None or (full and self._clock() - session.seen > SILENT_S)
-
-
-@contextmanager
-def _failing(future: Future) -> Iterator[None]:
-    """What goes wrong within is the future's error."""
-    try:
-        yield
-    except Failed as error:
-        future.fail(error.message, error.category)
-    except TinkerError as error:
-        future.fail(error.detail, "user" if error.status < 500 else "server")
-    except Exception as error:
-        logger.exception("a %s request failed", future.kind)
-        future.fail(f"{future.kind} failed inside the server: {error}", "server")
 
 
 def _shape(lora: LoraConfig) -> str:

@@ -10,15 +10,19 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from midstream.tinker.errors import TinkerError
+from midstream.tinker.errors import Failed, TinkerError
 from midstream.tinker.futures import Future
 
 GAP_S = 600.0  # the SDK gives a submission up after five minutes
 REMEMBERED = 10_000  # requests whose repetition is recognised
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,3 +139,17 @@ class Turns:
         self._known[turn.seq_id] = _Known(turn.kind, turn.digest, turn.future.request_id)
         if len(self._known) > REMEMBERED:
             del self._known[next(iter(self._known))]
+
+
+@contextmanager
+def failing(future: Future) -> Iterator[None]:
+    """What goes wrong within is the future's error."""
+    try:
+        yield
+    except Failed as error:
+        future.fail(error.message, error.category)
+    except TinkerError as error:
+        future.fail(error.detail, "user" if error.status < 500 else "server")
+    except Exception as error:  # a bug: the request gets its answer, and those behind it their turn
+        logger.exception("a %s request failed", future.kind)
+        future.fail(f"{future.kind} failed inside the server: {error}", "server")
