@@ -21,6 +21,7 @@ Dtype = Literal["bfloat16", "float32"]
 Kernels = Literal["auto", "native", "torch"]
 DataPath = Literal["auto", "native", "python"]
 SwapOrder = Literal["together", "one-by-one"]
+Launcher = Literal["local", "ray"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,11 +99,40 @@ class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     full_every: int = 20  # every so many snapshots of a run are sent whole, the others as what changed
 
 
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM servers behind the replicas, with engine = "vllm"."""
+
+    python: str | None = None  # interpreter of the environment that vLLM is installed in; None: this one
+    args: tuple[str, ...] = ()  # for each vLLM server, behind those that midstream gives
+    env: dict[str, str] = {}  # for each vLLM server, beside this process's own environment
+    # Running servers to attach to instead of starting them, one per replica, in their order: http://HOST:PORT.
+    urls: tuple[str, ...] = ()
+    load_s_max: float = 1800.0  # a server that does not answer by then is given up
+    silence_s_max: float = 60.0  # one that does not answer /health for so long is replaced
+    max_waiting: int = 4096  # requests inside a replica before 429
+
+
+class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where replicas run, with launcher = "ray"."""
+
+    address: str | None = None  # of the cluster, as ray.init takes it; None: the one this machine is part of
+    cpus: float = 1.0  # that each replica's actor reserves
+    gpus: float = 0.0
+    resources: dict[str, float] = {}  # further ones, by name
+    # One placement group per replica, of so many bundles of the above; more than one for an engine that spans nodes.
+    bundles: int = 1
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_PACK"
+    gateway: bool = False  # the gateway is an actor too, instead of a child of `midstream serve`
+    gateway_resources: dict[str, float] = {}  # what its actor asks for, e.g. {"node:10.0.0.7" = 0.01}
+    python: str | None = None  # interpreter on the nodes, where it is not the one of the actors
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = "tiny-moe"  # a built-in name or a Hugging Face directory
     models: dict[str, str] = {}  # further ones that can be deployed: name to Hugging Face directory
     replicas: int = 2
     engine: EngineKind = "embedded"
+    launcher: Launcher = "local"
     host: str = "127.0.0.1"
     port: int = 8080
     bucket: str | None = None  # None: file://<state-dir>/bucket
@@ -121,6 +151,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     embedded: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
     tinker: TinkerSettings = TinkerSettings()
+    vllm: VllmSettings = VllmSettings()
+    ray: RaySettings = RaySettings()
 
 
 #: option -> the gateway's setting

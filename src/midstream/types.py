@@ -267,6 +267,34 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
 
 
+#: What a request or a signal may need of an engine: name to what it is. An EngineCard says which of these its engine has.
+ENGINE_FEATURES: dict[str, str] = {
+    "routes": "the MoE route of each token (include_routing_matrix)",
+    "prompt_logprobs": "log-probabilities of prompt tokens (echo with logprobs)",
+    "grammars": "answers that match a JSON schema, and forced tool calls",
+    "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
+    "logit_bias": "logit_bias and penalties",
+    "cache_policies": "reset_prompt_cache all, new_session and none, without reuse beyond what they say",
+    "max_cache_age": 'reset_prompt_cache {"max_age": k}',
+    "kv_provenance": "which snapshots computed cached KV, token by token",
+    "resume": "going on with a stream whose replica was lost",
+    "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
+    "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
+    "short_swap": "a pause that does not grow with the model at a swap",
+}
+
+
+class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is and can do. kind: as in the setting `engine`; features: names from ENGINE_FEATURES, in its order."""
+
+    kind: str = "embedded"
+    version: str = ""  # of the engine's own software; "": unknown
+    features: tuple[str, ...] = tuple(ENGINE_FEATURES)
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's state, sent whole on every change: the only thing the gateway knows about it."""
 
@@ -287,6 +315,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     check: SnapshotCheck | None = None  # of what serves, once known
     last_swap: SwapTiming | None = None
     engine: EngineStats = EngineStats()
+    card: EngineCard | None = None  # what the engine is and can do; None before it was ever started
     transitions: tuple[Transition, ...] = ()  # the most recent ones, oldest first
     started_at: float = 0.0  # when this boot began, seconds since the epoch; 0.0: unknown
 
@@ -401,7 +430,8 @@ class ReplicaEntry(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine serves. moe_layers and top_k are 0 on a dense model. grammars: GenerateRequest.grammar is honoured."""
+    """What an engine serves. moe_layers and top_k are 0 on a dense model. grammars: GenerateRequest.grammar is honoured.
+    card: what the engine is and can do."""
 
     max_model_len: int
     vocab_size: int
@@ -410,6 +440,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     eos_token_ids: tuple[int, ...] = ()
     grammars: bool = False
+    card: EngineCard = EngineCard()
 
 
 def served_model_name(model: str, snapshot: str) -> str:

@@ -20,7 +20,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from midstream.config import EngineSettings, GatewaySettings, SwapOrder, TinkerSettings
+from midstream.config import (
+    EngineKind,
+    EngineSettings,
+    GatewaySettings,
+    SwapOrder,
+    TinkerSettings,
+    VllmSettings,
+)
 
 LINE_BYTES_MAX = 16 * 2**20
 STOP_GRACE_S = 10.0  # how long streams may go on after a request to stop
@@ -40,6 +47,9 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     session_idle_s: float = 3600.0
     pin_drain_s: float = 60.0
     cache_bytes: int | None = None  # bound of cache_dir; None: what is in use and one snapshot more
+    kind: EngineKind = "embedded"
+    vllm: VllmSettings = VllmSettings()
+    vllm_url: str | None = None  # of a running server to attach to
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
