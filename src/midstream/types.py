@@ -316,6 +316,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     last_swap: SwapTiming | None = None
     engine: EngineStats = EngineStats()
     card: EngineCard | None = None  # what the engine is and can do; None before it was ever started
+    max_model_len: int | None = None  # tokens of prompt and answer together; None as with card
     transitions: tuple[Transition, ...] = ()  # the most recent ones, oldest first
     started_at: float = 0.0  # when this boot began, seconds since the epoch; 0.0: unknown
 

@@ -301,7 +301,7 @@ def test_what_engine_or_template_cannot_do_is_refused_by_name(tmp_path: Path) ->
         ):
             answer = await ask(here, **fields)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-            assert "this engine or tokenizer does not support" in answer.json()["error"]["message"]
+            assert "does not constrain answers to a schema" in answer.json()["error"]["message"]
         assert (await ask(here, tools=TOOLS)).status_code == 200
 
     async def no_tools(here: Running) -> None:

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.gateway import capabilities
 from midstream.gateway.accounts import account_routes
 from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from midstream.gateway.proxy import INFERENCE_PATHS
@@ -96,15 +97,16 @@ class _Endpoints:
         return [self._model(deployment) for deployment in served.values()]
 
     def _model(self, deployment: Deployment) -> dict[str, Any]:
+        views = deployment.replicas.views
+        engines = capabilities.shown(view.report for view in views)
         return {
             "id": deployment.model,
             "object": "model",
             "created": self._created,
             "owned_by": deployment.names.account.rpartition("/")[2],
             "deployment": deployment.name,
-            "snapshots": {
-                view.name: view.report.snapshot if view.report else None for view in deployment.replicas.views
-            },
+            "snapshots": {view.name: view.report.snapshot if view.report else None for view in views},
+            **({} if engines is None else {"midstream": engines}),
         }
 
 
@@ -130,6 +132,7 @@ def _summary(view: ReplicaView) -> dict[str, Any]:
         "snapshot": report.snapshot if report else None,
         "stage": str(report.stage) if report else None,
         "in_flight": view.in_flight,
+        **capabilities.engine_of(report),
     }
 
 

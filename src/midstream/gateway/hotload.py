@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from midstream.control.reconcile import failure, serving_generation
 from midstream.errors import ReplicaUnavailable, SnapshotError, SnapshotMissing, SnapshotRefused
 from midstream.gateway.bodies import read_body, whole_number
+from midstream.gateway.capabilities import check_signal
 from midstream.gateway.ledgerview import ledger_body
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.signals import (
@@ -79,6 +80,7 @@ class _Api:
     async def signal(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         body = parse_signal(await read_body(request))
+        check_signal(body, (view.report for view in deployment.replicas.views))
         url = await self._url(request, deployment, body)
         signal = Signal(
             identity=body.identity,

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from midstream.capabilities import declared
 from midstream.engine.base import Engine
 from midstream.names import ServedNames
 from midstream.replica.admission import REQUESTS_MAX, Door, Gate
@@ -148,6 +149,7 @@ class Replica:
     def report(self) -> ReplicaReport:
         machine = self.runner.machine
         idle = machine.stage is Stage.IDLE
+        info = None if self.service is None else self.service.info
         return ReplicaReport(
             replica=self.name,
             boot=self.boot,
@@ -165,6 +167,8 @@ class Replica:
             check=self.runner.check,
             last_swap=self.runner.last_swap,
             engine=self._engine.stats(),
+            card=None if info is None else declared(info),
+            max_model_len=None if info is None else info.max_model_len,
             transitions=tuple(machine.transitions),
         )
 

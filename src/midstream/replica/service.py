@@ -22,6 +22,7 @@ from midstream.engine.base import Engine
 from midstream.errors import InvalidRequest
 from midstream.names import ServedNames
 from midstream.replica import admission, grammar
+from midstream.replica.capabilities import ages_are_kept, check_needs, check_resume
 from midstream.replica.chat import TextModel
 from midstream.replica.checked import (
     Checked,
@@ -95,6 +96,9 @@ class Service:
         timings = Timings(self.monotonic())
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         checked = check(parsed, self.info)
+        check_needs(checked, parsed, self.info)
+        if resume is not None:
+            check_resume(self.info)
         asked = self._asked(parsed, headers, judged=resume is not None)
         patience = admission.patience(headers.get(admission.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
@@ -124,7 +128,11 @@ class Service:
         turns = self.sessions.turn(session, stamp_of(headers))
         async with pinned:
             with inside, turns as turn:
-                told = headers.get(HEADER_RESUMABLE) is not None and can_be_resumed(checked)
+                told = (
+                    headers.get(HEADER_RESUMABLE) is not None
+                    and can_be_resumed(checked)
+                    and self.info.card.has("resume")
+                )
                 generation = Generation(
                     self,
                     checked,
@@ -177,10 +185,6 @@ class Service:
         """What the answer must match, compiled once here so that a mistake in it is the client's to see."""
         if checked.schema is None and (checked.tools is None or not checked.tools.constrained):
             return None
-        param = "tools" if checked.schema is None else "response_format"
-        if not self.info.grammars:
-            what = "answers that must match a grammar" if param == "tools" else "it"
-            raise InvalidRequest(f"{param}: this engine or tokenizer does not support {what}", param=param)
         eos = self.info.eos_token_ids
         return await asyncio.to_thread(
             grammar.build, checked.schema, checked.tools, tool_format, self.text, eos
@@ -221,7 +225,8 @@ class Service:
         ]
 
     def _salt(self, checked: Checked, session: Session | None, headers: Mapping[str, str]) -> bytes:
-        if not checked.prompt_cache:
+        too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)  # for all one knows
+        if not checked.prompt_cache or too_old:
             return os.urandom(16)  # shared with nobody
         isolation = checked.isolation_key or headers.get(HEADER_ISOLATION, "")
         namespace = self.namespaces.admit(session)

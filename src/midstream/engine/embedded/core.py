@@ -24,8 +24,9 @@ import torch
 from midstream.compiled import NoCompiler
 from midstream.config import EngineSettings, parse_size
 from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.embedded.card import embedded_card
 from midstream.engine.embedded.constraint import Constraints, Matcher
-from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
+from midstream.engine.embedded.loading import LoadedModel, batch_invariant, load_beside, load_model
 from midstream.engine.embedded.native.sampling import NativeSampler
 from midstream.engine.embedded.rows import Rows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.runner import Runner, dispose
@@ -112,7 +113,10 @@ class EngineCore:
         config = self.runner.model.config
         capacity = self.pool.total * self.pool.block_size
         info = self.runner.info(min(int(config.max_position_embeddings), capacity))
-        return msgspec.structs.replace(info, grammars=self._constraints is not None)
+        grammars = self._constraints is not None
+        reproducible = batch_invariant(self.runner.model, self._settings)
+        card = embedded_card(grammars=grammars, reproducible=reproducible)
+        return msgspec.structs.replace(info, grammars=grammars, card=card)
 
     def stats(self) -> EngineStats:
         return EngineStats(

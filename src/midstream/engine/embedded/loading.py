@@ -80,6 +80,12 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
     return loaded
 
 
+def batch_invariant(model: LoadedModel, settings: EngineSettings) -> bool:
+    """Whether a token's logits are the same to the last bit whatever else is in the batch and wherever a prompt was cut."""
+    in_bfloat16 = {dtype for _, dtype in model.shapes.values()} == {torch.bfloat16}
+    return settings.device == "cpu" and (isinstance(model.decoder, FusedDecoder) or in_bfloat16)
+
+
 def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings) -> LoadedModel:
     """Load a snapshot to take the serving model's place while that one serves. Raises UnsupportedModel, SnapshotError."""
     if isinstance(serving.decoder, FusedDecoder):
