@@ -26,9 +26,9 @@ from typing import NamedTuple
 import msgspec
 
 from midstream.errors import ReplicaUnavailable
-from midstream.gateway.httpcall import CallFailed, ResponseStream, call, open_stream
 from midstream.gateway.placement import Fleet
 from midstream.gateway.view import ReplicaView as ReplicaView
+from midstream.httpcall import CallFailed, ResponseStream, call, open_stream
 from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport, SessionsTold, Trajectories
 
 logger = logging.getLogger(__name__)

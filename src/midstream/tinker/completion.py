@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from midstream.gateway.httpcall import CallFailed, ResponseStream
+from midstream.httpcall import CallFailed, ResponseStream
 from midstream.tinker.errors import Failed
 
 logger = logging.getLogger(__name__)

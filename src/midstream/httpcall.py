@@ -1,6 +1,7 @@
-"""A small HTTP/1.1 client for the gateway's own calls to replicas: one connection, one request, one response.
+"""A small HTTP/1.1 client for calls of our own: a gateway's to replicas, a replica's to vLLM. One connection, one request, one
+response.
 
-The data path does not use it: proxied bytes go through gateway/upstream.py.
+Proxied bytes do not pass here: they go through gateway/upstream.py.
 Always holds: nothing is retried, nothing is pooled, and `ended` is set exactly once, when the response is
 complete or the connection is gone.
 """
