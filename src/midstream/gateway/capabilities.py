@@ -25,6 +25,7 @@ class Need(NamedTuple):
 
 _MAX_AGE = Need("max_cache_age", "know how old cached KV is; signal all, new_session or none")
 _POLICY = Need("cache_policies", "keep cached KV from being reused; signal none")
+SIGNAL_NEEDS = (_MAX_AGE, _POLICY)  # of reset_prompt_cache
 
 
 def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:

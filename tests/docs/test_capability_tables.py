@@ -1,0 +1,84 @@
+"""docs/engines.md says what engines declare and what the code refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from midstream.engine.embedded.card import embedded_card
+from midstream.gateway import capabilities as signals
+from midstream.replica.capabilities import REQUEST_NEEDS
+from midstream.types import ENGINE_FEATURES, EngineCard
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+
+#: Of each engine, the cards of the fewest and of the most features that it can have.
+ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
+    "embedded": (
+        embedded_card(grammars=False, reproducible=False),
+        embedded_card(grammars=True, reproducible=True),
+    ),
+}
+
+
+def table(heading: str, first: str) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of the tables below `heading` whose first column is called `first`."""
+    section = DOCUMENT.split(f"## {heading}\n")[1].split("\n## ")[0]
+    head: list[str] = []
+    rows: list[list[str]] = []
+    for found in re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE):
+        top, _, *lines = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()
+        ]
+        if top[0] == first:
+            head = top
+            rows += lines
+    assert rows, f"no table of {first} under {heading!r}"
+    return head, rows
+
+
+def test_the_table_of_features_is_that_of_the_code() -> None:
+    head, rows = table("Features", "feature")
+    assert [(row[0], row[1]) for row in rows] == [
+        (f"`{name}`", what) for name, what in ENGINE_FEATURES.items()
+    ]
+    assert head[2:] == list(ENGINES)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_engines_column_is_what_it_declares(kind: str) -> None:
+    fewest, most = ENGINES[kind]
+    assert fewest.kind == most.kind == kind
+    head, rows = table("Features", "feature")
+    for row in rows:
+        name, cell = row[0].strip("`"), row[head.index(kind)]
+        expected = "yes" if fewest.has(name) else "if" if most.has(name) else "no"
+        assert cell.split(" ")[0] == expected, f"{kind}, {name}: {cell!r}"
+        assert expected != "if" or len(cell) > 10, "which condition?"
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_card_names_features_in_their_order_and_none_without_what_it_stands_on(kind: str) -> None:
+    for card in ENGINES[kind]:
+        assert list(card.features) == [name for name in ENGINE_FEATURES if card.has(name)]
+        if card.has("resume"):
+            assert card.has("kv_provenance")
+            assert card.has("max_cache_age")
+
+
+def test_what_is_refused_is_what_the_tables_say() -> None:
+    _, rows = table("What is refused without a feature", "field")
+    told = {
+        (feature.strip("`"), field.strip("`")) for fields, feature, _ in rows for field in fields.split(", ")
+    }
+    of_requests = {(need.feature, need.param) for need in REQUEST_NEEDS}
+    of_signals = {(need.feature, "reset_prompt_cache") for need in signals.SIGNAL_NEEDS}
+    assert told == of_requests | of_signals
+
+
+def test_what_is_not_refused_is_said_to_be_less_exact() -> None:
+    _, rows = table("What is only less exact without a feature", "feature")
+    refused = {need.feature for need in (*REQUEST_NEEDS, *signals.SIGNAL_NEEDS)}
+    assert {row[0].strip("`") for row in rows} == ENGINE_FEATURES.keys() - refused
