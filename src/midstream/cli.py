@@ -26,6 +26,7 @@ COMMANDS = {  # module of commands/: its line in --help
     "status": "what each replica serves and does; --watch keeps looking",
     "ledger": "every snapshot that was signalled, and how each replica fared with it",
     "delta": "make, apply and check incremental snapshots in local directories",
+    "conformance": "which promised behaviours a live endpoint has, row by row",
     "demo": "the main job: an RL loop with weights hot-loaded under live rollouts",
 }
 

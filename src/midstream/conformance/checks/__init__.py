@@ -1,0 +1,1 @@
+"""The rows, one module per group; importing a module registers its rows."""

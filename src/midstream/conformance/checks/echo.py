@@ -1,0 +1,118 @@
+"""Prompts echoed and scored: what trainers read off a prompt, and that they may read it twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.conformance.answers import largest_difference
+from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
+from midstream.conformance.session import Session
+
+FIELDS = f"{PROTOCOL}: Inference request fields beyond OpenAI's"
+MODES = f"{FIREWORKS}: MoE Router Replay, Other API modes"
+NEEDS = ("prompt_logprobs",)
+
+
+@row(
+    "echo.prompt",
+    "echo puts the prompt's tokens before the answer's, each with a number as logprob, the first too",
+    f"{PROTOCOL}: Logprobs",
+    NEEDS,
+)
+async def prompt(session: Session) -> Evidence:
+    asked = session.prompt(40)
+    answer = await session.endpoint.complete(
+        asked, max_tokens=6, ignore_eos=True, echo=True, logprobs=True, return_token_ids=True
+    )
+    choice = answer.choice
+    expect(choice.ids == asked + (choice.token_ids or []), "content is not the prompt and then the answer",
+           content=len(choice.ids), prompt=len(asked), answer=len(choice.token_ids or ()))  # fmt: skip
+    expect(len(choice.generated) == 6, "sampling_logprob is not set on the 6 generated tokens alone",
+           with_sampling_logprob=len(choice.generated))  # fmt: skip
+    return {"prompt_tokens": len(asked), "generated": 6}
+
+
+@row("echo.text", "Under echo the text begins with the prompt's", FIELDS, NEEDS)
+async def text(session: Session) -> Evidence:
+    asked = "The quick brown fox jumps over the lazy dog."
+    answer = await session.endpoint.complete(asked, max_tokens=4, echo=True)
+    expect(
+        answer.choice.text.startswith(asked),
+        "the text does not begin with the prompt",
+        text=answer.choice.text[:80],
+    )
+    return {"characters": len(answer.choice.text)}
+
+
+@row("echo.last", "echo_last N echoes the last N prompt tokens only", MODES, NEEDS)
+async def last(session: Session) -> Evidence:
+    asked = session.prompt(40)
+    answer = await session.endpoint.complete(
+        asked, max_tokens=4, ignore_eos=True, echo=True, echo_last=7, logprobs=True
+    )
+    choice = answer.choice
+    expect(len(choice.ids) == 11, "7 and 4 entries were expected", got=len(choice.ids))
+    expect(choice.ids[:7] == asked[-7:], "the entries are not the last 7 prompt tokens")
+    return {"entries": 11}
+
+
+@row("echo.score", "max_tokens 0 with echo scores the prompt, and generates nothing", FIELDS, NEEDS)
+async def score(session: Session) -> Evidence:
+    asked = session.prompt(40)
+    answer = await session.endpoint.complete(asked, max_tokens=0, echo=True, logprobs=True)
+    choice = answer.choice
+    expect(choice.ids == asked, "content is not the prompt", entries=len(choice.ids))
+    expect((answer.usage or {}).get("completion_tokens") == 0, "tokens were generated", usage=answer.usage)
+    expect(all(value < 0 for value in choice.logprobs[1:]), "a prompt token has logprob 0 or more")
+    return {"tokens": len(asked), "mean_logprob": sum(choice.logprobs[1:]) / 39}
+
+
+@row("echo.stream", "A stream echoes as the plain answer does", FIELDS, NEEDS)
+async def stream(session: Session) -> Evidence:
+    asked, key = session.prompt(40), session.key()
+    fields: dict[str, Any] = {
+        "max_tokens": 4,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": True,
+        "prompt_cache_max_len": 0,
+    }
+    plain = (await session.turn(asked, key, **fields)).choice
+    streamed = (await session.turn(asked, key, stream=True, **fields)).choice
+    expect(plain.ids == streamed.ids, "the tokens differ", plain=len(plain.ids), streamed=len(streamed.ids))
+    worst = largest_difference(plain.logprobs, streamed.logprobs)
+    expect(worst <= session.tolerance, "the logprobs differ", max_difference=worst)
+    return {"entries": len(plain.ids), "max_difference": worst}
+
+
+@row(
+    "echo.warm",
+    "An echo of a cached prompt gives the same numbers as the first one",
+    f"{PROTOCOL}: Router replay (R3) alignment",
+    NEEDS,
+)
+async def warm(session: Session) -> Evidence:
+    asked, key = session.prompt(), session.key()
+    first, second = [(await session.turn(asked, key, echo=True, logprobs=True)).choice for _ in range(2)]
+    worst = largest_difference(first.logprobs[: len(asked)], second.logprobs[: len(asked)])
+    expect(worst <= session.tolerance, "the second echo gives other numbers", max_difference=worst)
+    return {"tokens": len(asked), "max_difference": worst}
+
+
+@row(
+    "echo.cached",
+    "echo with logprobs does not switch prompt-cache reuse off",
+    f"{PROTOCOL}: Router replay (R3) alignment",
+    NEEDS,
+)
+async def cached(session: Session) -> Evidence:
+    asked, key = session.prompt(), session.key()
+    answers = [await session.turn(asked, key, echo=True, logprobs=True) for _ in range(2)]
+    found = [answer.cached for answer in answers]
+    expect(
+        found[1] * 2 >= len(asked),
+        "the second echo computed its prompt again",
+        cached_tokens=found,
+        prompt=len(asked),
+    )
+    return {"cached_tokens": found, "prompt": len(asked)}

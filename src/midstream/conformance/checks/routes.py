@@ -1,0 +1,159 @@
+"""MoE router replay: the experts of every token, in the form and the alignment that trainers replay."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+from midstream.client import decode_routing_matrix
+from midstream.client.decode import RouteDtype
+from midstream.conformance.answers import Choice, Token
+from midstream.conformance.endpoint import TRAJECTORY_HEADER
+from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, fail, row
+from midstream.conformance.session import Session
+
+ROUTES = f"{FIREWORKS}: MoE Router Replay"
+MODES = f"{ROUTES}, Other API modes"
+NEEDS = ("routes", "moe")
+ASK: dict[str, Any] = {"include_routing_matrix": True, "logprobs": True, "ignore_eos": True}
+SAME_SHARE = 0.9  # of matrices; in bfloat16 another batch may choose another expert where two are near a tie
+
+
+@row(
+    "routes.completions",
+    "include_routing_matrix gives each token base64 of one [moe_layers, top_k] array of expert indices",
+    ROUTES,
+    NEEDS,
+)
+async def completions(session: Session) -> Evidence:
+    answer = await session.endpoint.complete(session.prompt(24), max_tokens=12, **ASK)
+    return _sound(session, answer.choice.tokens, 12)
+
+
+@row(
+    "routes.chat",
+    "Chat completions have it at choices[i].logprobs.content[j].routing_matrix, for each of n choices",
+    ROUTES,
+    NEEDS,
+)
+async def chat(session: Session) -> Evidence:
+    answer = await session.endpoint.chat("Say something.", n=2, max_tokens=12, **ASK)
+    expect(len(answer.choices) == 2, "two choices were expected", got=len(answer.choices))
+    for choice in answer.choices.values():
+        evidence = _sound(session, choice.tokens, 12)
+    return {**evidence, "choices": 2}
+
+
+@row(
+    "routes.stream", "Every streamed token's entry has its matrix, the one of the plain answer", MODES, NEEDS
+)
+async def stream(session: Session) -> Evidence:
+    prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
+    fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "prompt_cache_max_len": 0, **ASK}
+    plain = (await session.endpoint.complete(prompt, headers=headers, **fields)).choice
+    streamed = (await session.endpoint.complete(prompt, headers=headers, stream=True, **fields)).choice
+    _sound(session, streamed.tokens, 12)
+    expect(plain.ids == streamed.ids, "greedy tokens differ")
+    return _agree(plain.tokens, streamed.tokens, "the stream's matrices are not the plain answer's")
+
+
+@row(
+    "routes.echo",
+    "echo gives the prompt tokens' matrices too, all but the first token's",
+    MODES,
+    (*NEEDS, "prompt_logprobs"),
+)
+async def echo(session: Session) -> Evidence:
+    choice = (await session.endpoint.complete(session.prompt(24), max_tokens=6, echo=True, **ASK)).choice
+    expect(len(choice.tokens) == 30, "30 entries were expected", got=len(choice.tokens))
+    expect(choice.tokens[0].route is None, "the first prompt token, which no pass produced, has a matrix")
+    return _sound(session, choice.tokens[1:], 29)
+
+
+@row(
+    "routes.echo_last",
+    "echo_last N gives the matrices of the last N prompt tokens only",
+    MODES,
+    (*NEEDS, "prompt_logprobs"),
+)
+async def echo_last(session: Session) -> Evidence:
+    answer = await session.endpoint.complete(session.prompt(24), max_tokens=6, echo=True, echo_last=5, **ASK)
+    return _sound(session, answer.choice.tokens, 11)
+
+
+@row(
+    "routes.alignment",
+    "A token's matrix is of the pass that produced it: an echo of the tokens gives the same at the same places",
+    f"{PROTOCOL}: Router replay (R3) alignment",
+    (*NEEDS, "prompt_logprobs"),
+)
+async def alignment(session: Session) -> Evidence:
+    prompt = session.prompt(24)
+    made = (await session.endpoint.complete(prompt, max_tokens=24, **ASK)).choice
+    scored = await _scored(session, [*prompt, *made.ids])
+    shifted = _share(made.tokens[:-1], scored.tokens[25:])
+    evidence = _agree(made.tokens, scored.tokens[24:], "the echo gives other matrices at the tokens' places")
+    expect(evidence["same_share"] > shifted, "one place further on they agree as well", shifted_share=shifted)
+    return {**evidence, "shifted_share": shifted}
+
+
+@row(
+    "routes.warm",
+    "A cached prompt gives the same matrices as a cold one",
+    f"{PROTOCOL}: Router replay (R3) alignment",
+    (*NEEDS, "prompt_logprobs"),
+)
+async def warm(session: Session) -> Evidence:
+    prompt, key = session.prompt(), session.key()
+    first, second = [(await session.turn(prompt, key, echo=True, **ASK)).choice for _ in range(2)]
+    _sound(session, second.tokens[1:], len(prompt))
+    count = len(prompt)
+    return _agree(first.tokens[1:count], second.tokens[1:count], "the second echo has other matrices")
+
+
+async def _scored(session: Session, ids: list[int]) -> Choice:
+    fields: dict[str, Any] = {**ASK, "max_tokens": 0, "echo": True, "prompt_cache_max_len": 0}
+    return (await session.endpoint.complete(ids, **fields)).choice
+
+
+def _sound(session: Session, tokens: Sequence[Token], count: int) -> Evidence:
+    """Every token has a matrix, all of one size, whose rows are different experts that the model has."""
+    expect(len(tokens) == count, f"{count} entries were expected, got {len(tokens)}")
+    bare = [i for i, token in enumerate(tokens) if token.route is None]
+    expect(not bare, "tokens without routing_matrix", at=bare[:8])
+    sizes = {len(base64.b64decode(token.route or "", validate=True)) for token in tokens}
+    expect(len(sizes) == 1 and 0 not in sizes, "the matrices differ in size", bytes=sorted(sizes))
+    config = session.target.config
+    top_k = config.get("num_experts_per_tok")
+    experts = next(
+        (config[n] for n in ("num_experts", "n_routed_experts", "num_local_experts") if n in config), None
+    )
+    evidence: dict[str, Any] = {"tokens": count, "bytes": sizes.pop()}
+    if isinstance(top_k, int) and isinstance(experts, int):
+        evidence["layers"] = _check_rows(tokens, top_k, experts, config.get("num_hidden_layers"))
+    return evidence
+
+
+def _check_rows(tokens: Sequence[Token], top_k: int, experts: int, layers: Any) -> int:
+    found = 0
+    for token in tokens:
+        dtype: RouteDtype = token.entry.get("routing_matrix_dtype") or "uint8"
+        matrix = decode_routing_matrix(token.route or "", top_k=top_k, dtype=dtype)
+        found = len(matrix)
+        for chosen in matrix.tolist():
+            if len(set(chosen)) != top_k or max(chosen) >= experts:
+                fail(f"a row is not {top_k} different experts of {experts}", row=chosen)
+    expect(not isinstance(layers, int) or found <= layers, f"{found} rows for {layers} layers")
+    return found
+
+
+def _share(first: Sequence[Token], second: Sequence[Token]) -> float:
+    same = sum(a.route == b.route for a, b in zip(first, second, strict=True))
+    return same / max(1, len(first))
+
+
+def _agree(first: Sequence[Token], second: Sequence[Token], why: str) -> dict[str, Any]:
+    share = _share(first, second)
+    expect(share >= SAME_SHARE, why, same_share=share, tokens=len(first))
+    return {"tokens": len(first), "same_share": share}

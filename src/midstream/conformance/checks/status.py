@@ -1,0 +1,139 @@
+"""Status codes: how requests that cannot be served are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from midstream.conformance.answers import Json
+from midstream.conformance.endpoint import error_of, refusal
+from midstream.conformance.rows import OWN, PROTOCOL, Evidence, expect, row
+from midstream.conformance.session import Session
+
+FIELDS = f"{PROTOCOL}: Inference request fields beyond OpenAI's"
+NAMES = f"{PROTOCOL}: Paths and names"
+OK: Json = {"prompt": [20, 21, 22], "max_tokens": 1}
+
+
+@row("status.model", "An unknown model is a 404", NAMES)
+async def model(session: Session) -> Evidence:
+    response = await session.endpoint.post("/completions", {**OK, "model": "accounts/nobody/models/none"})
+    return _refused(response, 404)
+
+
+@row("status.deployment", "An unknown deployment in fireworks-deployment is a 404", NAMES)
+async def deployment(session: Session) -> Evidence:
+    headers = {"fireworks-deployment": "accounts/nobody/deployments/none"}
+    return _refused(await session.endpoint.post("/completions", OK, headers), 404)
+
+
+@row("status.names", "model may be a bare name, or the model with the snapshot that serves", NAMES)
+async def names(session: Session) -> Evidence:
+    full = (await session.endpoint.complete([20, 21], max_tokens=1)).model
+    asked = [full.partition("@")[0].rpartition("/")[2], full]
+    for name in asked:
+        response = await session.endpoint.post("/completions", {**OK, "model": name})
+        expect(response.status_code == 200, f"model {name!r}: {refusal(response)}")
+    return {"models": asked}
+
+
+@row(
+    "status.unknown_field", "An unknown body field is a 400 that names it, in the words clients match", FIELDS
+)
+async def unknown_field(session: Session) -> Evidence:
+    response = await session.endpoint.post("/completions", {**OK, "no_such_field": 1})
+    evidence = _refused(response, 400)
+    wanted = {
+        "code": "invalid_request_error",
+        "message": "Extra inputs are not permitted, field: 'no_such_field'",
+    }
+    found = {name: error_of(response).get(name) for name in wanted}
+    expect(found == wanted, f"{wanted} was expected", got=found)
+    return evidence
+
+
+@row("status.param", "A field with an impossible value is a 400 that names it", FIELDS)
+async def param(session: Session) -> Evidence:
+    cases: dict[str, Any] = {
+        "max_tokens": -1,
+        "temperature": 99,
+        "top_p": "high",
+        "n": 0,
+        "prompt": [10**9],
+        "stop": [1],
+    }
+    for name, value in cases.items():
+        response = await session.endpoint.post("/completions", {**OK, name: value})
+        _refused(response, 400)
+        error = error_of(response)
+        named = error.get("param") == name or name in str(error.get("message"))
+        expect(named, f"{name}={value!r}: the error names another field", error=error)
+    return {"fields": sorted(cases)}
+
+
+@row("status.context", "context_length_exceeded_behavior error makes too many tokens a 400", FIELDS)
+async def context(session: Session) -> Evidence:
+    fields: dict[str, Any] = {**OK, "max_tokens": 10**7, "context_length_exceeded_behavior": "error"}
+    return _refused(await session.endpoint.post("/completions", fields), 400)
+
+
+@row("status.json", "A body that is not JSON is a 400", FIELDS)
+async def not_json(session: Session) -> Evidence:
+    path = f"{session.endpoint.prefix}/completions"
+    return _refused(await session.endpoint.request("POST", path, b'{"model": '), 400)
+
+
+@row(
+    "status.stream",
+    "A streamed request that cannot be served is refused by its status, not inside a stream",
+    FIELDS,
+)
+async def stream(session: Session) -> Evidence:
+    return _refused(
+        await session.endpoint.post("/completions", {**OK, "stream": True, "max_tokens": -1}), 400
+    )
+
+
+@row(
+    "status.key",
+    "A wrong API key is a 401, as a Bearer token and in X-Api-Key",
+    f"{PROTOCOL}: Paths and names, Auth",
+    ("keys",),
+)
+async def key(session: Session) -> Evidence:
+    path = f"{session.endpoint.prefix}/completions"
+    body = {"model": session.endpoint.model, **OK}
+    evidence = _refused(await session.endpoint.request("POST", path, body, key="no-such-key"), 401)
+    headers = {"authorization": "", "x-api-key": "no-such-key"}
+    _refused(await session.endpoint.request("POST", path, body, headers), 401)
+    return evidence
+
+
+@row(
+    "status.version",
+    "A snapshot that nobody serves is a 409 that says what is served",
+    f"{OWN}: Which snapshot serves a request",
+    ("midstream",),
+)
+async def version(session: Session) -> Evidence:
+    fields: dict[str, Any] = {**OK, "midstream": {"snapshot": "conformance-nobodys", "wait": 0}}
+    response = await session.endpoint.post("/completions", fields)
+    evidence = _refused(response, 409)
+    serving = response.json().get("serving")
+    expect(isinstance(serving, list) and serving, "the answer does not say what is served", serving=serving)
+    expect("retry-after" in response.headers, "there is no Retry-After")
+    return {**evidence, "serving": [row["snapshot"] for row in serving]}
+
+
+def _refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The status, and an error object with a message."""
+    expect(
+        response.status_code == status,
+        f"{status} was expected, got {refusal(response)}",
+        status=response.status_code,
+    )
+    error = error_of(response)
+    sound = isinstance(error.get("message"), str) and error["message"] and "code" in error
+    expect(sound, "the body is not {'error': {'message', 'code', ...}}", body=response.text[:200])
+    return {"status": status, "code": error["code"]}

@@ -1,0 +1,232 @@
+"""Rollouts while a snapshot is switched: what an async and a sync transition promise, and labels across the switch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from midstream.conformance.answers import Token
+from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, Failed, expect, row
+from midstream.conformance.session import Session
+from midstream.conformance.traffic import Attempt, Crossing, Traffic, cross
+
+SWAP = f"{FIREWORKS}: Behavior during weight swap"
+STREAM = f"{FIREWORKS}: KV cache behavior, Active request stream"
+VERSION = f"{FIREWORKS}: Policy version in responses, Streaming"
+MISFITS_SHARE = 0.02  # of tokens whose logprob may miss its snapshot's: in bfloat16, experts near a tie
+SEAM_SHARE = 0.25  # of streams whose token beside the seam may miss it
+LIMIT_S = 300.0
+
+
+async def _async(session: Session) -> Crossing:
+    """A switch between weights that differ only behind the KV, so that each token has one logprob per snapshot."""
+
+    async def run(session: Session) -> Crossing:
+        async with session.transition("ASYNC"):
+            return await cross(session, "same", "head")
+
+    return await session.once("async crossing", run)
+
+
+@row(
+    "transitions.async_crosses",
+    "Async: streams in flight pause and go on with the new weights on the same connection, to their end",
+    SWAP,
+    ("publish",),
+    LIMIT_S,
+)
+async def async_crosses(session: Session) -> Evidence:
+    crossing = await _async(session)
+    expect(crossing.crossed, "no stream has tokens of both snapshots", **crossing.summary)
+    cut = [attempt for attempt in crossing.crossed if not attempt.whole]
+    expect(
+        not cut,
+        f"{len(cut)} streams that crossed did not come to their end",
+        reasons=[a.why for a in cut][:2],
+    )
+    counts = {len(attempt.answer.choice.generated) for attempt in crossing.crossed if attempt.answer}
+    wanted = session.target.stream_tokens
+    expect(counts == {wanted}, f"{wanted} tokens were expected of each stream", got=sorted(counts))
+    return crossing.summary
+
+
+@row(
+    "transitions.async_errors",
+    "Async: no request fails: newcomers wait, none gets a 4xx or 5xx, no connection breaks",
+    SWAP,
+    ("publish",),
+    LIMIT_S,
+)
+async def async_errors(session: Session) -> Evidence:
+    crossing = await _async(session)
+    failed = [attempt for attempt in crossing.attempts if not attempt.whole]
+    expect(
+        not failed,
+        f"{len(failed)} of {len(crossing.attempts)} requests failed",
+        first=[(a.status, a.why) for a in failed][:3],
+    )
+    return crossing.summary
+
+
+@row(
+    "labels.once",
+    "A stream's label changes at most once, from the old snapshot to the new one; later requests have the new one",
+    VERSION,
+    ("publish",),
+    LIMIT_S,
+)
+async def once(session: Session) -> Evidence:
+    crossing = await _async(session)
+    allowed = ([crossing.old], [crossing.new], [crossing.old, crossing.new])
+    odd = [attempt.labels for attempt in crossing.attempts if attempt.labels not in allowed]
+    expect(not odd, f"labels other than {crossing.old} and then {crossing.new}", labels=odd[:3])
+    expect(crossing.crossed, "no stream has tokens of both snapshots", **crossing.summary)
+    return crossing.summary
+
+
+@row(
+    "labels.tokens",
+    "Every token is of the snapshot that its label says: its logprob is that snapshot's, on both sides of the seam",
+    VERSION,
+    ("publish", "prompt_logprobs"),
+    LIMIT_S,
+)
+async def tokens(session: Session) -> Evidence:
+    crossing = await _async(session)
+    expect(crossing.scores, "no stream has tokens of both snapshots", **crossing.summary)
+    misfits = count = 0
+    seam = {"before": 0, "after": 0}
+    for attempt, old, new in crossing.scores:
+        generated = attempt.answer.choice.generated if attempt.answer else []
+        fits = _fits(generated, len(attempt.prompt), old, new, crossing, session.tolerance)
+        at = next(i for i, token in enumerate(generated) if token.label == crossing.new)
+        seam["before"] += not fits[at - 1]
+        seam["after"] += not fits[at]
+        misfits += fits.count(False)
+        count += len(fits)
+    telling = _mean_difference(crossing)
+    evidence = {
+        "streams": len(crossing.scores),
+        "tokens": count,
+        "misfits": misfits,
+        "at_seams": seam,
+        "mean_difference": telling,
+    }
+    expect(
+        telling > 4 * session.tolerance,
+        "the two snapshots are too alike to tell whose a token is",
+        **evidence,
+    )
+    expect(misfits <= MISFITS_SHARE * count, "tokens whose logprob is the other snapshot's", **evidence)
+    worst = max(seam.values())
+    expect(
+        worst <= SEAM_SHARE * len(crossing.scores), "labels change a token too early or too late", **evidence
+    )
+    return evidence
+
+
+def _fits(
+    tokens: Sequence[Token],
+    prompt: int,
+    old: list[float],
+    new: list[float],
+    crossing: Crossing,
+    tolerance: float,
+) -> list[bool]:
+    """Of each token: whether its logprob is its label's within the tolerance, or at least nearer to it than to the other."""
+    found = []
+    for i, token in enumerate(tokens, start=prompt):
+        own, other = (old, new) if token.label == crossing.old else (new, old)
+        off = abs(token.logprob - own[i])
+        found.append(off <= tolerance or off < abs(token.logprob - other[i]))
+    return found
+
+
+def _mean_difference(crossing: Crossing) -> float:
+    """Between the two snapshots' logprobs, nats."""
+    apart = [abs(a - b) for _, old, new in crossing.scores for a, b in zip(old, new, strict=True)]
+    return sum(apart) / max(1, len(apart))
+
+
+class _Sync:
+    """A sync switch under traffic."""
+
+    def __init__(self, old: str, new: str, attempts: Sequence[Attempt], after: str | None) -> None:
+        self.old, self.new, self.attempts, self.after = old, new, attempts, after
+        self.held_off = [attempt for attempt in attempts if attempt.status == 425]
+        self.summary = {
+            "requests": len(attempts),
+            "held_off": len(self.held_off),
+            "statuses": sorted({attempt.status for attempt in attempts}),
+        }
+
+
+async def _sync(session: Session) -> _Sync:
+    async def run(session: Session) -> _Sync:
+        snapshots = session.snapshots
+        old = await snapshots.serve("same")
+        new = await snapshots.ready("head")
+        async with session.transition("SYNC"), Traffic(session).running() as traffic:
+            await snapshots.signal(new)
+            await snapshots.wait(new)
+        label = (await session.turn([20, 21], session.key())).label
+        return _Sync(old, new, traffic.attempts, label)
+
+    return await session.once("sync switch", run)
+
+
+@row(
+    "transitions.sync_one_policy",
+    "Sync: requests in flight finish on the old weights; no answer mixes two snapshots",
+    STREAM,
+    ("publish", "sync"),
+    LIMIT_S,
+)
+async def sync_one_policy(session: Session) -> Evidence:
+    found = await _sync(session)
+    served = [attempt for attempt in found.attempts if attempt.status == 200]
+    mixed = [attempt.labels for attempt in served if len(attempt.labels) != 1]
+    expect(not mixed, f"{len(mixed)} answers are of several snapshots", labels=mixed[:3])
+    cut = [attempt for attempt in served if not attempt.whole]
+    expect(not cut, f"{len(cut)} answers did not come to their end", reasons=[a.why for a in cut][:2])
+    labels = {label for attempt in served for label in attempt.labels}
+    expect(
+        labels == {found.old, found.new},
+        "answers of both snapshots were expected",
+        labels=sorted(map(str, labels)),
+    )
+    return {**found.summary, "answers": len(served)}
+
+
+@row(
+    "transitions.sync_425",
+    "Sync: newcomers get 425 with Retry-After until the switch is done; then they are served by the new snapshot",
+    SWAP,
+    ("publish", "sync"),
+    LIMIT_S,
+)
+async def sync_425(session: Session) -> Evidence:
+    found = await _sync(session)
+    expect(set(found.summary["statuses"]) <= {200, 425}, "a status other than 200 and 425", **found.summary)  # type: ignore[call-overload]
+    expect(found.held_off, "nobody got a 425 while the switch was made", **found.summary)
+    bare = [attempt for attempt in found.held_off if not (attempt.retry_after or "").strip()]
+    expect(not bare, f"{len(bare)} of the 425 have no Retry-After", **found.summary)
+    later = {a.session for a in found.held_off} & {
+        a.session for a in found.attempts if a.labels == [found.new]
+    }
+    if not later and found.after != found.new:
+        raise Failed("nobody who was held off was served by the new snapshot", **found.summary)
+    return {**found.summary, "served_after_425": len(later)}
+
+
+@row(
+    "transitions.drain_header",
+    "x-fireworks-hot-load-drain-timeout is understood on every request, async switch or not",
+    f"{PROTOCOL}: Transitions",
+)
+async def drain_header(session: Session) -> Evidence:
+    headers = {"x-fireworks-hot-load-drain-timeout": "5"}
+    answer = await session.endpoint.complete(
+        session.prompt(8), headers=headers, max_tokens=2, ignore_eos=True
+    )
+    expect((answer.usage or {}).get("completion_tokens") == 2, "two tokens were expected", usage=answer.usage)
+    return {"tokens": 2}

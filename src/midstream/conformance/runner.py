@@ -1,0 +1,91 @@
+"""Runs rows, one after the other: they change what all of them share.
+
+Always holds: every row gives one result; what a row may need and is not there is a skip that says what; an answer nobody
+expected, a broken connection and a row that takes too long are failures of that row alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import httpx
+
+from midstream.client import PublishError
+from midstream.conformance.answers import Odd
+from midstream.conformance.rows import Evidence, Failed, Result, Row, Skipped, Verdict, registered
+from midstream.conformance.session import Session
+from midstream.errors import ConfigError, SnapshotError
+
+GROUPS: dict[str, str] = {  # module of checks/: what its rows are about
+    "openai": "OpenAI compatibility",
+    "logprobs": "log-probabilities",
+    "echo": "prompts echoed and scored",
+    "routes": "MoE router replay",
+    "labels": "policy versions in responses",
+    "affinity": "session affinity",
+    "cache": "prompt caching",
+    "status": "status codes",
+    "hotload": "hot load: signals, status, ledger",
+    "incremental": "incremental snapshots",
+    "transitions": "rollouts while a snapshot is switched",
+    "policies": "reset_prompt_cache",
+}
+
+
+def all_rows() -> tuple[Row, ...]:
+    """In the order in which they run: what changes the deployment comes last."""
+    for group in GROUPS:
+        importlib.import_module(f"midstream.conformance.checks.{group}")
+    return registered()
+
+
+def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """Those of the groups and ids in `only`; all when there are none. Raises ConfigError on a name nobody has."""
+    for name in only:
+        if not any(name in (row.id, row.group) for row in rows):
+            groups = ", ".join(dict.fromkeys(row.group for row in rows))
+            raise ConfigError(f"--only {name}: no such row or group; groups are {groups}")
+    return [row for row in rows if not only or {row.id, row.group} & set(only)]
+
+
+async def run_rows(
+    rows: Sequence[Row],
+    session: Session,
+    on_begin: Callable[[Row], None],
+    on_result: Callable[[Result], None],
+) -> list[Result]:
+    results = []
+    for row in rows:
+        on_begin(row)
+        results.append(await run_row(row, session))
+        on_result(results[-1])
+    return results
+
+
+async def run_row(row: Row, session: Session) -> Result:
+    started = monotonic()
+
+    def result(verdict: Verdict, why: str, evidence: Evidence) -> Result:
+        return Result(row, verdict, why, dict(evidence), monotonic() - started)
+
+    for need in row.needs:
+        if why := session.target.missing(need):
+            return result("skip", why, {})
+    try:
+        async with asyncio.timeout(row.limit_s):
+            return result("pass", "", await row.check(session))
+    except Skipped as skipped:
+        return result("skip", str(skipped), {})
+    except Failed as failed:
+        return result("fail", str(failed), failed.evidence)
+    except TimeoutError:
+        return result("fail", f"not done after {row.limit_s:g} s", {})
+    except httpx.TransportError as error:
+        return result("fail", f"the connection broke: {type(error).__name__} {error}", {})
+    except (PublishError, SnapshotError, ConfigError, OSError) as error:
+        return result("fail", f"the snapshot could not be published: {error}", {})
+    except (Odd, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        return result("fail", f"an answer is not of the API's form: {type(error).__name__}: {error}", {})

@@ -1,0 +1,191 @@
+"""What the endpoint under test is and has, found out before the first row runs.
+
+Always holds: what cannot be found out counts as there, so that a row fails rather than hides; the one exception is what
+a row would have to change to find out (publishing, transitions).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.status import read_status
+from midstream.conformance.answers import Json, Odd
+from midstream.conformance.endpoint import Endpoint, Flight, refusal
+from midstream.conformance.rows import NEEDS, Failed
+from midstream.errors import ConfigError
+from midstream.types import ENGINE_FEATURES
+
+PROMPT_TOKENS = 416  # long enough for every engine's cache blocks, short enough for the smallest context
+CONTEXT_TOKENS = 448  # taken when nothing says more
+WARM_UP_TOKENS = 48
+STREAM_S = 2.0  # how long a stream that is to cross a swap shall take when it is alone
+_CONTEXT_FIELDS = ("max_model_len", "context_length", "contextLength", "max_context", "context")
+
+
+@dataclass
+class Target:
+    """features: of the engine; None: it does not say. replicas: ready ones; None: unknown. why_no_moe, why_no_keys, ...: empty
+    when it is there. context, stream_tokens: tokens; stream_tokens is what a stream that shall cross a swap asks for.
+    """
+
+    model: str
+    midstream: bool
+    engine: str = "unknown"
+    features: tuple[str, ...] | None = None
+    replicas: int | None = None
+    context: int = CONTEXT_TOKENS
+    deployment: str | None = None  # in full, if known
+    transition: str | None = None  # ASYNC or SYNC; None: unknown
+    stream_tokens: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the checkpoint, if one was given
+    absent: dict[str, str] = field(default_factory=dict)  # need: why it is not there
+
+    def missing(self, need: str) -> str | None:
+        """Why `need` is not there; None when it is, or nobody knows."""
+        if need in self.absent:
+            return self.absent[need]
+        if need in ENGINE_FEATURES and self.features is not None and need not in self.features:
+            return f"engine {self.engine} has no {need}: {ENGINE_FEATURES[need]}"
+        return None
+
+
+async def look(endpoint: Endpoint, checkpoint: Path | None, publish: bool) -> Target:
+    """Asks the endpoint. Raises ConfigError when it cannot be tested at all."""
+    try:
+        entry = await _model(endpoint)
+        endpoint.model = entry["id"]
+        target = _of_entry(entry, checkpoint)
+        if not publish:
+            target.absent["publish"] = f"needs {NEEDS['publish']}"
+        if not target.midstream:
+            target.absent["midstream"] = f"needs {NEEDS['midstream']}"
+        await _replicas(endpoint, target)
+        await _keys(endpoint, target)
+        await _deployment(endpoint, target)
+        await _warm_up(endpoint, target)
+        await _moe(endpoint, target)
+    except httpx.TransportError as error:
+        raise ConfigError(f"{endpoint.root}: cannot be reached: {error or type(error).__name__}") from error
+    except (Odd, Failed) as error:
+        raise ConfigError(f"{endpoint.root}: serves no completion: {error}") from error
+    return target
+
+
+async def _model(endpoint: Endpoint) -> Json:
+    """The entry of the model that is meant, of GET /models."""
+    response = await endpoint.request("GET", f"{endpoint.prefix}/models")
+    if response.status_code != 200:
+        if endpoint.model:
+            return {"id": endpoint.model}
+        raise ConfigError(f"{endpoint.root}{endpoint.prefix}/models: {refusal(response)}")
+    try:
+        entries = [entry for entry in response.json()["data"] if isinstance(entry["id"], str)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{endpoint.root}{endpoint.prefix}/models: is not a list of models") from error
+    if endpoint.model:
+        asked = endpoint.model.partition("@")[0]
+        named = [e for e in entries if asked in (e["id"], e["id"].rpartition("/")[2])]
+        return named[0] if named else {"id": endpoint.model}
+    if endpoint.deployment:
+        wanted = endpoint.deployment.rpartition("/")[2]
+        entries = [
+            e for e in entries if wanted == str(e.get("deployment", wanted)).rpartition("/")[2]
+        ] or entries
+    if not entries:
+        raise ConfigError(f"{endpoint.root}: lists no model; name one with --model")
+    return dict(entries[0])
+
+
+def _of_entry(entry: Json, checkpoint: Path | None) -> Target:
+    own = _object(entry.get("midstream"))
+    engine = _object(own.get("engine"))
+    features = engine.get("features")
+    target = Target(
+        model=entry["id"],
+        midstream="midstream" in entry or "snapshots" in entry,
+        engine=f"{engine.get('kind', 'unknown')} {engine.get('version', '')}".strip(),
+        features=tuple(features) if isinstance(features, list) else None,
+        deployment=entry.get("deployment"),
+    )
+    if checkpoint is not None:
+        target.config = _config(checkpoint)
+    said = [place[name] for place in (own, entry) for name in _CONTEXT_FIELDS if name in place]
+    said.append(target.config.get("max_position_embeddings"))
+    target.context = next((n for n in said if isinstance(n, int) and n > 0), CONTEXT_TOKENS)
+    return target
+
+
+def _object(value: Any) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _config(checkpoint: Path) -> Json:
+    try:
+        config = json.loads((checkpoint / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--checkpoint {checkpoint}: config.json cannot be read: {error}") from error
+    inner = config.get("text_config")
+    return config | inner if isinstance(inner, dict) else dict(config)
+
+
+async def _replicas(endpoint: Endpoint, target: Target) -> None:
+    response = await endpoint.request("GET", HOT_LOAD_PATH)
+    try:
+        status = read_status(response.json()) if response.status_code == 200 else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        status = None  # the rows of the hot-load API say so
+    if status is not None:
+        target.replicas = sum(replica.ready for replica in status.replicas)
+        if target.replicas < 2:
+            target.absent["replicas>=2"] = f"needs {NEEDS['replicas>=2']}; {target.replicas} is ready"
+    elif target.absent.get("publish") is None:
+        raise ConfigError(f"{endpoint.root}{HOT_LOAD_PATH}: {refusal(response)}; leave --bucket out")
+
+
+async def _keys(endpoint: Endpoint, target: Target) -> None:
+    fields = {"model": endpoint.model, "prompt": "a", "max_tokens": 1}
+    response = await endpoint.request("POST", f"{endpoint.prefix}/completions", fields, key="no-such-key")
+    if response.status_code == 200:
+        target.absent["keys"] = "the endpoint serves any key: none are set"
+
+
+async def _deployment(endpoint: Endpoint, target: Target) -> None:
+    name = target.deployment or (endpoint.deployment if "/" in (endpoint.deployment or "") else None)
+    target.deployment = name
+    if name is not None:
+        response = await endpoint.request("GET", f"/v1/{name}")
+        if response.status_code == 200:
+            found = response.json().get("hotLoadTransitionType")
+            target.transition = found if found in ("ASYNC", "SYNC") else None
+    if "publish" in target.absent:
+        target.absent["sync"] = target.absent["publish"]
+    elif target.transition is None:
+        target.absent["sync"] = "the deployment's transition cannot be read, so it is not changed"
+
+
+async def _warm_up(endpoint: Endpoint, target: Target) -> None:
+    """The first request of some engines takes seconds; the second one says how fast it generates."""
+    body = {"prompt": [20, 21, 22, 23], "max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
+    for _ in range(2):
+        flight = Flight(endpoint, body)
+        await flight.run()
+        flight.whole()
+    span = max(flight.at[-1] - flight.at[0], 1e-3)
+    target.stream_tokens = max(96, min(int(STREAM_S * WARM_UP_TOKENS / span), target.context - 96))
+
+
+async def _moe(endpoint: Endpoint, target: Target) -> None:
+    """Asks for routes where the engine can give them; a model that has none says so in a 400."""
+    if target.missing("routes"):
+        return
+    fields = {"prompt": [20, 21], "max_tokens": 1, "logprobs": True, "include_routing_matrix": True}
+    response = await endpoint.post("/completions", fields)
+    if response.status_code == 400 and "include_routing_matrix" in response.text:
+        target.absent["moe"] = refusal(response)

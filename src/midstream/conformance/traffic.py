@@ -1,0 +1,168 @@
+"""Rollouts that run while a snapshot is switched, and what became of each.
+
+Always holds: when a `traffic` begins, every long stream has generated a token; when it ends, nothing is in flight. A new
+request follows each that ended, so that there are streams in flight and newcomers at whatever moment the switch comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from midstream.conformance.answers import Answer
+from midstream.conformance.endpoint import TRAJECTORY_HEADER, Flight
+from midstream.conformance.rows import Failed
+from midstream.conformance.session import Session
+from midstream.conformance.snapshots import Snapshots
+from midstream.conformance.variants import Variant
+
+STREAMS, NEWCOMERS = 6, 2
+PROMPT, NEWCOMERS_TOKENS = 32, 8
+BACK_OFF_S = 0.02
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One request. answer: None unless it was a 200. long: a stream that should cross; else a newcomer."""
+
+    prompt: tuple[int, ...]
+    session: str
+    long: bool
+    status: int
+    why: str
+    retry_after: str | None
+    answer: Answer | None
+
+    @property
+    def labels(self) -> list[str | None]:
+        """The snapshots of its tokens, each once, in their order."""
+        found: list[str | None] = []
+        for token in self.answer.choice.generated if self.answer and self.answer.choices else ():
+            if not found or found[-1] != token.label:
+                found.append(token.label)
+        return found
+
+    @property
+    def whole(self) -> bool:
+        return (
+            self.answer is not None
+            and not self.why
+            and self.answer.error is None
+            and self.answer.done
+            and self.answer.choice.finish == "length"
+        )
+
+
+class Traffic:
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.attempts: list[Attempt] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Traffic]:
+        """Within: rollouts run."""
+        begun = [asyncio.Event() for _ in range(STREAMS)]
+        self._tasks = [asyncio.create_task(self._rollout(event)) for event in begun]
+        self._tasks += [asyncio.create_task(self._rollout(None)) for _ in range(NEWCOMERS)]
+        try:
+            for event in begun:  # set at the end of a rollout, too
+                await event.wait()
+            yield self
+            self._stopping = True
+            await asyncio.gather(*self._tasks)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _rollout(self, begun: asyncio.Event | None) -> None:
+        """Turns of one session until it is stopped; begun: None for a newcomer, who is a new session every time."""
+        session = self._session.key()
+        try:
+            while not self._stopping:
+                attempt = await self._attempt(session, begun)
+                self.attempts.append(attempt)
+                if attempt.status != 200:
+                    await asyncio.sleep(BACK_OFF_S)
+                elif begun is None:
+                    session = self._session.key()
+        finally:
+            if begun is not None:
+                begun.set()
+
+    async def _attempt(self, session: str, begun: asyncio.Event | None) -> Attempt:
+        prompt = self._session.prompt(PROMPT)
+        count = NEWCOMERS_TOKENS if begun is None else self._session.target.stream_tokens
+        body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "logprobs": True}
+        body |= {"seed": self._session.seed(), "perf_metrics_in_response": True}
+        flight = Flight(self._session.endpoint, body, {TRAJECTORY_HEADER: session})
+        running = asyncio.create_task(flight.run())
+        try:
+            await flight.begun.wait()
+            if begun is not None:
+                begun.set()
+            await running
+        finally:
+            running.cancel()
+        return Attempt(
+            tuple(prompt),
+            session,
+            begun is not None,
+            flight.status,
+            flight.why,
+            flight.retry_after,
+            flight.answer,
+        )
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A switch of snapshots under traffic. scores: of each attempt that crossed, all its tokens' logprobs under the old and
+    under the new snapshot, prompt included; empty where the engine cannot tell.
+    """
+
+    old: str
+    new: str
+    attempts: Sequence[Attempt]
+    scores: Sequence[tuple[Attempt, list[float], list[float]]]
+
+    @property
+    def crossed(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.labels == [self.old, self.new]]
+
+    @property
+    def summary(self) -> dict[str, object]:
+        statuses = sorted({attempt.status for attempt in self.attempts})
+        return {"requests": len(self.attempts), "crossed": len(self.crossed), "statuses": statuses}
+
+
+async def cross(session: Session, old: Variant, new: Variant) -> Crossing:
+    """Switch from `old` to `new` under traffic, and score what crossed."""
+    snapshots = session.snapshots
+    before = await snapshots.serve(old)
+    after = await snapshots.ready(new)
+    async with Traffic(session).running() as traffic:
+        await snapshots.signal(after)
+        await snapshots.wait(after)
+    crossing = Crossing(before, after, traffic.attempts, ())
+    if session.target.missing("prompt_logprobs") or not crossing.crossed:
+        return crossing
+    return await _scored(session, snapshots, crossing, old)
+
+
+async def _scored(session: Session, snapshots: Snapshots, crossing: Crossing, old: Variant) -> Crossing:
+    def ids(attempt: Attempt) -> list[int]:
+        if attempt.answer is None:
+            raise Failed("a stream that crossed has no answer")
+        return [*attempt.prompt, *(token.id for token in attempt.answer.choice.generated)]
+
+    crossed = crossing.crossed
+    under_new = [await session.endpoint.score(ids(attempt)) for attempt in crossed]
+    await snapshots.serve(old)
+    under_old = [await session.endpoint.score(ids(attempt)) for attempt in crossed]
+    scores = tuple(zip(crossed, under_old, under_new, strict=True))
+    return Crossing(crossing.old, crossing.new, crossing.attempts, scores)
