@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -107,6 +108,9 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     env: dict[str, str] = {}  # for each vLLM server, beside this process's own environment
     # Running servers to attach to instead of starting them, one per replica, in their order: http://HOST:PORT.
     urls: tuple[str, ...] = ()
+    gpus: int = (
+        0  # of each replica that `midstream serve` starts on this machine, by its number; 0: each sees all
+    )
     load_s_max: float = 1800.0  # a server that does not answer by then is given up
     silence_s_max: float = 60.0  # one that does not answer /health for so long is replaced
     max_waiting: int = 4096  # requests inside a replica before 429
@@ -155,20 +159,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ray: RaySettings = RaySettings()
 
 
-#: option -> the gateway's setting
-GATEWAY_OPTIONS = {
-    "gateway_workers": "workers",
-    "tls_cert": "tls_cert",
-    "tls_key": "tls_key",
-    "replica_url": "replicas",
-    "replicas_dns": "replicas_dns",
+#: option -> the setting, by the section it is in
+SECTION_OPTIONS = {
+    "embedded": {"kv_cache_memory": "kv_cache_memory"},
+    "gateway": {
+        "gateway_workers": "workers",
+        "tls_cert": "tls_cert",
+        "tls_key": "tls_key",
+        "replica_url": "replicas",
+        "replicas_dns": "replicas_dns",
+    },
+    "vllm": {"vllm_args": "args", "vllm_python": "python", "vllm_url": "urls"},
+    "ray": {"ray_address": "address"},
 }
 
 
 def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
     """Settings from `file` (TOML) with `overrides` (None = not given) on top. Raises ConfigError.
 
-    overrides: top-level names, kv_cache_memory of the embedded engine, no_tinker, and GATEWAY_OPTIONS.
+    overrides: top-level names, no_tinker, and those of SECTION_OPTIONS; vllm_args in one string, as a shell reads it.
     """
     values: dict[str, Any] = {}
     if file is not None:
@@ -179,13 +188,17 @@ def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"--config {file}: not valid TOML: {error}") from error
     given = {name: value for name, value in overrides.items() if value is not None}
-    if "kv_cache_memory" in given:
-        values["embedded"] = {**values.get("embedded", {}), "kv_cache_memory": given.pop("kv_cache_memory")}
+    try:
+        if "vllm_args" in given:
+            given["vllm_args"] = shlex.split(given["vllm_args"])
+    except ValueError as error:
+        raise ConfigError(f"--vllm-args {given['vllm_args']!r}: {error}") from error
     if given.pop("no_tinker", False):
         values["tinker"] = {**values.get("tinker", {}), "enabled": False}
-    ours = {name: given.pop(option) for option, name in GATEWAY_OPTIONS.items() if option in given}
-    if ours:
-        values["gateway"] = {**values.get("gateway", {}), **ours}
+    for section, options in SECTION_OPTIONS.items():
+        ours = {name: given.pop(option) for option, name in options.items() if option in given}
+        if ours:
+            values[section] = {**values.get(section, {}), **ours}
     values.update(given)
     try:
         settings = msgspec.convert(values, Settings)
@@ -276,6 +289,24 @@ def _checked(settings: Settings) -> Settings:
         (
             all(1 <= len(name) <= 1024 and name.strip() == name for name in settings.tinker.base_models),
             "tinker.base_models must hold names of 1 to 1024 characters, without blanks around them",
+        ),
+        *(
+            (
+                0 < getattr(settings.vllm, name) < math.inf,
+                f"vllm.{name} must be above 0 and finite",
+            )
+            for name in ("load_s_max", "silence_s_max", "max_waiting")
+        ),
+        (settings.vllm.gpus >= 0, "vllm.gpus must be at least 0"),
+        (
+            all(re.fullmatch(r"http://[^/\s]+:[0-9]+", url) for url in settings.vllm.urls),
+            "vllm.urls must be of the form http://HOST:PORT",
+        ),
+        (
+            settings.engine != "vllm"
+            or not settings.vllm.urls
+            or len(settings.vllm.urls) >= settings.replicas,
+            f"vllm.urls names {len(settings.vllm.urls)} servers for {settings.replicas} replicas",
         ),
         (settings.tinker.trainer_threads >= 0, "tinker.trainer_threads must be at least 0"),
         (settings.tinker.full_every >= 1, "tinker.full_every must be at least 1"),

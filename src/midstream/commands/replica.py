@@ -8,15 +8,28 @@ import logging
 import sys
 from pathlib import Path
 
+from midstream.commands import engines
 from midstream.config import Settings, load_settings
 
-OPTIONS = ("model", "host", "port", "state_dir", "log_level", "kv_cache_memory")
+OPTIONS = (
+    "model",
+    "engine",
+    "host",
+    "port",
+    "state_dir",
+    "log_level",
+    "kv_cache_memory",
+    "vllm_args",
+    "vllm_python",
+    "vllm_url",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     parser.set_defaults(run=_replica)
     parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
+    engines.add_arguments(parser)
     parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
     parser.add_argument("--port", type=int, help="0 takes a free one (default: 8080)")
     parser.add_argument("--state-dir", help=f"caches, built-in models (default: {default.state_dir})")

@@ -14,6 +14,7 @@ from pathlib import Path
 from midstream.config import Settings, deployment_resource, model_resource, parse_size
 from midstream.errors import ConfigError
 from midstream.launch.child import STOP_GRACE_S, ReplicaSpec
+from midstream.launch.engines import engine_fields
 from midstream.launch.local import KILL_AFTER_S, engine_settings, free_port
 from midstream.launch.process import Child
 
@@ -44,6 +45,7 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         session_idle_s=settings.gateway.session_idle_s,
         pin_drain_s=settings.pin_drain_s,
         cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+        **engine_fields(settings, 0, 1, alone=True),
     )
 
 

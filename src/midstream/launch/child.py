@@ -50,6 +50,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     kind: EngineKind = "embedded"
     vllm: VllmSettings = VllmSettings()
     vllm_url: str | None = None  # of a running server to attach to
+    cores: tuple[int, ...] = ()  # that vLLM computes on, on a CPU; (): as it likes
+    gpus: tuple[int, ...] = ()  # that vLLM sees; (): all
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):

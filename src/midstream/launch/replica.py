@@ -1,4 +1,4 @@
-"""One replica process: the embedded engine, its files, and the HTTP app around them.
+"""One replica process: its engine, its files, and the HTTP app around them.
 
 Owns: wiring concrete classes. Run as `python -m midstream.launch.replica` by the supervisor.
 Always holds: one process at a time has a cache directory.
@@ -18,7 +18,6 @@ from pathlib import Path
 import uvloop
 
 from midstream.engine.base import EngineDied
-from midstream.engine.embedded.process import EmbeddedEngine
 from midstream.errors import ConfigError, SnapshotError
 from midstream.launch.child import (
     STOP_GRACE_S,
@@ -30,6 +29,7 @@ from midstream.launch.child import (
     read_spec,
     stop_requested,
 )
+from midstream.launch.engines import make_engine, requests_max
 from midstream.names import ServedNames
 from midstream.replica.admission import Door
 from midstream.replica.chat import TextModel
@@ -70,11 +70,11 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     replica = Replica(
         name=spec.name,
-        engine=EmbeddedEngine(model_dir, spec.engine),
+        engine=make_engine(spec),
         text=TextModel.load(model_dir),
         session_idle_s=spec.session_idle_s,
         pin_drain_s=spec.pin_drain_s,
-        requests_max=spec.engine.max_running + spec.engine.max_waiting,
+        requests_max=requests_max(spec),
         source=CachedSource(
             ChainFetcher(
                 SnapshotCache(Path(spec.cache_dir), spec.cache_bytes), threads=spec.engine.threads or None

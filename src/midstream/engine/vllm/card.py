@@ -1,0 +1,24 @@
+"""What a vLLM server can do, as its replica declares it (docs/engines.md has the table)."""
+
+from __future__ import annotations
+
+from midstream.types import ENGINE_FEATURES, EngineCard
+
+#: And why, for docs/engines.md.
+LACKS = {
+    "sampling_logprobs": "vLLM reports one log-probability per token: the raw one",
+    "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
+    "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws anew",
+    "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
+    "short_swap": "weights are loaded in place, while the streams stand still",
+}
+
+
+def vllm_features(*, routes: bool) -> tuple[str, ...]:
+    """routes: the server was started with --enable-return-routed-experts (which needs a GPU)."""
+    lacks = set(LACKS) | (set() if routes else {"routes"})
+    return tuple(feature for feature in ENGINE_FEATURES if feature not in lacks)
+
+
+def vllm_card(version: str, *, routes: bool) -> EngineCard:
+    return EngineCard(kind="vllm", version=version, features=vllm_features(routes=routes))

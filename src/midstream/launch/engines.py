@@ -1,0 +1,73 @@
+"""Which engine a replica gets, by the settings: the parts of its spec that say so, and the engine made from them.
+
+Always holds: replicas of one machine do not share cores or GPUs, as long as there are enough.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midstream.config import Settings
+from midstream.engine.base import Engine
+from midstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from midstream.launch.child import ReplicaSpec
+
+
+def usable_cores() -> list[int]:
+    """Of this machine, that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def number_of(replica: str) -> int:
+    """Of a replica's name, counted from 0."""
+    found = re.search(r"(\d+)$", replica)
+    return int(found[1]) if found else 0
+
+
+def engine_fields(settings: Settings, number: int, replicas: int, *, alone: bool = False) -> dict[str, Any]:
+    """Fields of the ReplicaSpec of replica `number` of so many on this machine. alone: nothing else runs replicas here.
+
+    Raises ConfigError.
+    """
+    if settings.engine != "vllm":
+        return {"kind": settings.engine}
+    vllm = settings.vllm
+    if vllm.urls and number >= len(vllm.urls):
+        raise ConfigError(f"vllm.urls names {len(vllm.urls)} servers: there is none for replica {number}")
+    cores, each = usable_cores(), vllm.gpus
+    share = max(1, len(cores) // max(1, replicas))
+    first = number * share % len(cores)
+    return {
+        "kind": "vllm",
+        "vllm": vllm,
+        "vllm_url": vllm.urls[number] if vllm.urls else None,
+        "cores": () if alone else tuple(cores[first : first + share]),
+        "gpus": tuple(range(number * each, (number + 1) * each)),
+    }
+
+
+def make_engine(spec: ReplicaSpec) -> Engine:
+    model_dir = Path(spec.model_dir)
+    if spec.kind == "vllm":
+        from midstream.engine.vllm.engine import VllmEngine
+
+        return VllmEngine(
+            model_dir, spec.vllm, Path(spec.cache_dir), url=spec.vllm_url, cores=spec.cores, gpus=spec.gpus
+        )
+    from midstream.engine.embedded.process import EmbeddedEngine
+
+    return EmbeddedEngine(model_dir, spec.engine)
+
+
+def requests_max(spec: ReplicaSpec) -> int:
+    """Choices inside a replica or waiting at its gate."""
+    if spec.kind == "vllm":
+        return spec.vllm.max_waiting
+    return spec.engine.max_running + spec.engine.max_waiting
