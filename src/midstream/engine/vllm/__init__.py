@@ -1,0 +1,1 @@
+"""The engine port over an unmodified vLLM server: token ids in and out over HTTP."""

@@ -1,0 +1,199 @@
+"""What a model directory says about its shape, without torch or transformers.
+
+Owns: reading config.json and generation_config.json; which hidden layers are mixtures of experts, family by family.
+Always holds: the families' rules are those of vLLM's and transformers' own classes. A family that is not known here counts
+as having experts in every layer; routes.py refuses routes that do not look like it, so a wrong guess shows no wrong route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from midstream.errors import ConfigError
+
+Config = Mapping[str, Any]
+
+#: Names under which configs say how many experts a layer has, and how many a token takes; in vLLM's order.
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """moe_layers: indices of the hidden layers with experts, ascending; without any, top_k and num_experts are 0.
+
+    max_position: the longest sequence the config promises, in tokens; 0: it says nothing.
+    """
+
+    vocab_size: int
+    hidden_layers: int
+    moe_layers: tuple[int, ...]
+    top_k: int
+    num_experts: int
+    eos_token_ids: tuple[int, ...]
+    max_position: int
+
+
+def read_shape(directory: Path) -> Shape:
+    """Raises ConfigError."""
+    config = _read(directory / "config.json")
+    if config is None:
+        raise ConfigError(f"{directory}: there is no config.json in it")
+    text = _text_config(config)
+    where = f"{directory / 'config.json'}"
+    layers = _positive(text, "num_hidden_layers", where)
+    experts, top_k = _first(text, EXPERTS, where), _first(text, EXPERTS_PER_TOKEN, where)
+    moe = _moe_layers(text, layers, where) if experts > 1 and top_k > 0 else ()
+    if moe and top_k > experts:
+        raise ConfigError(f"{where}: a token takes {top_k} experts, but a layer has {experts}")
+    return Shape(
+        vocab_size=_positive(text, "vocab_size", where),
+        hidden_layers=layers,
+        moe_layers=moe,
+        top_k=top_k if moe else 0,
+        num_experts=experts if moe else 0,
+        eos_token_ids=_eos(_read(directory / "generation_config.json") or {}, text, config, where),
+        max_position=_first(text, POSITIONS, where),
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """None: no such file. Raises ConfigError."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: is not a JSON object: {error}") from error
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part, where it has one of its own."""
+    for name in ("text_config", "llm_config", "language_config"):
+        inner = config.get(name)
+        if isinstance(inner, dict):
+            return inner
+    return config
+
+
+def _positive(config: Config, name: str, where: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{where}: {name} is {value!r}; expected a positive integer")
+    return value
+
+
+def _first(config: Config, names: tuple[str, ...], where: str) -> int:
+    """The first of the names that says something; 0 when none does."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"{where}: {name} is {value!r}; expected one integer from 0 up")
+        return value
+    return 0
+
+
+def _eos(generation: Config, text: Config, config: Config, where: str) -> tuple[int, ...]:
+    """generation_config.json wins: it says what ends generation, config.json what a pretrained model was told."""
+    for source in (generation, text, config):
+        value = source.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise ConfigError(f"{where}: eos_token_id is {value!r}; expected token ids")
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+Rule = Callable[[Config, int], bool]  # (text config, layer index): has the layer experts?
+
+
+def _sparse_step(config: Config, layer: int) -> bool:
+    step = config.get("decoder_sparse_step", 1)
+    return bool(layer not in (config.get("mlp_only_layers") or ()) and step > 0 and (layer + 1) % step == 0)
+
+
+def _after_first_dense(default: int) -> Rule:
+    def rule(config: Config, layer: int) -> bool:
+        first = config.get("first_k_dense_replace")
+        every = config.get("moe_layer_freq", 1)
+        if isinstance(every, list):
+            return bool(every[layer])
+        return bool(layer >= (default if first is None else first) and layer % (every or 1) == 0)
+
+    return rule
+
+
+def _interleaved(config: Config, layer: int) -> bool:
+    listed = config.get("moe_layers")
+    step = config.get("interleave_moe_layer_step", 1)
+    if listed is not None:
+        return bool(layer in listed)
+    return bool(step > 0 and (layer + 1) % step == 0)
+
+
+def _ernie(config: Config, layer: int) -> bool:
+    start, end = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
+    last = config["num_hidden_layers"] - 1 if end == -1 else end
+    return bool(start <= layer <= last and (layer + 1) % config.get("moe_layer_interval", 1) == 0)
+
+
+def _jamba(config: Config, layer: int) -> bool:
+    return bool(layer % config.get("expert_layer_period", 2) == config.get("expert_layer_offset", 1))
+
+
+def _after_dense(config: Config, layer: int) -> bool:
+    return bool(layer >= (config.get("num_dense_layers") or 0))
+
+
+def _every(_config: Config, _layer: int) -> bool:
+    return True
+
+
+#: model_type (of the text part, without a trailing _text) to the rule of its family.
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_omni_moe"), _sparse_step),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v32", "dots1", "glm4_moe_lite", "kimi_k2"), _after_first_dense(0)
+    ),
+    "deepseek_v3": _after_first_dense(3),
+    **dict.fromkeys(("glm4_moe", "glm4v_moe"), _after_first_dense(1)),
+    "llama4": _interleaved,
+    **dict.fromkeys(("ernie4_5_moe", "ernie4_5_vl_moe"), _ernie),
+    "jamba": _jamba,
+    **dict.fromkeys(("afmoe", "lfm2_moe"), _after_dense),
+    **dict.fromkeys(
+        ("mixtral", "gpt_oss", "olmoe", "qwen3_5_moe", "granitemoe", "phimoe", "minimax_m2"), _every
+    ),
+}
+
+
+def _moe_layers(config: Config, layers: int, where: str) -> tuple[int, ...]:
+    family = str(config.get("model_type", "")).removesuffix("_text")
+    rule = RULES.get(family, _every)
+    try:
+        return tuple(layer for layer in range(layers) if rule(config, layer))
+    except (TypeError, IndexError, ZeroDivisionError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: which layers of a {family} model have experts cannot be told: {error}"
+        ) from error

@@ -1,0 +1,143 @@
+"""vLLM's `routed_experts` as the routes of token records.
+
+Owns: reading the array off the wire without trusting it, and which row belongs to which token.
+Always holds: a route is shown for the pass that scored its token, or none is shown at all: an array that is not exactly what
+was expected is refused with words (RoutesBroken). Nothing is unpickled.
+
+What vLLM 0.32 sends, with the last chunk of a choice only: base64 of `.npy` bytes, shape
+(rows, hidden layers, experts per token), uint8 up to 256 experts, else uint16 (int32 in other versions). Layers without
+experts are there, all zeros.
+
+`routed_experts_prompt_start` = S, from 0 to the length of the prompt: row r is the pass over the token at position S + r
+(from 0 at the first prompt token), so it belongs to the token at position S + r + 1, whose logits that pass gave. The last
+token was never passed over and has no row: P prompt tokens and G generated ones give P + G - 1 - S rows. Hence:
+
+    generated tokens only       S = P - 1, count = G          (S = P would miss the pass that scored the first one)
+    and the last k prompt ones  S = P - 1 - k, count = k + G  (k at most P - 1: nothing scores the first prompt token)
+
+Rows of prompt tokens whose KV came from the prefix cache are there too: vLLM keeps them by block. In a request that goes on
+behind emitted tokens these are part of its prompt, so they count into P.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import math
+
+import numpy as np
+
+MAGIC = b"\x93NUMPY"
+#: How an .npy header writes the types that vLLM uses.
+DTYPES: dict[str, np.dtype] = {
+    "|u1": np.dtype(np.uint8),
+    "<u2": np.dtype("<u2"),
+    ">u2": np.dtype(">u2"),
+    "<i4": np.dtype("<i4"),
+    ">i4": np.dtype(">i4"),
+}
+HEADER_MAX = 1024  # bytes; numpy writes 118
+
+
+class RoutesBroken(Exception):
+    """vLLM's routes are not what this model's must be; the message says how."""
+
+
+def decode_routes(
+    data: str,
+    *,
+    first: int,
+    count: int,
+    moe_layers: tuple[int, ...],
+    hidden_layers: int,
+    top_k: int,
+    num_experts: int,
+) -> list[bytes]:
+    """The routes of the tokens at positions first + 1 .. first + count, each of the pass over the token before.
+
+    data: `routed_experts` of a choice, asked for with routed_experts_prompt_start = first. moe_layers: indices of the hidden
+    layers with experts; an array that has only those is taken as well.
+    Returns `count` routes: C-order [moe_layers, top_k] bytes, uint8, or little-endian uint16 above 256 experts.
+    Raises RoutesBroken.
+    """
+    array = _array(data)
+    rows, layers, width = array.shape
+    if rows != count:
+        raise RoutesBroken(
+            f"routes of {rows} passes from position {first} on, expected {count}: one for each token but the last"
+        )
+    if width != top_k:
+        raise RoutesBroken(f"{width} experts per token and layer, expected {top_k}")
+    if layers == hidden_layers:
+        chosen = array[:, list(moe_layers), :]
+    elif layers == len(moe_layers):
+        chosen = array
+    else:
+        raise RoutesBroken(
+            f"routes of {layers} layers, expected {hidden_layers} ({len(moe_layers)} with experts)"
+        )
+    _check_experts(chosen, first, moe_layers, num_experts)
+    packed = np.ascontiguousarray(chosen, dtype=np.uint8 if num_experts <= 256 else np.dtype("<u2"))
+    flat, size = packed.tobytes(), packed.itemsize * len(moe_layers) * top_k
+    return [flat[i * size : (i + 1) * size] for i in range(count)]
+
+
+def _check_experts(chosen: np.ndarray, first: int, moe_layers: tuple[int, ...], num_experts: int) -> None:
+    """chosen: [rows, moe_layers, top_k]."""
+    outside = (chosen < 0) | (chosen >= num_experts)
+    if outside.any():
+        row, layer, place = np.argwhere(outside)[0]
+        raise RoutesBroken(
+            f"expert {chosen[row, layer, place]} in layer {moe_layers[layer]} of the pass at position {first + row}; "
+            f"the layer has {num_experts}"
+        )
+    ordered = np.sort(chosen, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    if twice.any():
+        row, layer = np.argwhere(twice)[0]
+        raise RoutesBroken(
+            f"experts {chosen[row, layer].tolist()} in layer {moe_layers[layer]} of the pass at position {first + row}: "
+            "the same one twice, so this layer's choice was not recorded"
+        )
+
+
+def _array(data: str) -> np.ndarray:
+    """Base64 .npy text -> [rows, layers, experts], a view of the decoded bytes."""
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RoutesBroken(f"routed_experts is not base64: {error}") from error
+    dtype, fortran, shape, start = _header(raw)
+    if math.prod(shape) * dtype.itemsize != len(raw) - start:
+        raise RoutesBroken(
+            f"its header says {dtype} {list(shape)}, but {len(raw) - start} bytes follow: not that array"
+        )
+    return np.frombuffer(raw, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+
+
+def _header(raw: bytes) -> tuple[np.dtype, bool, tuple[int, int, int], int]:
+    """dtype, whether in Fortran order, shape, and where the data begins."""
+    if raw[:6] != MAGIC or len(raw) < 12 or raw[6] not in (1, 2, 3):
+        raise RoutesBroken("routed_experts is not an .npy array")
+    width = 2 if raw[6] == 1 else 4
+    begin = 8 + width
+    size = int.from_bytes(raw[8:begin], "little")
+    if size > HEADER_MAX or begin + size > len(raw):
+        raise RoutesBroken(f"the .npy header of routed_experts is said to be {size} bytes long")
+    try:
+        said = ast.literal_eval(raw[begin : begin + size].decode("latin-1").strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise RoutesBroken("the .npy header of routed_experts cannot be read") from error
+    if not isinstance(said, dict) or said.keys() != {"descr", "fortran_order", "shape"}:
+        raise RoutesBroken("the .npy header of routed_experts does not say descr, fortran_order and shape")
+    descr, fortran, shape = said["descr"], said["fortran_order"], said["shape"]
+    if not isinstance(descr, str) or descr not in DTYPES:
+        raise RoutesBroken(f"routed_experts has dtype {descr!r}; expected uint8, uint16 or int32")
+    if not isinstance(fortran, bool):
+        raise RoutesBroken("the .npy header of routed_experts: fortran_order is not a bool")
+    if not isinstance(shape, tuple) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
+        raise RoutesBroken(
+            f"routed_experts has shape {shape!r}; expected (passes, layers, experts per token)"
+        )
+    return DTYPES[descr], fortran, (shape[0], shape[1], shape[2]), begin + size
