@@ -1,0 +1,138 @@
+"""How a vLLM server is started: its command line and its environment, from ours and the user's.
+
+Owns: which flags midstream gives, which a user may replace and which may not be given, and why.
+Always holds: pure; no secret is in the command line; what the user's settings say of the environment wins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from midstream.errors import ConfigError
+
+MODULE = "vllm.entrypoints.openai.api_server"
+
+_ONE = "a replica is one server: set `replicas`"
+_OURS = "midstream gives it itself"
+_LOOPBACK = "midstream calls the server at a port of its own on loopback, over plain HTTP"
+#: Flags that may not be given, and why.
+REFUSED = {
+    "model": f"{_OURS}: set `model`",
+    "served-model-name": _OURS,
+    "host": _LOOPBACK,
+    "port": _LOOPBACK,
+    "uds": _LOOPBACK,
+    "root-path": _LOOPBACK,
+    "ssl-keyfile": _LOOPBACK,
+    "ssl-certfile": _LOOPBACK,
+    "grpc": _LOOPBACK,
+    "headless": _LOOPBACK,
+    "config": "what its file says could not be checked: give the flags themselves",
+    "api-key": "the process list would show it: set VLLM_API_KEY in vllm.env",
+    "disable-fastapi-docs": "midstream reads /openapi.json to see that the endpoints it needs are there",
+    "no-enable-scale-out": "midstream's requests go to /inference/v1/generate",
+    "no-enable-prompt-tokens-details": "midstream reports how much of a prompt was cached",
+    "data-parallel-external-lb": _ONE,
+    "data-parallel-hybrid-lb": _ONE,
+}
+#: Flags that may be given with this value only, and why.
+ONLY = {
+    "api-server-count": ("1", "with several API processes nobody knows which tokens came before a switch"),
+    "logprobs-mode": ("raw_logprobs", "midstream reports raw log-probabilities"),
+}
+#: Other spellings of a flag: short ones, and the negation of one that midstream gives.
+SAME = {
+    "asc": "api-server-count",
+    "no-disable-uvicorn-access-log": "disable-uvicorn-access-log",
+}
+
+
+def given_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Names, without dashes in front and as vLLM reads them, and values of the flags in `args`.
+
+    `--flag value`, `--flag=value`, `--flag_name`, `--flag.key value`, `-f value`; None: no value follows.
+    """
+    flags: list[tuple[str, str | None]] = []
+    for place, arg in enumerate(args):
+        if not _is_flag(arg):
+            continue
+        name, equals, value = arg.lstrip("-").partition("=")
+        name = name.partition(".")[0].replace("_", "-")
+        following = args[place + 1] if place + 1 < len(args) and not _is_flag(args[place + 1]) else None
+        flags.append((SAME.get(name, name), value if equals else following))
+    return flags
+
+
+def _is_flag(arg: str) -> bool:
+    return arg.startswith("-") and not arg[1:2].isdigit() and len(arg) > 1
+
+
+def check_arguments(args: Sequence[str]) -> None:
+    """Raises ConfigError for flags that midstream depends on."""
+    if args and not _is_flag(args[0]):
+        raise ConfigError(f"vllm.args: expected a flag of vLLM first, got {args[0]!r}")
+    for name, value in given_flags(args):
+        if name in REFUSED:
+            raise ConfigError(f"vllm.args: --{name} cannot be given: {REFUSED[name]}")
+        only, why = ONLY.get(name, (value, ""))
+        if value != only:
+            raise ConfigError(f"vllm.args: --{name} must be {only}, got {value}: {why}")
+
+
+def command_line(
+    python: str, model_dir: Path, served_name: str, port: int, seed: int, args: Sequence[str]
+) -> list[str]:
+    """Raises ConfigError. seed: of the server's sampler; two servers of one seed draw the same tokens."""
+    check_arguments(args)
+    ours = {
+        "generation-config": "vllm",
+        "enable-scale-out": None,
+        "enable-prompt-tokens-details": None,
+        "disable-uvicorn-access-log": None,
+        "structured-outputs-config": json.dumps({"backend": "guidance"}),
+        "max-logprobs": "20",
+        "seed": str(seed),
+    }
+    given = {name for name, _ in given_flags(args)}
+    command = [python, "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    for name, value in ours.items():
+        if name not in given:
+            command += [f"--{name}"] if value is None else [f"--{name}", value]
+    return [*command, *args]
+
+
+def openmp_library(python: str) -> Path | None:
+    """Which vLLM for CPUs asks to be preloaded, where it is installed in the environment of `python`."""
+    root = Path(python).parent.parent
+    library = root / "lib" / "libiomp5.so"
+    build = any(root.glob("lib/python*/site-packages/vllm*cpu*.dist-info"))
+    return library if build and library.is_file() else None
+
+
+def environment(
+    base: Mapping[str, str],
+    given: Mapping[str, str],
+    python: str,
+    cores: Sequence[int] = (),
+    gpus: Sequence[int] = (),
+) -> dict[str, str]:
+    """`base`, this process's own; then what vLLM needs for us; then `given`, the user's settings."""
+    env = {
+        **base,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if cores:
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    if gpus:
+        env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus)))
+    preloaded, library = env.get("LD_PRELOAD", ""), openmp_library(python)
+    if library is not None and "libiomp5" not in preloaded:
+        env["LD_PRELOAD"] = os.pathsep.join(filter(None, (str(library), preloaded)))
+    return {**env, **given}

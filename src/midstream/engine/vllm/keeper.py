@@ -1,0 +1,162 @@
+"""The process between a replica and its vLLM server, which sees to it that nothing of the server outlives the replica.
+
+Owns: the server process and everything under it, whoever its parent was: the kernel gives this process the orphans. Run as a
+file by server.py, with the standard library alone.
+Always holds: when it has ended by itself, no process of the server is left; it kills them as soon as its standard input ends,
+which nobody but the replica holds open. On standard input: a JSON line that says what to run, then at most a line that asks the
+server to leave. On standard output, JSON lines: that it runs, or why not; that it ended, and how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+TRACKER = b"multiprocessing.resource_tracker"
+TRACKER_GRACE_S = 1.0  # it removes what the killed left in shared memory, once all of them are gone
+ROUND_S = 0.02
+CONTROL, REPORT = 0, 1
+
+
+def say(**message: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the replica is gone
+        os.write(REPORT, json.dumps(message).encode() + b"\n")
+
+
+def read_line() -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (more := os.read(CONTROL, 65536)):
+        line += more
+    return line
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children, in whatever session they are. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER is not to be had")
+
+
+def start(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """The server; it dies when this process does, even killed."""
+    libc, keeper = ctypes.CDLL(None), os.getpid()
+
+    def die_with_keeper() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:
+            os._exit(1)
+
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=die_with_keeper
+    )
+
+
+def reap(server: int) -> int | None:
+    """Every child that has ended; the exit code of the server if it is among them, negative for a signal."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            if ended[0] == server:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
+
+
+def descendants() -> Iterator[int]:
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                stat = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b") ")[2].split()
+                children.setdefault(int(stat[1]), []).append(int(entry))
+    waiting = list(children.get(os.getpid(), ()))
+    while waiting:
+        pid = waiting.pop()
+        yield pid
+        waiting += children.get(pid, ())
+
+
+def is_tracker(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def end_all(server: int) -> int | None:
+    """Kill whatever is left; returns once nothing is. The server's exit code, where it had not ended before."""
+    code, patience = None, time.monotonic() + TRACKER_GRACE_S
+    while left := list(descendants()):
+        for pid in left:
+            if time.monotonic() > patience or not is_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        found = reap(server)
+        code = found if found is not None else code
+        time.sleep(ROUND_S)
+    return code
+
+
+def woken_by_signals() -> int:
+    """A descriptor that is readable after SIGCHLD, SIGTERM and SIGINT, which then do nothing else."""
+    wake, raised = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(raised, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(
+            number, lambda *_: None
+        )  # a handler is not inherited by the server, an ignored signal is
+    return wake
+
+
+def until_ended(server: int, wake: int, grace_s: float) -> int | None:
+    """The server's exit code; None when it is to be killed: the replica is gone, or has asked for its end in vain."""
+    deadline: float | None = None
+    while (code := reap(server)) is None:
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            return None
+        asked = False
+        readable, _, _ = select.select([CONTROL, wake], [], [], left_s)
+        if CONTROL in readable:
+            asked = bool(os.read(CONTROL, 4096))
+            if not asked:
+                return None
+        if wake in readable:
+            asked = asked or signal.SIGTERM in os.read(wake, 4096)
+        if asked and deadline is None:
+            deadline = time.monotonic() + grace_s
+            os.kill(server, signal.SIGTERM)
+    return code
+
+
+def main() -> None:
+    wake = woken_by_signals()
+    spec = json.loads(read_line())
+    try:
+        become_subreaper()
+        server = start(spec["command"], spec["env"])
+    except OSError as error:
+        say(error=str(error))
+        return
+    say(pid=server.pid)
+    code = until_ended(server.pid, wake, spec["grace_s"])
+    if code is not None:
+        say(code=code)
+    killed = end_all(server.pid)
+    server.returncode = code if code is not None else killed
+    if code is None:
+        say(code=killed)
+
+
+if __name__ == "__main__":
+    main()

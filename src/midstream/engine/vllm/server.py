@@ -1,0 +1,381 @@
+"""One vLLM server: a process of ours, or one that runs elsewhere and is attached to.
+
+Owns: its start, what it must be able to do, noticing its end, its log.
+Always holds: a server that was started here is gone, with every process under it, when close() returns, and soon after this
+process has ended in any way (keeper.py); one that is attached to is left as it is. `wait_ended` says so once when the server
+ended by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from midstream.config import VllmSettings
+from midstream.engine.vllm import keeper
+from midstream.engine.vllm.arguments import command_line, environment, given_flags
+from midstream.httpcall import CallFailed, call
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 4.0  # for a server that was asked to end
+GONE_S_MAX = 30.0  # for the kernel to end what was killed
+HEALTH_POLL_S = 1.0
+START_POLL_S = 0.25
+ANSWER_S_MAX = 10.0
+INFO_S_MAX = 120.0  # /server_info looks at the whole environment
+LOG_LINES = 15
+LOG_BYTES = 64 * 2**10
+SEEDS = 2**31
+_DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
+#: What a server must have, and what it was started without where it is missing.
+ENDPOINTS = {
+    "/inference/v1/generate": "--enable-scale-out",
+    "/pause": _DEV_MODE,
+    "/resume": _DEV_MODE,
+    "/is_paused": _DEV_MODE,
+    "/collective_rpc": _DEV_MODE,
+    "/update_weight_version": _DEV_MODE,
+}
+
+
+class ServerFailed(Exception):
+    """The server did not come up, or cannot do what is needed; ends with the last lines of its log if it was started here."""
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What the keeper says."""
+
+    pid: int | None = None
+    error: str | None = None
+    code: int | None = None
+
+
+class _Served(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Served]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class _OpenApi(msgspec.Struct, frozen=True):
+    paths: dict[str, msgspec.Raw]
+
+
+class _ModelConfig(msgspec.Struct, frozen=True):
+    logprobs_mode: str | None = None
+    enable_return_routed_experts: bool = False
+
+
+class _Config(msgspec.Struct, frozen=True):
+    model_config: _ModelConfig = _ModelConfig()
+
+
+class _Info(msgspec.Struct, frozen=True):
+    vllm_config: _Config = _Config()
+
+
+class VllmServer:
+    """url: of a running server to attach to instead of starting one. cores, gpus: that it may use; (): as vLLM chooses.
+
+    served_name: of the model, in requests. log: file for what the server prints; None: this process's standard error.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: VllmSettings,
+        *,
+        url: str | None,
+        served_name: str,
+        cores: tuple[int, ...] = (),
+        gpus: tuple[int, ...] = (),
+        log: Path | None,
+    ) -> None:
+        self._model_dir = model_dir
+        self._settings = settings
+        self._attached = url is not None
+        self._cores = cores
+        self._gpus = gpus
+        self._log = log
+        self._python = settings.python or sys.executable
+        self._keeper: asyncio.subprocess.Process | None = None
+        self._port: socket.socket | None = None  # keeps others from the server's port
+        self._watchers: list[asyncio.Task[None]] = []
+        self._exit: asyncio.Future[str] | None = None
+        self._ended: asyncio.Future[str] | None = None
+        self.url = (url or "").rstrip("/")
+        self.pid: int | None = None
+        self.version = ""
+        self.served_name = served_name  # of an attached server: the first name it has, unless it has this one
+        self.max_model_len = 0
+        #: It says which experts a token's computation went through.
+        self.returns_routes = False
+
+    def __repr__(self) -> str:
+        kind = "attached" if self._attached else f"pid={self.pid}"
+        return f"VllmServer({self.url or 'not started'}, {kind})"
+
+    @property
+    def headers(self) -> str:
+        """Header lines for every call, each with its line end: the key, where the user has set one for the server."""
+        key = self._settings.env.get("VLLM_API_KEY", os.environ.get("VLLM_API_KEY", ""))
+        return f"authorization: Bearer {key}\r\n" if key else ""
+
+    async def start(self) -> None:
+        """Start or attach; returns when the server is healthy and has what is needed. Raises ServerFailed, ConfigError."""
+        await self.close()
+        try:
+            if self._attached:
+                check_url(self.url)
+            else:
+                await self._spawn()
+            try:
+                async with asyncio.timeout(self._settings.load_s_max):
+                    await self._healthy()
+            except TimeoutError as error:
+                what = f"vLLM at {self.url}" if self._attached else "vLLM"
+                raise self._failed(
+                    f"{what} was not ready within {self._settings.load_s_max:g} s (vllm.load_s_max)"
+                ) from error
+            await self._look()
+        except BaseException:  # also cancelled: nothing is left running
+            self.kill()
+            await self.close()
+            raise
+        self._ended = asyncio.get_running_loop().create_future()
+        self._watchers.append(asyncio.create_task(self._watch_health(), name="vLLM's health"))
+        if self._exit is not None:
+            self._exit.add_done_callback(lambda ended: self._end(ended.result()))
+
+    async def wait_ended(self) -> str:
+        """Why the server ended, once it has by itself, or has been silent for so long that it may as well have.
+
+        Only after start(); never returns after close(). What is left of it is ended by close().
+        """
+        if self._ended is None:
+            raise RuntimeError("the server is not running")
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """End it at once, without waiting for that; close() does. Not one that is attached to."""
+        if self._keeper is not None and self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+
+    async def close(self) -> None:
+        """Ask it to end, kill what does not; returns when nothing is left of it. Idempotent; start() may follow."""
+        watchers, self._watchers = self._watchers, []
+        for task in watchers:
+            task.cancel()
+        keeper_process, self._keeper = self._keeper, None
+        self._exit, self._ended, self.pid = None, None, None
+        try:
+            if keeper_process is not None:
+                await asyncio.shield(asyncio.ensure_future(_stop(keeper_process)))
+        finally:
+            if self._port is not None:
+                self._port.close()
+                self._port = None
+
+    async def _spawn(self) -> None:
+        self._port = _reserve()
+        port = self._port.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        args = self._settings.args
+        command = command_line(
+            self._python, self._model_dir, self.served_name, port, secrets.randbelow(SEEDS), args
+        )
+        env = environment(os.environ, self._settings.env, self._python, self._cores, self._gpus)
+        flags = {name for name, _ in given_flags(args)}
+        self.returns_routes = "enable-return-routed-experts" in flags
+        with _log_file(self._log) as log:
+            self._keeper = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(keeper.__file__)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+            )
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        spec = {"command": command, "env": env, "grace_s": STOP_GRACE_S}
+        self._keeper.stdin.write(msgspec.json.encode(spec) + b"\n")
+        started = await _report(self._keeper.stdout)
+        if started.pid is None:
+            raise ServerFailed(
+                f"vLLM cannot be started (vllm.python is {self._python}): {started.error or 'its keeper ended'}"
+            )
+        self.pid = started.pid
+        self._exit = asyncio.get_running_loop().create_future()
+        self._watchers.append(
+            asyncio.create_task(self._watch_exit(self._keeper.stdout, self._exit), name="vLLM's exit")
+        )
+
+    async def _healthy(self) -> None:
+        """Returns when the server answers 200. Raises ServerFailed if it ends instead."""
+        while True:
+            if self._exit is not None and self._exit.done():
+                raise self._failed(f"{self._exit.result()} before it was ready")
+            if await self._health():
+                return
+            if self._exit is None:
+                await asyncio.sleep(START_POLL_S)
+            else:
+                await asyncio.wait([self._exit], timeout=START_POLL_S)
+
+    async def _health(self) -> bool:
+        try:
+            status, _ = await call(self.url, "GET", "/health", None, ANSWER_S_MAX, self.headers)
+        except CallFailed:
+            return False
+        return status == 200
+
+    async def _look(self) -> None:
+        """What the server is and can do. Raises ServerFailed when that is not enough."""
+        paths = await self._get(
+            "/openapi.json", _OpenApi, "was it started with --disable-fastapi-docs? It must not be"
+        )
+        missing = {
+            flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths.paths
+        }  # one endpoint per cause
+        if missing:
+            said = "; ".join(f"no {path}: start it with {flag}" for flag, path in missing.items())
+            raise self._failed(f"the vLLM server at {self.url} has {said}")
+        self.version = (await self._get("/version", _Version)).version
+        served = (await self._get("/v1/models", _Models)).data
+        named = [model for model in served if model.id == self.served_name] or served
+        if not named or named[0].max_model_len is None:
+            raise self._failed(
+                f"the vLLM server at {self.url} does not say which model it serves, or how long a context it has"
+            )
+        self.served_name, self.max_model_len = named[0].id, named[0].max_model_len
+        if self._attached:
+            await self._look_at_settings()
+
+    async def _look_at_settings(self) -> None:
+        """Of a server that others started: that it reports raw log-probabilities, and whether routes."""
+        info = await self._get("/server_info?config_format=json", _Info, timeout_s=INFO_S_MAX)
+        model = info.vllm_config.model_config
+        if model.logprobs_mode not in (None, "raw_logprobs"):
+            raise self._failed(
+                f"the vLLM server at {self.url} reports {model.logprobs_mode}: start it with --logprobs-mode raw_logprobs"
+            )
+        self.returns_routes = model.enable_return_routed_experts
+
+    async def _get(self, path: str, kind: type[Any], hint: str = "", timeout_s: float = ANSWER_S_MAX) -> Any:
+        where = f"the vLLM server at {self.url}: GET {path}"
+        try:
+            status, body = await call(self.url, "GET", path, None, timeout_s, self.headers)
+        except CallFailed as error:
+            raise self._failed(f"{where}: {error}") from error
+        if status == 401:
+            raise self._failed(f"{where}: it asks for a key: set VLLM_API_KEY in vllm.env")
+        if status != 200:
+            raise self._failed(f"{where}: status {status}{'; ' * bool(hint)}{hint}")
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise self._failed(f"{where}: not what a vLLM server says: {error}") from error
+
+    async def _watch_exit(self, stdout: asyncio.StreamReader, exited: asyncio.Future[str]) -> None:
+        report = await _report(stdout)
+        code = report.code
+        exited.set_result(
+            "vLLM ended; nobody knows its exit code" if code is None else f"vLLM ended with code {code}"
+        )
+
+    async def _watch_health(self) -> None:
+        loop = asyncio.get_running_loop()
+        answered_at, silence_s = loop.time(), self._settings.silence_s_max
+        while loop.time() - answered_at < silence_s:
+            await asyncio.sleep(min(HEALTH_POLL_S, silence_s / 4))
+            if await self._health():
+                answered_at = loop.time()
+        self._end(f"vLLM did not answer /health for {silence_s:g} s (vllm.silence_s_max)")
+
+    def _end(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
+    def _failed(self, why: str) -> ServerFailed:
+        if self._attached:
+            return ServerFailed(why)
+        if self._log is None:
+            return ServerFailed(f"{why}; its log is above")
+        lines = "\n".join(_last_lines(self._log))
+        return ServerFailed(f"{why}; the last of {self._log}:\n{lines}")
+
+
+def check_url(url: str) -> None:
+    """Raises ServerFailed unless `url` is one that a server can be attached to at."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ServerFailed(f"vllm.urls: expected http://HOST:PORT, got {url}")
+
+
+def _reserve() -> socket.socket:
+    """A free port of loopback, bound: nobody is given it meanwhile, and vLLM, which reuses addresses, can listen there."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
+@contextlib.contextmanager
+def _log_file(log: Path | None) -> Iterator[IO[bytes] | None]:
+    """What the server prints to; the log of the one before it is kept beside it, once."""
+    if log is None:
+        yield None
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        log.replace(log.with_name(log.name + ".1"))
+    with log.open("ab") as file:
+        yield file
+
+
+def _last_lines(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    except OSError as error:
+        return [f"(it cannot be read: {error})"]
+
+
+async def _report(stdout: asyncio.StreamReader) -> _Report:
+    line = await stdout.readline()
+    return msgspec.json.decode(line, type=_Report) if line else _Report()
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Returns when the keeper has ended, and so nothing is left of the server."""
+    assert process.stdin is not None
+    if not process.stdin.is_closing():  # else it was killed
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"end\n")
+            await process.stdin.drain()
+    try:
+        async with asyncio.timeout(STOP_GRACE_S + GONE_S_MAX):
+            await process.wait()
+    except TimeoutError:
+        logger.error("processes of vLLM do not end although they were killed; giving them up")
+        process.kill()
+        await process.wait()
+    process.stdin.close()

@@ -1,0 +1,168 @@
+"""Snapshot files in memory, so that a server that loads them while streams stand still waits for no disk.
+
+Owns: one directory below the machine's memory file system, of one replica at a time (its cache directory's lock holds).
+Always holds: what is handed out is whole, byte for byte, or the directory that was given; files take at most a share of the
+memory that is free; what was left behind by a process that died is gone when the next one of the same replica begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import re
+import shutil
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from midstream.snapshots.tasks import finished
+
+logger = logging.getLogger(__name__)
+
+SHM = Path("/dev/shm")
+SHARE = 0.5
+CHUNK_BYTES = 16 * 2**20
+PREFIX = "midstream-"
+GONE = "gone-"
+MEMINFO = Path("/proc/meminfo")
+
+_REMOVER = ThreadPoolExecutor(1, "unstaging")
+
+
+class _Cancelled(Exception):
+    """Nobody wants the copy any more."""
+
+
+class Staging:
+    """owner: the replica's cache directory. shm: a file system in memory. share: of what is free there, for one snapshot."""
+
+    def __init__(self, owner: Path, shm: Path = SHM, share: float = SHARE) -> None:
+        digest = hashlib.sha256(f"{os.getuid()}:{owner.resolve()}".encode()).hexdigest()
+        self._root = shm / f"{PREFIX}{digest[:24]}"
+        self._shm = shm
+        self._share = share
+        self._numbers = itertools.count(1)
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Staging({self._root})"
+
+    async def put(self, directory: Path) -> Path:
+        """A copy in memory of the regular files of `directory`, or `directory` itself when they do not fit.
+
+        Raises OSError when they cannot be read. Cancelled, it leaves nothing.
+        """
+        target = self._root / str(next(self._numbers))
+        cancelled = threading.Event()
+        try:
+            copied = await finished(self._copy, directory, target, cancelled, on_cancel=cancelled.set)
+        except BaseException:  # also cancelled
+            self.drop(target)
+            raise
+        return target if copied else directory
+
+    def drop(self, path: Path) -> None:
+        """Free what put() returned; a directory that is not a copy stays. Takes no time: memory is freed beside."""
+        if path.parent != self._root:
+            return
+        gone = path.with_name(f"{GONE}{path.name}")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(gone)
+            _REMOVER.submit(shutil.rmtree, gone, ignore_errors=True)
+
+    def close(self) -> None:
+        """Free everything."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _copy(self, directory: Path, target: Path, cancelled: threading.Event) -> bool:
+        """Whether `target` is now a whole copy; if not, it is not there."""
+        files = snapshot_files(directory)
+        if files is None:
+            logger.warning("%s: a link leads out of it: read from where it is", directory)
+            return False
+        size, room = sum(file.stat().st_size for file in files.values()), self._room()
+        if size > room:
+            logger.info(
+                "%s: %d bytes are more than may be staged in memory (%d): read from where it is",
+                *(directory, size, room),
+            )
+            return False
+        try:
+            _make_private(self._root)
+            target.mkdir()
+        except OSError as error:
+            logger.warning("%s: cannot be used, snapshots are read from disk: %s", self._root, error)
+            return False
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for name, file in files.items():
+            with file.open("rb", buffering=0) as source:
+                problem = _copy_file(source.fileno(), target / name, buffer, cancelled)
+            if problem is not None:
+                logger.warning("%s: not staged in memory, read from where it is: %s", directory, problem)
+                self.drop(target)
+                return False
+        return True
+
+    def _room(self) -> int:
+        """Bytes that a snapshot may take."""
+        try:
+            free = os.statvfs(self._shm)
+        except OSError:
+            return 0
+        return int(self._share * min(free.f_bavail * free.f_frsize, _available_memory()))
+
+
+def snapshot_files(directory: Path) -> dict[str, Path] | None:
+    """The regular files of `directory` by name, links resolved; None when a link leads out of it. Raises OSError."""
+    root = directory.resolve(strict=True)
+    files = {}
+    for entry in sorted(root.iterdir()):
+        file = entry.resolve()
+        if not file.is_relative_to(root):
+            return None
+        if file.is_file():
+            files[entry.name] = file
+    return files
+
+
+def _make_private(directory: Path) -> None:
+    """Raises OSError unless `directory` is one of our own that nobody else can enter."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{directory} is somebody else's")
+
+
+def _copy_file(source: int, target: Path, buffer: memoryview, cancelled: threading.Event) -> OSError | None:
+    """Why `target` could not be written; what cannot be read is raised as OSError."""
+    try:
+        out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        return error
+    try:
+        while count := os.readv(source, [buffer]):
+            if cancelled.is_set():
+                raise _Cancelled
+            written = 0
+            while written < count:
+                try:
+                    written += os.write(out, buffer[written:count])
+                except OSError as error:  # usually ENOSPC: others write there, too
+                    return error
+    finally:
+        os.close(out)
+    return None
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping; 0 when nobody says."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", MEMINFO.read_text(), flags=re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
