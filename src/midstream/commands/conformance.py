@@ -31,6 +31,7 @@ from midstream.conformance.target import Target, look
 from midstream.errors import ConfigError, SnapshotError
 
 TOLERANCE = 0.05
+LIMIT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="by which two computations of one log-probability may differ (default: %(default)g)",
     )
     parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help="of a row, and of a snapshot's loading (default: %(default)g)",
+    )
+    parser.add_argument(
         "--json", metavar="FILE", help="write the results as JSON; - for standard output instead of the table"
     )
 
@@ -80,8 +88,9 @@ def _conformance(options: argparse.Namespace) -> int:
         raise ConfigError("--bucket, --checkpoint: give both, or neither: then no row switches snapshots")
     if options.checkpoint is not None and not options.checkpoint.is_dir():
         raise ConfigError(f"--checkpoint {options.checkpoint}: is not a directory")
-    if not options.tolerance > 0:
-        raise ConfigError(f"--tolerance must be more than 0, got {options.tolerance:g}")
+    for name in ("tolerance", "limit"):
+        if not getattr(options, name) > 0:
+            raise ConfigError(f"--{name} must be more than 0, got {getattr(options, name):g}")
     with _output(options.json) as output:
         return asyncio.run(_run(options, rows, output))
 
@@ -108,8 +117,8 @@ async def _run(options: argparse.Namespace, rows: Sequence[Row], output: TextIO 
         snapshots = None
         if options.bucket is not None:
             prefix = f"conformance-{secrets.token_hex(4)}"
-            snapshots = Snapshots(endpoint, options.bucket, options.checkpoint, prefix)
-        session = Session(endpoint, target, snapshots, tolerance=options.tolerance)
+            snapshots = Snapshots(endpoint, options.bucket, options.checkpoint, prefix, options.limit)
+        session = Session(endpoint, target, snapshots, tolerance=options.tolerance, limit_s=options.limit)
         show = _Shown(rows, sys.stderr if output is sys.stdout else sys.stdout)
         show.head(endpoint.root, target)
         left_on = None

@@ -18,7 +18,7 @@ from midstream.conformance.answers import Answer, Json, Odd, data_of, plain_answ
 from midstream.conformance.rows import Failed
 from midstream.errors import ConfigError
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 ISOLATION_HEADER = "x-prompt-cache-isolation-key"
 TRAJECTORY_HEADER = "x-multi-turn-session-id"
 AFFINITY_HEADER = "x-session-affinity"

@@ -19,8 +19,6 @@ Verdict = Literal["pass", "fail", "skip"]
 Evidence = Mapping[str, Any]  # of JSON's types
 Check = Callable[["Session"], Awaitable[Evidence]]
 
-ROW_LIMIT_S = 120.0
-
 #: The documents that promise.
 FIREWORKS = "fireworks-inference-for-rl-rollouts.txt"
 SKYRL = "skyrl-session-based-routing.txt"
@@ -69,7 +67,6 @@ class Row:
     source: str
     needs: tuple[str, ...]
     check: Check = field(repr=False)
-    limit_s: float = ROW_LIMIT_S
 
     @property
     def group(self) -> str:
@@ -90,9 +87,7 @@ class Result:
 _REGISTERED: dict[str, Row] = {}
 
 
-def row(
-    row_id: str, statement: str, source: str, needs: tuple[str, ...] = (), limit_s: float = ROW_LIMIT_S
-) -> Callable[[Check], Check]:
+def row(row_id: str, statement: str, source: str, needs: tuple[str, ...] = ()) -> Callable[[Check], Check]:
     """Register the decorated coroutine function. Raises ValueError on an id that is taken, or a need nobody knows."""
 
     def register(check: Check) -> Check:
@@ -100,7 +95,7 @@ def row(
             raise ValueError(f"there are two rows {row_id}")
         if unknown := [need for need in needs if need not in NEEDS and need not in ENGINE_FEATURES]:
             raise ValueError(f"row {row_id}: no such need: {', '.join(unknown)}")
-        _REGISTERED[row_id] = Row(row_id, statement, source, needs, check, limit_s)
+        _REGISTERED[row_id] = Row(row_id, statement, source, needs, check)
         return check
 
     return register

@@ -75,14 +75,14 @@ async def run_row(row: Row, session: Session) -> Result:
         if why := session.target.missing(need):
             return result("skip", why, {})
     try:
-        async with asyncio.timeout(row.limit_s):
+        async with asyncio.timeout(session.limit_s):
             return result("pass", "", await row.check(session))
     except Skipped as skipped:
         return result("skip", str(skipped), {})
     except Failed as failed:
         return result("fail", str(failed), failed.evidence)
     except TimeoutError:
-        return result("fail", f"not done after {row.limit_s:g} s", {})
+        return result("fail", f"not done after {session.limit_s:g} s", {})
     except httpx.TransportError as error:
         return result("fail", f"the connection broke: {type(error).__name__} {error}", {})
     except (PublishError, SnapshotError, ConfigError, OSError) as error:

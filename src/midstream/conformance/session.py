@@ -27,15 +27,22 @@ SIGHTINGS = 16  # sessions asked, at most, until every replica was seen
 
 
 class Session:
-    """tolerance: nats by which two computations of one log-probability may differ."""
+    """tolerance: nats by which two computations of one log-probability may differ. limit_s: of a row."""
 
     def __init__(
-        self, endpoint: Endpoint, target: Target, snapshots: Snapshots | None, *, tolerance: float
+        self,
+        endpoint: Endpoint,
+        target: Target,
+        snapshots: Snapshots | None,
+        *,
+        tolerance: float,
+        limit_s: float,
     ) -> None:
         self.endpoint = endpoint
         self.target = target
         self._snapshots = snapshots
         self.tolerance = tolerance
+        self.limit_s = limit_s
         self._random = random.Random(secrets.randbits(64))
         self._once: dict[str, Any] = {}
 

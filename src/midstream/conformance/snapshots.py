@@ -23,19 +23,21 @@ from midstream.conformance.rows import Failed
 from midstream.conformance.variants import Variant, write_variant
 from midstream.snapshots.delta import encode_delta
 
-READY_S = 300.0
 POLL_S = 0.02
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"
 UNSAID = "unsaid"  # a policy that the signal does not mention
 
 
 class Snapshots:
-    def __init__(self, endpoint: Endpoint, bucket: str, checkpoint: Path, prefix: str) -> None:
-        """Raises ConfigError when `bucket` is none."""
+    def __init__(
+        self, endpoint: Endpoint, bucket: str, checkpoint: Path, prefix: str, ready_s: float
+    ) -> None:
+        """ready_s: how long a snapshot may take to load. Raises ConfigError when `bucket` is none."""
         self._endpoint = endpoint
         self._bucket = open_bucket(bucket)
         self._checkpoint = checkpoint
         self.prefix = prefix
+        self._ready_s = ready_s
         self._count = 0
         self._known: dict[Variant, str] = {}
         self.variants: dict[str, Variant] = {}  # of every identity that was put here
@@ -51,6 +53,16 @@ class Snapshots:
         await self.signal(identity, policy)
         await self.wait(identity)
         return identity
+
+    async def hold(self, variant: Variant) -> str:
+        """As `serve`, but without a switch where `variant` serves already."""
+        if self.serving is not None and self.variants.get(self.serving) == variant:
+            return self.serving
+        return await self.serve(variant)
+
+    async def any(self) -> str:
+        """A snapshot of ours that serves; its identity."""
+        return self.serving or await self.serve("same")
 
     def other(self) -> Variant:
         """Of `same` and `head`, one that does not serve now."""
@@ -142,12 +154,12 @@ class Snapshots:
             raise Failed(f"GET {HOT_LOAD_PATH}: not a list of replicas: {response.text[:200]}") from error
 
     async def wait(self, identity: str) -> None:
-        """Until every replica is ready on `identity`. Raises Failed when one fails on it, and after READY_S."""
+        """Until every replica is ready on `identity`. Raises Failed when one fails on it, and after `ready_s`."""
         status = await self._until(lambda now: now.serves(identity) or now.failed(identity) is not None)
         if failed := status.failed(identity):
             raise Failed(f"{failed.name} could not load {identity}: {failed.error}")
         if not status.serves(identity):
-            raise Failed(f"{identity} was not ready after {READY_S:g} s: {status}")
+            raise Failed(f"{identity} was not ready after {self._ready_s:g} s: {status}")
         self.serving = identity
 
     async def wait_failed(self, identity: str) -> str:
@@ -160,7 +172,7 @@ class Snapshots:
 
     async def _until(self, holds: Callable[[Status], bool]) -> Status:
         loop = asyncio.get_running_loop()
-        end = loop.time() + READY_S
+        end = loop.time() + self._ready_s
         while True:
             status = await self.status()
             if holds(status) or loop.time() >= end:

@@ -25,7 +25,7 @@ from midstream.types import ENGINE_FEATURES
 PROMPT_TOKENS = 416  # long enough for every engine's cache blocks, short enough for the smallest context
 CONTEXT_TOKENS = 448  # taken when nothing says more
 WARM_UP_TOKENS = 48
-STREAM_S = 2.0  # how long a stream that is to cross a swap shall take when it is alone
+STREAM_S = 1.0  # how long a stream that is to cross a swap shall take when it is alone
 _CONTEXT_FIELDS = ("max_model_len", "context_length", "contextLength", "max_context", "context")
 
 
@@ -172,13 +172,21 @@ async def _deployment(endpoint: Endpoint, target: Target) -> None:
 
 async def _warm_up(endpoint: Endpoint, target: Target) -> None:
     """The first request of some engines takes seconds; the second one says how fast it generates."""
-    body = {"prompt": [20, 21, 22, 23], "max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
+    body: Json = {"prompt": [20, 21, 22, 23], "max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
     for _ in range(2):
-        flight = Flight(endpoint, body)
-        await flight.run()
-        flight.whole()
+        flight = await _flown(endpoint, body)
     span = max(flight.at[-1] - flight.at[0], 1e-3)
     target.stream_tokens = max(96, min(int(STREAM_S * WARM_UP_TOKENS / span), target.context - 96))
+    body |= {"prompt": [20] * 32, "max_tokens": target.stream_tokens, "logprobs": True}
+    answer = (await _flown(endpoint, body)).whole()  # a context may be shorter than it says
+    target.stream_tokens = len(answer.choice.tokens)
+
+
+async def _flown(endpoint: Endpoint, body: Json) -> Flight:
+    flight = Flight(endpoint, body)
+    await flight.run()
+    flight.whole()
+    return flight
 
 
 async def _moe(endpoint: Endpoint, target: Target) -> None:

@@ -143,7 +143,7 @@ class Crossing:
 async def cross(session: Session, old: Variant, new: Variant) -> Crossing:
     """Switch from `old` to `new` under traffic, and score what crossed."""
     snapshots = session.snapshots
-    before = await snapshots.serve(old)
+    before = await snapshots.hold(old)
     after = await snapshots.ready(new)
     async with Traffic(session).running() as traffic:
         await snapshots.signal(after)
@@ -162,7 +162,7 @@ async def _scored(session: Session, snapshots: Snapshots, crossing: Crossing, ol
 
     crossed = crossing.crossed
     under_new = [await session.endpoint.score(ids(attempt)) for attempt in crossed]
-    await snapshots.serve(old)
+    await snapshots.hold(old)
     under_old = [await session.endpoint.score(ids(attempt)) for attempt in crossed]
     scores = tuple(zip(crossed, under_old, under_new, strict=True))
     return Crossing(crossing.old, crossing.new, crossing.attempts, scores)

@@ -64,7 +64,7 @@ async def order(session: Session) -> Evidence:
     TWO,
 )
 async def skyrl(session: Session) -> Evidence:
-    return await _sticky(session, lambda key, turn: ({SKYRL_HEADER: f"sampling_{key[-8:]}:{turn * 0}"}, {}))
+    return await _sticky(session, lambda key, turn: ({SKYRL_HEADER: f"sampling_{key[-8:]}:7"}, {}))
 
 
 @row(

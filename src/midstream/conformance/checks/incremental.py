@@ -25,9 +25,9 @@ MIN_DIFFERENCE = 0.2
 )
 async def delta(session: Session) -> Evidence:
     snapshots, prompt = session.snapshots, session.prompt(64)
-    await snapshots.serve("head", fresh=True)
+    await snapshots.hold("head")
     whole = await session.endpoint.score(prompt)
-    parent = await snapshots.serve("same", fresh=True)
+    parent = await snapshots.hold("same")
     plain = await session.endpoint.score(prompt)
     chain = [parent]
     scores = []
@@ -58,7 +58,7 @@ async def delta(session: Session) -> Evidence:
 )
 async def parent(session: Session) -> Evidence:
     snapshots = session.snapshots
-    serving = await snapshots.serve("same", fresh=True)
+    serving = await snapshots.hold("same")
     name = await snapshots.put_delta("same", "head")
     response = await snapshots.post(name, previous=f"{snapshots.prefix}-nobody")
     if response.is_success:
@@ -82,7 +82,7 @@ async def parent(session: Session) -> Evidence:
 )
 async def checksum(session: Session) -> Evidence:
     snapshots = session.snapshots
-    serving = await snapshots.serve("same", fresh=True)
+    serving = await snapshots.hold("same")
     name = await snapshots.put_delta("same", "head", spoil=_wrong_checksums)
     response = await snapshots.post(name, previous=serving)
     said = await snapshots.wait_failed(name) if response.is_success else refusal(response)

@@ -31,8 +31,8 @@ async def prefixes(session: Session) -> Evidence:
     prompt = session.prompt(24)
     body = {"model": session.endpoint.model, "prompt": prompt, "max_tokens": 8, **GREEDY}
     texts = []
+    headers = {TRAJECTORY_HEADER: session.key()}
     for prefix in ("/v1", "/inference/v1"):
-        headers = {TRAJECTORY_HEADER: "conformance-prefixes"}
         response = await session.endpoint.request("POST", f"{prefix}/completions", body, headers)
         expect(response.status_code == 200, f"{prefix}: {refusal(response)}")
         texts.append(response.json()["choices"][0]["text"])

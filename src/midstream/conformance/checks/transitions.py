@@ -14,7 +14,6 @@ STREAM = f"{FIREWORKS}: KV cache behavior, Active request stream"
 VERSION = f"{FIREWORKS}: Policy version in responses, Streaming"
 MISFITS_SHARE = 0.02  # of tokens whose logprob may miss its snapshot's: in bfloat16, experts near a tie
 SEAM_SHARE = 0.25  # of streams whose token beside the seam may miss it
-LIMIT_S = 300.0
 
 
 async def _async(session: Session) -> Crossing:
@@ -32,7 +31,6 @@ async def _async(session: Session) -> Crossing:
     "Async: streams in flight pause and go on with the new weights on the same connection, to their end",
     SWAP,
     ("publish",),
-    LIMIT_S,
 )
 async def async_crosses(session: Session) -> Evidence:
     crossing = await _async(session)
@@ -54,7 +52,6 @@ async def async_crosses(session: Session) -> Evidence:
     "Async: no request fails: newcomers wait, none gets a 4xx or 5xx, no connection breaks",
     SWAP,
     ("publish",),
-    LIMIT_S,
 )
 async def async_errors(session: Session) -> Evidence:
     crossing = await _async(session)
@@ -72,7 +69,6 @@ async def async_errors(session: Session) -> Evidence:
     "A stream's label changes at most once, from the old snapshot to the new one; later requests have the new one",
     VERSION,
     ("publish",),
-    LIMIT_S,
 )
 async def once(session: Session) -> Evidence:
     crossing = await _async(session)
@@ -88,7 +84,6 @@ async def once(session: Session) -> Evidence:
     "Every token is of the snapshot that its label says: its logprob is that snapshot's, on both sides of the seam",
     VERSION,
     ("publish", "prompt_logprobs"),
-    LIMIT_S,
 )
 async def tokens(session: Session) -> Evidence:
     crossing = await _async(session)
@@ -163,7 +158,7 @@ class _Sync:
 async def _sync(session: Session) -> _Sync:
     async def run(session: Session) -> _Sync:
         snapshots = session.snapshots
-        old = await snapshots.serve("same")
+        old = await snapshots.hold("same")
         new = await snapshots.ready("head")
         async with session.transition("SYNC"), Traffic(session).running() as traffic:
             await snapshots.signal(new)
@@ -179,7 +174,6 @@ async def _sync(session: Session) -> _Sync:
     "Sync: requests in flight finish on the old weights; no answer mixes two snapshots",
     STREAM,
     ("publish", "sync"),
-    LIMIT_S,
 )
 async def sync_one_policy(session: Session) -> Evidence:
     found = await _sync(session)
@@ -202,7 +196,6 @@ async def sync_one_policy(session: Session) -> Evidence:
     "Sync: newcomers get 425 with Retry-After until the switch is done; then they are served by the new snapshot",
     SWAP,
     ("publish", "sync"),
-    LIMIT_S,
 )
 async def sync_425(session: Session) -> Evidence:
     found = await _sync(session)
