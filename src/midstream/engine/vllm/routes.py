@@ -21,22 +21,27 @@ behind emitted tokens these are part of its prompt, so they count into P.
 
 from __future__ import annotations
 
-import ast
 import base64
 import binascii
 import math
+import re
 
 import numpy as np
 
 MAGIC = b"\x93NUMPY"
 #: How an .npy header writes the types that vLLM uses.
-DTYPES: dict[str, np.dtype] = {
-    "|u1": np.dtype(np.uint8),
-    "<u2": np.dtype("<u2"),
-    ">u2": np.dtype(">u2"),
-    "<i4": np.dtype("<i4"),
-    ">i4": np.dtype(">i4"),
+DTYPES: dict[bytes, np.dtype] = {
+    b"|u1": np.dtype(np.uint8),
+    b"<u2": np.dtype("<u2"),
+    b">u2": np.dtype(">u2"),
+    b"<i4": np.dtype("<i4"),
+    b">i4": np.dtype(">i4"),
 }
+#: The header as numpy writes it for an array of these types and three dimensions; another one is not looked into.
+HEADER = re.compile(
+    rb"\{'descr': '(?P<dtype>\|u1|[<>]u2|[<>]i4)', 'fortran_order': (?P<order>True|False), "
+    rb"'shape': \((?P<rows>\d{1,9}), (?P<layers>\d{1,9}), (?P<experts>\d{1,9})\), \} *\n"
+)
 HEADER_MAX = 1024  # bytes; numpy writes 118
 
 
@@ -125,19 +130,11 @@ def _header(raw: bytes) -> tuple[np.dtype, bool, tuple[int, int, int], int]:
     size = int.from_bytes(raw[8:begin], "little")
     if size > HEADER_MAX or begin + size > len(raw):
         raise RoutesBroken(f"the .npy header of routed_experts is said to be {size} bytes long")
-    try:
-        said = ast.literal_eval(raw[begin : begin + size].decode("latin-1").strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise RoutesBroken("the .npy header of routed_experts cannot be read") from error
-    if not isinstance(said, dict) or said.keys() != {"descr", "fortran_order", "shape"}:
-        raise RoutesBroken("the .npy header of routed_experts does not say descr, fortran_order and shape")
-    descr, fortran, shape = said["descr"], said["fortran_order"], said["shape"]
-    if not isinstance(descr, str) or descr not in DTYPES:
-        raise RoutesBroken(f"routed_experts has dtype {descr!r}; expected uint8, uint16 or int32")
-    if not isinstance(fortran, bool):
-        raise RoutesBroken("the .npy header of routed_experts: fortran_order is not a bool")
-    if not isinstance(shape, tuple) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
+    said = HEADER.fullmatch(raw, begin, begin + size)
+    if said is None:
         raise RoutesBroken(
-            f"routed_experts has shape {shape!r}; expected (passes, layers, experts per token)"
+            "routed_experts must be uint8, uint16 or int32 of shape (passes, layers, experts per token); its .npy header is "
+            + ascii(raw[begin : begin + min(size, 120)].decode("latin-1").strip())
         )
-    return DTYPES[descr], fortran, (shape[0], shape[1], shape[2]), begin + size
+    shape = (int(said["rows"]), int(said["layers"]), int(said["experts"]))
+    return DTYPES[said["dtype"]], said["order"] == b"True", shape, begin + size

@@ -191,7 +191,7 @@ def _read(data: bytes, top: int | None) -> Chunk:
         raise WireBroken(f"{error}: {_excerpt(data)}") from error
     if message.error is not None:
         said = message.error
-        return Chunk(error=_tidy(said if isinstance(said, str) else said.message))
+        return Chunk(error=f"vLLM: {_tidy(said if isinstance(said, str) else said.message)}")
     cached = None
     if message.usage is not None and message.usage.prompt_tokens_details is not None:
         cached = message.usage.prompt_tokens_details.cached_tokens
@@ -270,6 +270,13 @@ def problem(request: GenerateRequest) -> str | None:
     s = request.sampling
     if GREEDY_BELOW <= s.temperature < TEMPERATURE_MIN:
         return f"temperature: vLLM takes what lies between 0 and {TEMPERATURE_MIN} as {TEMPERATURE_MIN}; use 0, or more"
+    if request.grammar is not None and request.want_logprobs:
+        return (
+            "vLLM tells log-probabilities of an answer that must match a grammar only after tokens were forbidden, not the "
+            "model's own; ask for none"
+        )
+    if request.grammar is not None and request.grammar.lstrip().startswith("{"):
+        return "vLLM takes a grammar in the Lark dialect only, not as JSON"
     if any(request.emitted_of(choice) for choice in request.choices):
         if s.presence_penalty or s.frequency_penalty:
             return "vLLM cannot go on with a stream under presence_penalty or frequency_penalty: it would not count its tokens"
@@ -339,8 +346,11 @@ def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
         "stop_token_ids": s.stop_token_ids,
         "ignore_eos": True,  # the request's own stop_token_ids have the end tokens, unless they are to be ignored
         "min_tokens": 0,
-        "detokenize": False,
+        "detokenize": bool(request.stop_strings),
     }
+    if request.stop_strings:
+        said["stop"] = request.stop_strings
+        said["include_stop_str_in_output"] = True
     if s.logit_bias:
         said["logit_bias"] = s.logit_bias
     if request.want_logprobs:
