@@ -93,7 +93,7 @@ def command_line(
         "enable-prompt-tokens-details": None,
         "disable-uvicorn-access-log": None,
         "structured-outputs-config": json.dumps({"backend": "guidance"}),
-        "max-logprobs": "20",
+        "max-logprobs": "21",
         "seed": str(seed),
     }
     given = {name for name, _ in given_flags(args)}

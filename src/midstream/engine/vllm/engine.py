@@ -34,6 +34,7 @@ from midstream.httpcall import CallFailed, call, open_stream
 from midstream.types import (
     BASE_SNAPSHOT,
     EngineStats,
+    FinishReason,
     GenerateRequest,
     GenerationEvent,
     ModelInfo,
@@ -164,7 +165,9 @@ class VllmEngine(Engine):
                     yield GenerationEvent(index=index, prompt=prompt, cached_tokens=0, finish="length")
                 return
             for index in request.choices:
-                if index in run.open:
+                if (finish := _finished(request, index)) is not None:
+                    run.put(GenerationEvent(index=index, prompt=prompt, finish=finish))
+                elif index in run.open:
                     await self._begin(run, index, prompt)
             while (event := await run.next()) is not None:
                 self._count(request, event)
@@ -175,7 +178,7 @@ class VllmEngine(Engine):
 
     async def _score(self, request: GenerateRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or why there are none."""
-        scorer = Scorer(self._server.url, self._server.headers, self._epochs, self._shape, NAME)
+        scorer = Scorer(self._server.url, self._server.headers, self._epochs, self._shape, self._server.served_name)
         try:
             return await scorer.score(request, self._salt(request)[0])
         except CallFailed as error:
@@ -192,7 +195,7 @@ class VllmEngine(Engine):
         data = wire.body(
             request,
             index,
-            model=NAME,
+            model=self._server.served_name,
             salt=salt,
             stream=True,
             routes_start=start if self._server.returns_routes else None,
@@ -352,3 +355,11 @@ class VllmEngine(Engine):
         self._end_requests("vLLM was stopped")
         self.drop_staged()
         await self._server.close()
+
+
+def _finished(request: GenerateRequest, choice: int) -> FinishReason | None:
+    """How a choice ended that another engine had completed already."""
+    emitted = request.emitted_of(choice)
+    if emitted and emitted[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(emitted) >= request.sampling.max_tokens else None

@@ -45,7 +45,8 @@ class ChoiceStream:
         self._shape = shape
         self._emit = emit
         self._prompt = prompt
-        self._lines = wire.Lines()
+        self._scored = prompt is not None
+        self._lines = wire.Lines(wire.alternatives(request))
         self._kv_told = not request.want_kv_snapshots
         self._held: list[TokenRecord] = []  # tokens that wait for their routes, or for the end
         self._finish: FinishReason | None = None
@@ -63,10 +64,13 @@ class ChoiceStream:
         if self.response is not None and self.response.status >= 400:
             self._error_body += data
             return
-        for chunk in self._lines.feed(data):
+        try:
+            chunks = self._lines.feed(data)
+        except wire.WireBroken as error:
+            self.fail(f"vLLM's answer cannot be read: {error}")
+            return
+        for chunk in chunks:
             self._take(chunk)
-            if self.over:
-                return
 
     def ended(self, reason: str | None) -> None:
         """The response is over; reason: why it was cut short."""
@@ -87,16 +91,18 @@ class ChoiceStream:
         self._emit(GenerationEvent(index=self._index, error=message))
 
     def _take(self, chunk: wire.Chunk) -> None:
+        if self.over:
+            return
         if chunk.error is not None:
             self.fail(chunk.error)
             return
-        if chunk.cached is not None:
-            self._cached = chunk.cached
+        if chunk.cached is not None:  # a prompt that was scored was computed anew for it, and found by what comes after
+            self._cached = 0 if self._scored else chunk.cached
         if chunk.tokens:
             snapshot = self.told.take(len(chunk.tokens))
-            greedy_or_plain = self._sampling_logprob
+            sampling = self._sampling_logprob
             self._held += [
-                TokenRecord(t.token_id, t.logprob, greedy_or_plain(t.logprob), snapshot, None, t.top)
+                TokenRecord(t.token_id, t.logprob, sampling(t.logprob), snapshot, None, t.top)
                 for t in chunk.tokens
             ]
         if chunk.finish is not None:

@@ -62,7 +62,7 @@ class Scorer:
             )
             if not request.want_routes:
                 return records
-            chunk = wire.read_answer(answer)
+            chunk = wire.read_answer(answer, wire.alternatives(request))
             if chunk.routes is None:
                 return "vLLM returned no routes (routed_experts) for a prompt whose routes were asked for"
             routes = decode_routes(
