@@ -58,7 +58,6 @@ class Scene:
             self._make,
             lambda r, others: self.cleaned.append((r.name, others)),
             self._changed.set,
-            host="h",
             stop_s=1000,
         )
 
@@ -66,7 +65,7 @@ class Scene:
         mark = self.path / wanted.name  # who runs notes its pid: two at once would be seen
         code = f"mark_own_pid({str(mark)!r})\n{self.codes.get(wanted.name, LISTEN)}"
         elsewhere = Script(code.replace("port=7", "port=8"))
-        return Child(wanted.name, "scripted_replica", Script(code), renew=lambda: elsewhere)
+        return Child(wanted.name, "scripted_replica", Script(code), host="h", renew=lambda: elsewhere)
 
     def want(self, *names: str) -> None:
         """Names are DEPLOYMENT-NUMBER."""

@@ -1,4 +1,4 @@
-"""The replica processes: what runs is made equal to what is wanted.
+"""The replicas: what runs is made equal to what is wanted.
 
 Owns: one task per replica that starts it, keeps it running, and ends it when it is not wanted any more.
 Always holds:
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from midstream.errors import ConfigError
 from midstream.gateway.roster import Running, RunningReplica, Wanted, WantedReplica
-from midstream.launch.process import RESTART_PAUSE_S_MAX, RESTART_PAUSE_S_MIN, Child, StartFailed
+from midstream.launch.process import RESTART_PAUSE_S_MAX, RESTART_PAUSE_S_MIN, StartFailed, Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -26,34 +26,33 @@ class _Member:
     """One replica from the moment it is wanted until its process has ended."""
 
     wanted: WantedReplica
-    child: Child | None = None
+    child: Supervised | None = None
     url: str | None = None
     error: str | None = None
+    failed: bool = False  # the error is that of an attempt, and not what it waits for
     forget: bool = False
     task: asyncio.Task[None] | None = None
 
 
 class Crew:
-    """All replicas of this machine. Use from one event loop."""
+    """All replicas of a supervisor. Use from one event loop."""
 
     def __init__(
         self,
-        make: Callable[[WantedReplica], Awaitable[Child]],
+        make: Callable[[WantedReplica], Awaitable[Supervised]],
         clean: Callable[[WantedReplica, Set[str]], None],
         on_change: Callable[[], None],
         *,
-        host: str,
         stop_s: float,
     ) -> None:
         """make: a replica's process, not started. Raises ConfigError. clean: removes what a replica of a deployment that is not
         wanted any more left on disk, and what earlier ones did, but nothing of those named; in a thread.
 
-        on_change: called when `running` is another. host: where replicas listen. stop_s: how long one may take to end.
+        on_change: called when `running` is another. stop_s: how long one may take to end.
         """
         self._make = make
         self._clean = clean
         self._on_change = on_change
-        self._host = host
         self._stop_s = stop_s
         self._members: dict[str, _Member] = {}  # those wanted
         self._alive: dict[str, _Member] = {}  # the last of each name whose process may still be there
@@ -98,6 +97,18 @@ class Crew:
             )
         return Running(tuple(replicas))
 
+    def failure(self, deployment: str) -> str | None:
+        """Why a replica of the deployment could not be started when that was tried last; None: there is no such one."""
+        for member in self._members.values():
+            if member.failed and member.wanted.deployment == deployment:
+                return member.error
+        return None
+
+    def places(self) -> dict[str, str]:
+        """Where replicas run that do not run on this machine, by name."""
+        children = {name: member.child for name, member in self._members.items()}
+        return {name: child.place for name, child in children.items() if child is not None and child.place}
+
     async def close(self, stop_s: float | None = None) -> None:
         """End all of them; those that are there after `stop_s`, also on their way out since before, are killed. Idempotent."""
         self._closed = True
@@ -127,7 +138,10 @@ class Crew:
                 await asyncio.wait((before.task,))
             await self._start(member)
             assert member.child is not None
-            await member.child.supervise(lambda why: self._restarted(member, why))
+            await member.child.supervise(
+                lambda why: self._restarted(member, why),
+                lambda why: self._set(member, member.url, why, failed=False),
+            )
         finally:
             if member.child is not None:
                 await member.child.stop(self._stop_s)
@@ -140,9 +154,12 @@ class Crew:
 
     def _restarted(self, member: _Member, why: str | None) -> None:
         assert member.child is not None
-        url = f"http://{self._host}:{member.child.port}" if why is None else member.url
-        if (why, url) != (member.error, member.url):
-            member.error, member.url = why, url
+        self._set(member, member.child.url if why is None else member.url, why, failed=why is not None)
+
+    def _set(self, member: _Member, url: str | None, error: str | None, *, failed: bool) -> None:
+        changed = (url, error) != (member.url, member.error)
+        member.url, member.error, member.failed = url, error, failed
+        if changed:
             self._on_change()
 
     async def _start(self, member: _Member) -> None:
@@ -151,14 +168,12 @@ class Crew:
         while True:
             try:
                 member.child = await self._make(member.wanted)
-                await member.child.start()
+                await member.child.start(lambda why: self._set(member, None, why, failed=False))
             except (StartFailed, ConfigError, OSError) as error:
-                member.error = str(error) or repr(error)
-                self._on_change()
+                self._set(member, None, str(error) or repr(error), failed=True)
                 pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
                 logger.error("%s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
             else:
-                member.url, member.error = f"http://{self._host}:{member.child.port}", None
-                self._on_change()
+                self._set(member, member.child.url, None, failed=False)
                 return

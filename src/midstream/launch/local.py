@@ -1,6 +1,6 @@
-"""One machine: the supervisor of a gateway, its replicas and the Tinker front.
+"""The supervisor of a gateway, its replicas and the Tinker front, and the places where they run when all is one machine.
 
-Owns: the gateway's process, the front's, the crew of replicas, their ports and their end.
+Owns: the gateway's process, the front's, the crew of replicas and their end; on one machine, their ports and caches.
 Always holds: the gateway says which replicas should run and is told which do, whole lists both; a process that dies after it
 was ready is started again; the gateway, the front, or a replica of the default deployment, that cannot start at all ends the
 whole before it was ready, with its reason; when this process ends, however it ends, no child is left (a child stops when its
@@ -20,7 +20,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import httpx
 import msgspec
@@ -34,11 +34,12 @@ from midstream.config import (
 )
 from midstream.errors import ConfigError
 from midstream.gateway.appserver import socket_directory
-from midstream.gateway.roster import Wanted, WantedReplica
+from midstream.gateway.roster import Running, Wanted, WantedReplica
 from midstream.launch.child import STOP_GRACE_S, GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.crew import Crew
+from midstream.launch.engines import engine_fields, number_of
 from midstream.launch.models import model_directory
-from midstream.launch.process import Child, StartFailed
+from midstream.launch.process import LOOPBACK, Child, StartFailed, Supervised
 from midstream.ledger import sqlite_url
 from midstream.snapshots.bucket import check_settings
 from midstream.snapshots.identity import parse_bucket
@@ -54,7 +55,7 @@ REPLICA_STOP_S = (
 )
 FRONT_STOP_S = 10.0  # its trainer may take half of it to end
 FRONT_SOCKET = "tinker.sock"
-REPLICA_HOST = "127.0.0.1"  # replicas are nobody's business but the gateway's
+REPLICA_HOST = LOOPBACK  # replicas are nobody's business but the gateway's
 
 
 def check_port(host: str, port: int) -> None:
@@ -136,51 +137,103 @@ def free_port(host: str) -> int:
         return port
 
 
+class Places(Protocol):
+    """Where the gateway and the replicas run."""
+
+    async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
+        """Not started. spec: without port, cores and GPUs, which the place knows. replicas: how many are wanted by now.
+
+        Raises ConfigError.
+        """
+
+    def gateway(
+        self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
+    ) -> Supervised:
+        """Not started."""
+
+    def clean(self, replica: str, others: Set[str]) -> None:
+        """Remove the caches of a replica whose deployment is gone, and of its deployment's other numbers, but of none of
+        `others`. In a thread."""
+
+    def forget_strange(self, wanted: Set[str]) -> Callable[[], None]:
+        """Caches of deployments none of whose replicas is wanted are in nobody's way from now on; removed by what is returned,
+        in a thread."""
+
+
+class ThisMachine:
+    """All of it on this machine."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._caches = Path(settings.state_dir).absolute() / "snapshots"
+
+    async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
+        settings = self._settings
+        here = msgspec.structs.replace(
+            spec,
+            port=free_port(REPLICA_HOST),
+            engine=engine_settings(settings, replicas),
+            **engine_fields(settings, number_of(spec.name), replicas),
+        )
+
+        def elsewhere() -> ReplicaSpec:
+            return msgspec.structs.replace(here, port=free_port(REPLICA_HOST))
+
+        return Child(spec.name, "midstream.launch.replica", here, host=REPLICA_HOST, renew=elsewhere)
+
+    def gateway(
+        self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
+    ) -> Supervised:
+        spec = msgspec.structs.replace(spec, port=spec.port or free_port(spec.host))
+        return Child(
+            "gateway", "midstream.launch.gateway", spec, host=spec.host, on_line=on_line, greeting=greeting
+        )
+
+    def clean(self, replica: str, others: Set[str]) -> None:
+        remove_caches(self._caches / replica, others)
+
+    def forget_strange(self, wanted: Set[str]) -> Callable[[], None]:
+        gone = set_strange_caches_aside(self._caches, wanted)
+        return lambda: remove_all(gone)
+
+
 class Supervisor:
     """The gateway's process and the replicas', for one `midstream serve`. Made in the event loop it runs in."""
 
-    def __init__(self, settings: Settings, name: str, models: Mapping[str, Path]) -> None:
+    def __init__(self, settings: Settings, name: str, models: Mapping[str, Path], places: Places) -> None:
         """`name`: of the default deployment's model; `models`: the directories of all known ones."""
         self._settings = settings
         self._models = models
+        self._places = places
         self._state = Path(settings.state_dir).absolute()
         self._token = settings.replica_token or secrets.token_hex(16)
         self._cleaning: list[
             asyncio.Task[None]
         ] = []  # of what deployments left that went while no server ran; once
         self.model, self.deployment = model_resource(settings, name), deployment_resource(settings)
-        self.crew = Crew(
-            self._replica, self._clean, self._tell, host=REPLICA_HOST, stop_s=STOP_GRACE_S + KILL_AFTER_S
-        )
+        self.crew = Crew(self._replica, self._clean, self._tell, stop_s=STOP_GRACE_S + KILL_AFTER_S)
         self._sockets = socket_directory(FRONT_SOCKET) if settings.tinker.enabled else None
         spec = self._gateway_spec()
-        self.gateway = Child(
-            "gateway",
-            "midstream.launch.gateway",
-            spec,
-            on_line=self._hear,
-            greeting=self.crew.running,
-        )
-        self.front = (
-            None
-            if spec.tinker_path is None
-            else Child("tinker", "midstream.launch.tinker", self._tinker_spec(spec, spec.tinker_path))
-        )
+        self.gateway = places.gateway(spec, self._hear, self.crew.running)
+        self.front: Child | None = None
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
         self.crew.want(self._first())
-        await self.gateway.start()
-        if self.front is not None:
+        await self.gateway.start(lambda why: logger.warning("%s", why))
+        if self._sockets is not None:
+            spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
+            self.front = Child("tinker", "midstream.launch.tinker", spec)
             await self.front.start()
-        url = gateway_url(self._settings, self._settings.host, self.gateway.port)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.gateway.supervise())
             if self.front is not None:
                 group.create_task(self.front.supervise())
-            count = await self._all_usable(url)
+            count = await self._all_usable()
+            places = self.crew.places()
             on_ready(
-                f"midstream ready on {url} ({count} replicas, model {self.model}, deployment {self.deployment})"
+                f"midstream ready on {self._url()} ({count} replicas, model {self.model}, deployment {self.deployment})"
+                + "".join(f", {name} on {place}" for name, place in sorted(places.items()))
             )
 
     async def close(self) -> None:
@@ -213,14 +266,13 @@ class Supervisor:
         wanted = msgspec.json.decode(line, type=Wanted)
         self.crew.want(wanted)
         if not self._cleaning:
-            names = {replica.name for replica in wanted.replicas}
-            gone = set_strange_caches_aside(self._state / "snapshots", names)
-            self._cleaning.append(asyncio.create_task(asyncio.to_thread(remove_all, gone), name="old caches"))
+            remove = self._places.forget_strange({replica.name for replica in wanted.replicas})
+            self._cleaning.append(asyncio.create_task(asyncio.to_thread(remove), name="old caches"))
 
     def _tell(self) -> None:
         self.gateway.tell(self.crew.running())
 
-    async def _replica(self, wanted: WantedReplica) -> Child:
+    async def _replica(self, wanted: WantedReplica) -> Supervised:
         settings = self._settings
         name = wanted.model.rpartition("/")[2]
         directory = await asyncio.to_thread(model_directory, self._models, name)
@@ -228,35 +280,32 @@ class Supervisor:
         spec = ReplicaSpec(
             name=wanted.name,
             host=REPLICA_HOST,
-            port=free_port(REPLICA_HOST),
+            port=0,
             model_dir=str(directory),
             model=wanted.model,
             deployment=wanted.deployment,
-            cache_dir=str(self._cache_dir(wanted)),
+            cache_dir=str(self._state / "snapshots" / wanted.name),
             token=self._token,
-            engine=engine_settings(settings, len(self.crew)),
+            engine=settings.embedded,
             log_level=settings.log_level,
             session_idle_s=settings.gateway.session_idle_s,
             pin_drain_s=settings.pin_drain_s,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
         )
-
-        def elsewhere() -> ReplicaSpec:
-            return msgspec.structs.replace(spec, port=free_port(REPLICA_HOST))
-
-        return Child(spec.name, "midstream.launch.replica", spec, renew=elsewhere)
-
-    def _cache_dir(self, wanted: WantedReplica) -> Path:
-        return self._state / "snapshots" / wanted.name
+        return await self._places.replica(spec, len(self.crew))
 
     def _clean(self, wanted: WantedReplica, others: Set[str]) -> None:
-        remove_caches(self._cache_dir(wanted), others)
+        self._places.clean(wanted.name, others)
+
+    def _url(self) -> str:
+        """Of the gateway, as it listened last."""
+        return gateway_url(self._settings, self.gateway.host, self.gateway.port)
 
     def _gateway_spec(self) -> GatewaySpec:
         settings = self._settings
         return GatewaySpec(
             host=settings.host,
-            port=settings.port or free_port(settings.host),
+            port=settings.port,
             model=self.model,
             deployment=self.deployment,
             replicas=settings.replicas,
@@ -271,17 +320,17 @@ class Supervisor:
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
         )
 
-    def _tinker_spec(self, gateway: GatewaySpec, path: str) -> TinkerSpec:
+    def _tinker_spec(self, path: str) -> TinkerSpec:
         settings = self._settings
         directory = str(self._models[self.model.rpartition("/")[2]])
         names = (self.model.rpartition("/")[2], self.model, self.deployment, settings.model, directory)
         return TinkerSpec(
             path=path,
-            gateway_url=gateway_url(settings, own_address(settings.host), gateway.port),
+            gateway_url=gateway_url(settings, own_address(self.gateway.host), self.gateway.port),
             names=tuple(dict.fromkeys((*names, *settings.tinker.base_models))),
             model_dir=directory,
             deployment=self.deployment,
-            bucket=gateway.bucket,
+            bucket=bucket_url(settings),
             state_dir=str(self._state),
             api_keys=settings.gateway.api_keys,
             threads=settings.tinker.trainer_threads or engine_settings(settings, settings.replicas).threads,
@@ -289,7 +338,7 @@ class Supervisor:
             log_level=settings.log_level,
         )
 
-    async def _all_usable(self, url: str) -> int:
+    async def _all_usable(self) -> int:
         """Until every deployment has what it should have, as every gateway process sees it; snapshots in the ledger are loaded
         first.
 
@@ -299,28 +348,38 @@ class Supervisor:
         own = False  # its own gateway's certificate need not be for this address
         async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=own) as client:
             while True:
-                for replica in self.crew.running().replicas:
-                    if replica.error is not None and replica.deployment == self.deployment:
-                        raise StartFailed(replica.error)
+                if (why := self.crew.failure(self.deployment)) is not None:
+                    raise StartFailed(why)
                 with contextlib.suppress(httpx.TransportError):
-                    health = (await client.get(f"{url}/health")).json()
-                    deployments = health["deployments"]
-                    if health["gateway_workers_ready"] >= self._settings.gateway.workers and all(
-                        d["usable"] - d["elsewhere"] + len(d["failed"]) >= d["wanted"] for d in deployments
+                    health = (await client.get(f"{self._url()}/health")).json()
+                    first, *others = health["deployments"]
+                    if (
+                        health["gateway_workers_ready"] >= self._settings.gateway.workers
+                        and first["usable"] - first["elsewhere"] >= first["wanted"]
+                        and all(
+                            d["usable"] - d["elsewhere"] + len(d["failed"]) >= d["wanted"] for d in others
+                        )
                     ):
-                        return int(deployments[0]["wanted"])
+                        return int(first["wanted"])
                 await asyncio.sleep(READY_POLL_S)
 
 
 async def run(
-    settings: Settings, name: str, models: Mapping[str, Path], on_ready: Callable[[str], None]
+    settings: Settings,
+    name: str,
+    models: Mapping[str, Path],
+    on_ready: Callable[[str], None],
+    places: Places | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises StartFailed; children are gone when this returns or raises."""
+    """Serve until SIGINT or SIGTERM. Raises StartFailed; children are gone when this returns or raises.
+
+    places: this machine, if None.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    supervisor = Supervisor(settings, name, models)
+    supervisor = Supervisor(settings, name, models, places or ThisMachine(settings))
     serving = asyncio.create_task(supervisor.serve(on_ready))
     asked = asyncio.create_task(stop.wait())
     try:

@@ -1,5 +1,6 @@
 """One supervised child process: its start, its restarts, its end, and what is said between it and the supervisor.
 
+Owns: what is asked of a child wherever it runs (`Supervised`), and the one on this machine (`Child`).
 Always holds: a child that dies after it was ready is started again, on the same port if that can be, with a growing pause;
 neither a child nor what it started outlives stop(), nor does what one that died had started.
 """
@@ -12,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import msgspec
@@ -22,14 +24,95 @@ logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S_MIN = 0.1
 RESTART_PAUSE_S_MAX = 10.0
+LOOPBACK = "127.0.0.1"
 
 
 class StartFailed(Exception):
     """A child could not start; the message is its own."""
 
 
-class Child:
-    """One supervised process."""
+def ignore(_why: str) -> None:
+    pass
+
+
+class Supervised(ABC):
+    """One supervised process, here or elsewhere."""
+
+    name: str
+    host: str  # where it listens, as this machine reaches it, from when it started first
+    port: int = 0
+    place: str | None = None  # where it runs, e.g. "node 10.0.0.7"; None: this machine
+
+    @property
+    def url(self) -> str:
+        """Without a path: where it listened last, in plain HTTP."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    @abstractmethod
+    def running(self) -> bool:
+        """There is a process, which may be starting or ending."""
+
+    @abstractmethod
+    async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
+        """Returns when the child listens. Raises StartFailed.
+
+        on_waiting: told what it cannot be started without yet, if that is something that may still come.
+        """
+
+    @abstractmethod
+    async def ended(self) -> str:
+        """How the one that started last ended, when it has; nothing of it is left then that could be ended."""
+
+    @abstractmethod
+    def tell(self, message: msgspec.Struct) -> None:
+        """Say something to the child, if it is there; one that has ended is told again when it starts."""
+
+    @abstractmethod
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to end, kill it when it does not."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it, and whatever it started, at once."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """It could not be started again: try otherwise next time."""
+
+    async def supervise(
+        self,
+        on_restart: Callable[[str | None], None] = lambda why: None,
+        on_waiting: Callable[[str], None] = ignore,
+    ) -> None:
+        """Start it again whenever it ends; runs until cancelled.
+
+        on_restart: called after each attempt, with why it failed, None when it did not. on_waiting: as that of start().
+        """
+        loop = asyncio.get_running_loop()
+        pause_s = RESTART_PAUSE_S_MIN
+        while True:
+            started_at = loop.time()
+            how = await self.ended()
+            if loop.time() - started_at > RESTART_PAUSE_S_MAX:
+                pause_s = RESTART_PAUSE_S_MIN  # it was well for a while
+            logger.error("%s %s; starting it again", self.name, how)
+            while True:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                try:
+                    await self.start(on_waiting)
+                except StartFailed as error:
+                    logger.error("%s; trying again in %.1f s", error, pause_s)
+                    on_restart(str(error))
+                    self.renew()
+                else:
+                    on_restart(None)
+                    break
+
+
+class Child(Supervised):
+    """One supervised process on this machine."""
 
     def __init__(
         self,
@@ -37,15 +120,20 @@ class Child:
         module: str,
         spec: msgspec.Struct,
         *,
+        host: str = LOOPBACK,
+        python: str | None = None,
         on_line: Callable[[bytes], None] | None = None,
         greeting: Callable[[], msgspec.Struct] | None = None,
         renew: Callable[[], msgspec.Struct] | None = None,
     ) -> None:
-        """on_line: gets what the child says after it has answered. greeting: what it is told whenever it has started.
+        """host: where the child listens. python: its interpreter, this process's if None. on_line: gets what the child says
+        after it has answered. greeting: what it is told whenever it has started.
 
         renew: other settings, after it could not be started again with those it had: its port may be somebody else's by now.
         """
         self.name = name
+        self.host = host
+        self._python = python or sys.executable
         self._module = module
         self._spec = spec
         self._on_line = on_line
@@ -54,22 +142,19 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
         self._answered = False  # the process that runs now has said where it listens
-        self.port = 0
 
     def __repr__(self) -> str:
         return f"Child({self.name}, pid={self._process.pid if self._process else None}, port={self.port})"
 
     @property
     def running(self) -> bool:
-        """There is a process, which may be starting or ending."""
         return self._process is not None and self._process.returncode is None
 
-    async def start(self) -> None:
-        """Returns when the child listens. Raises StartFailed."""
+    async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
         self._answered = False
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                self._python,
                 "-m",
                 self._module,
                 self.name,  # for whoever reads the process list
@@ -96,14 +181,12 @@ class Child:
             self.tell(self._greeting())
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Say something to the child, if it is there; one that has ended is told again when it starts."""
         process = self._process
         if process is not None and process.returncode is None and self._answered:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(message) + b"\n")
 
     def kill(self) -> None:
-        """End it, and whatever it started, at once."""
         if self._process is not None and self._process.returncode is None:
             _kill_all_of(self._process)
 
@@ -111,39 +194,17 @@ class Child:
         while line := await stdout.readline():
             on_line(line)
 
-    async def supervise(self, on_restart: Callable[[str | None], None] = lambda why: None) -> None:
-        """Start it again whenever it ends; runs until cancelled.
+    async def ended(self) -> str:
+        assert self._process is not None
+        code = await self._process.wait()
+        _kill_all_of(self._process)
+        return f"(pid {self._process.pid}) ended with code {code}"
 
-        on_restart: called after each attempt, with why it failed, None when it did not.
-        """
-        loop = asyncio.get_running_loop()
-        pause_s = RESTART_PAUSE_S_MIN
-        while True:
-            assert self._process is not None
-            started_at = loop.time()
-            code = await self._process.wait()
-            _kill_all_of(self._process)
-            if loop.time() - started_at > RESTART_PAUSE_S_MAX:
-                pause_s = RESTART_PAUSE_S_MIN  # it was well for a while
-            logger.error(
-                "%s (pid %s) ended with code %s; starting it again", self.name, self._process.pid, code
-            )
-            while True:
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
-                try:
-                    await self.start()
-                except StartFailed as error:
-                    logger.error("%s; trying again in %.1f s", error, pause_s)
-                    on_restart(str(error))
-                    if self._renew is not None:
-                        self._spec = self._renew()
-                else:
-                    on_restart(None)
-                    break
+    def renew(self) -> None:
+        if self._renew is not None:
+            self._spec = self._renew()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask it to end, kill it when it does not."""
         process = self._process
         if process is None or process.returncode is not None:
             return
