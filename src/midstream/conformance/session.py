@@ -60,6 +60,9 @@ class Session:
         """A session's name."""
         return f"conformance-{self._random.getrandbits(64):016x}"
 
+    def shuffled(self, items: Sequence[T]) -> list[T]:
+        return self._random.sample(items, len(items))
+
     def seed(self) -> int:
         return self._random.getrandbits(31)
 

@@ -160,7 +160,7 @@ async def _sticky(
     homes: dict[str, set[str | None]] = {}
     keys = [session.key() for _ in range(KEYS)]
     for turn in range(TURNS):
-        for key in keys:
+        for key in session.shuffled(keys):  # in one order, taking turns would look like affinity
             answer = await _ask(session, *naming(key, turn))
             homes.setdefault(key, set()).add(answer.replica)
     expect(

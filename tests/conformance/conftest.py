@@ -1,0 +1,36 @@
+"""A real server for the whole folder: two replicas of the tiny MoE, with API keys."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+
+from serving import Server, serve
+
+API_KEY = "conformance-key"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(dtype="bfloat16")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Server]:
+    place = tmp_path_factory.mktemp("served")
+    config = place / "midstream.toml"
+    config.write_text(f'[gateway]\napi_keys = ["{API_KEY}"]\n')
+    options = ("--model", str(checkpoint), "--config", str(config), "--no-tinker")
+    with serve(place / "state", *options) as running:
+        yield running
+
+
+@pytest.fixture
+def options(server: Server, checkpoint: Path) -> list[str]:
+    """Of the command, but for the address."""
+    return ["--api-key", API_KEY, "--bucket", server.bucket.as_uri(), "--checkpoint", str(checkpoint)]

@@ -1,0 +1,127 @@
+"""`midstream conformance` against a real server with two embedded replicas, as a person at a terminal starts it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Server, command
+
+from midstream.client import HotLoadServer
+from midstream.conformance.runner import all_rows
+
+#: Rows that may be skipped against the embedded engine, and why.
+SKIPPED: dict[str, str] = {}
+
+
+def conformance(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(command("conformance", *arguments), capture_output=True, text=True, timeout=170)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_embedded_engine_passes_every_row(server: Server, options: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    code, table, errors = conformance(server.url, *options, "--json", str(out))
+    found: dict[str, Any] = json.loads(out.read_text())
+    results = {row["id"]: row for row in found["rows"]}
+    assert [(name, row["why"]) for name, row in results.items() if row["verdict"] == "fail"] == []
+    assert {name for name, row in results.items() if row["verdict"] == "skip"} == set(SKIPPED)
+    assert (code, errors) == (0, "")
+    assert [*results] == [row.id for row in all_rows()], "a row did not run, or ran in another order"
+    for name in results:
+        assert f"  {name} " in table, "a row is not in the table"
+    _check_form(found, len(results))
+    left_on = found["left_on_snapshot"]
+    assert left_on in table
+    with_key = HotLoadServer(server.url, api_key=options[1])
+    try:
+        assert with_key.status().serves(left_on)
+    finally:
+        with_key.close()
+
+
+def _check_form(found: dict[str, Any], rows: int) -> None:
+    assert found["replicas"] == 2
+    assert found["engine"].startswith("embedded")
+    assert found["exit_code"] == 0
+    assert found["counts"] == {"pass": rows - len(SKIPPED), "fail": 0, "skip": len(SKIPPED)}
+    for row in found["rows"]:
+        assert row["group"] == row["id"].partition(".")[0]
+        assert row["statement"]
+        assert row["source"]
+        assert row["seconds"] >= 0
+        assert row["why"] or row["verdict"] != "skip"
+        assert row["evidence"] or row["verdict"] != "pass", "a row passed without having seen anything"
+
+
+def test_without_a_bucket_nothing_is_switched_and_strict_makes_that_a_failure(
+    server: Server, options: list[str]
+) -> None:
+    rows = ["--only", "openai.models", "policies.none", "hotload.status", "transitions.sync_425"]
+    before = _serving(server, options)
+    code, output, table = conformance(server.url, *options[:2], "--json", "-", *rows)
+    verdicts = {row["id"]: (row["verdict"], row["why"]) for row in json.loads(output)["rows"]}
+    assert code == 0
+    assert [verdicts[name][0] for name in ("openai.models", "hotload.status")] == ["pass", "pass"]
+    for name in ("policies.none", "transitions.sync_425"):
+        verdict, why = verdicts[name]
+        assert verdict == "skip"
+        assert "--bucket" in why
+    assert "2 passed, 0 failed, 2 skipped" in table
+    code, table, _ = conformance(server.url, *options[:2], "--strict", *rows)
+    assert code == 1
+    assert _serving(server, options) == before
+
+
+def _serving(server: Server, options: list[str]) -> list[str | None]:
+    asked = HotLoadServer(server.url, api_key=options[1])
+    try:
+        return [replica.snapshot for replica in asked.status().replicas]
+    finally:
+        asked.close()
+
+
+def test_an_endpoint_or_options_that_cannot_be_used_are_one_line_and_exit_code_2(
+    server: Server, options: list[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    cases: list[tuple[list[str], str]] = [
+        ([nobody], "cannot be reached"),
+        ([server.url], "401"),
+        ([], "name the endpoint"),
+        (["ftp://somewhere"], "write http://HOST:PORT"),
+        ([server.url, *options, "--only", "no.such_row"], "--only no.such_row"),
+        ([server.url, *options[:4]], "--checkpoint"),
+        ([server.url, *options[:5], str(tmp_path)], "config.json"),
+        ([server.url, *options, "--tolerance", "0"], "--tolerance"),
+        ([server.url, *options, "--json", str(tmp_path / "no" / "file")], "--json"),
+        ([server.url, *options[:2], "--model", "another-model"], "another-model"),
+    ]
+    for arguments, says in cases:
+        code, table, errors = conformance(*arguments)
+        assert (code, table) == (2, ""), (arguments, table, errors)
+        assert len(errors.splitlines()) == 1
+        assert says in errors
+
+
+def test_the_document_lists_the_rows_as_they_are_registered() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+    told = [line for line in document.splitlines() if line.startswith("| `")]
+    rows = [
+        f"| `{row.id}` | {row.statement} | {row.source} | {', '.join(row.needs)} |".replace("  |", " |")
+        for row in all_rows()
+    ]
+    assert told == rows, "put this into docs/conformance.md:\n" + "\n".join(rows)
+
+
+@pytest.mark.parametrize("arguments", [["--list"], ["--list", "--only", "policies"]])
+def test_the_rows_can_be_listed_without_an_endpoint(arguments: list[str]) -> None:
+    code, table, errors = conformance(*arguments)
+    wanted = [row.id for row in all_rows() if len(arguments) == 1 or row.group == "policies"]
+    assert (code, errors) == (0, "")
+    assert [line.partition(":")[0] for line in table.splitlines()] == wanted
