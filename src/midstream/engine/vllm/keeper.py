@@ -148,7 +148,9 @@ def main() -> None:
     except OSError as error:
         say(error=str(error))
         return
-    os.setpgid(0, 0)  # who kills the replica with its process group kills the server with it; what escapes that is killed here
+    os.setpgid(
+        0, 0
+    )  # who kills the replica with its process group kills the server with it; what escapes that is killed here
     say(pid=server.pid)
     code = until_ended(server.pid, wake, spec["grace_s"])
     if code is not None:

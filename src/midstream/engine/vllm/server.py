@@ -34,6 +34,7 @@ GONE_S_MAX = 30.0  # for the kernel to end what was killed
 HEALTH_POLL_S = 1.0
 START_POLL_S = 0.25
 ANSWER_S_MAX = 10.0
+ENGINE_DEAD = 503  # the answer of /health; the server itself ends some seconds later
 INFO_S_MAX = 120.0  # /server_info looks at the whole environment
 LOG_LINES = 15
 LOG_BYTES = 64 * 2**10
@@ -232,19 +233,20 @@ class VllmServer:
         while True:
             if self._exit is not None and self._exit.done():
                 raise self._failed(f"{self._exit.result()} before it was ready")
-            if await self._health():
+            if await self._health() == 200:
                 return
             if self._exit is None:
                 await asyncio.sleep(START_POLL_S)
             else:
                 await asyncio.wait([self._exit], timeout=START_POLL_S)
 
-    async def _health(self) -> bool:
+    async def _health(self) -> int:
+        """The status; 0 when there was no answer."""
         try:
             status, _ = await call(self.url, "GET", "/health", None, ANSWER_S_MAX, self.headers)
         except CallFailed:
-            return False
-        return status == 200
+            return 0
+        return status
 
     async def _look(self) -> None:
         """What the server is and can do. Raises ServerFailed when that is not enough."""
@@ -302,11 +304,16 @@ class VllmServer:
 
     async def _watch_health(self) -> None:
         loop = asyncio.get_running_loop()
-        answered_at, silence_s = loop.time(), self._settings.silence_s_max
+        answered_at, silence_s, dead = loop.time(), self._settings.silence_s_max, 0
         while loop.time() - answered_at < silence_s:
             await asyncio.sleep(min(HEALTH_POLL_S, silence_s / 4))
-            if await self._health():
+            status = await self._health()
+            if status == 200:
                 answered_at = loop.time()
+            dead = dead + 1 if status == ENGINE_DEAD else 0
+            if dead == 2 and not self._attached:  # attached, something between may say this
+                self._end(f"vLLM said that its engine is dead (/health {status})")
+                return
         self._end(f"vLLM did not answer /health for {silence_s:g} s (vllm.silence_s_max)")
 
     def _end(self, reason: str) -> None:

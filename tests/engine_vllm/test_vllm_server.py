@@ -1,0 +1,493 @@
+"""A vLLM server's start, its end in every way there is, and what a user is told when it does not come up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakevllm import Fake, running, until
+
+from midstream.config import VllmSettings
+from midstream.engine.vllm import server as server_module
+from midstream.engine.vllm.arguments import command_line, environment
+from midstream.engine.vllm.server import ServerFailed, VllmServer
+from midstream.errors import ConfigError
+
+MODEL = Path("/models/tiny")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    fake = Fake(folder)
+    yield fake
+    if (folder / "pids").exists():  # a test that failed leaves nothing behind, either
+        for name in ("keeper", "server", "core", "worker"):
+            pid = fake.pids()[name]
+            if running(pid) and pid != os.getpid():  # the keeper of an attached one is this process
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+
+def make(fake: Fake, url: str | None = None, served_name: str = "tiny", **settings: Any) -> VllmServer:
+    values: dict[str, Any] = {"python": fake.python, "load_s_max": 30.0, **settings}
+    return VllmServer(
+        MODEL, VllmSettings(**values), url=url, served_name=served_name, log=fake.folder / "log" / "vllm.log"
+    )
+
+
+def with_server(server: VllmServer, check: Callable[[VllmServer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await server.start()
+        try:
+            await check(server)
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+
+
+def failing(server: VllmServer) -> str:
+    """What it says when it does not start."""
+    with pytest.raises(ServerFailed) as failed:
+        asyncio.run(server.start())
+    return str(failed.value)
+
+
+async def soon(what: Coroutine[Any, Any, Any]) -> Any:
+    async with asyncio.timeout(30):
+        return await what
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def all_gone(fake: Fake) -> None:
+    for name, pid in fake.pids().items():
+        until(lambda pid=pid: not running(pid), f"the {name} is gone")
+
+
+class TestStart:
+    def test_says_what_it_is(self, fake: Fake) -> None:
+        server = make(fake)
+
+        async def check(server: VllmServer) -> None:
+            assert server.pid == fake.pids()["server"]
+            assert (server.version, server.max_model_len, server.served_name) == ("0.32.0", 2048, "tiny")
+            assert server.headers == ""
+            assert not server.returns_routes
+
+        with_server(server, check)
+        assert server.pid is None
+
+    def test_command_line_and_environment(self, fake: Fake) -> None:
+        settings = {"args": ("--dtype", "float32"), "env": {"VLLM_API_KEY": "secret", "DO_NOT_TRACK": "0"}}
+
+        async def check(server: VllmServer) -> None:
+            given = fake.given()
+            assert given["argv"][1:4] == ["vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+            assert given["argv"][-2:] == ["--dtype", "float32"]
+            assert given["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+            assert given["env"]["DO_NOT_TRACK"] == "0"  # the user's settings win
+            assert server.headers == "authorization: Bearer secret\r\n"
+            assert not any(b"secret" in command_of(pid) for pid in fake.pids().values())
+
+        with_server(make(fake, **settings), check)
+
+    def test_every_start_has_its_own_seed(self, fake: Fake) -> None:
+        seeds = []
+
+        async def check(server: VllmServer) -> None:
+            argv = fake.given()["argv"]
+            seeds.append(argv[argv.index("--seed") + 1])
+
+        server = make(fake)
+        with_server(server, check)
+        with_server(server, check)
+        assert len(set(seeds)) == 2
+
+    def test_a_slow_one_is_waited_for(self, fake: Fake) -> None:
+        (fake.folder / "wait").touch()
+
+        async def run() -> None:
+            server = make(fake)
+            starting = asyncio.create_task(server.start())
+            await asyncio.to_thread(until, (fake.folder / "pids").exists, "the server runs")
+            for _ in range(3):  # it is asked, and refuses the connection
+                await asyncio.sleep(server_module.START_POLL_S)
+                assert not starting.done()
+            (fake.folder / "wait").unlink()
+            await soon(starting)  # type: ignore[arg-type]
+            assert server.max_model_len == 2048
+            await server.close()
+
+        asyncio.run(run())
+        all_gone(fake)
+
+    def test_one_that_never_comes_up_is_given_up(self, fake: Fake) -> None:
+        (fake.folder / "wait").touch()
+        said = failing(make(fake, load_s_max=1.0))
+        assert "not ready within 1 s (vllm.load_s_max)" in said
+        all_gone(fake)
+
+    def test_cancelled_it_leaves_nothing(self, fake: Fake) -> None:
+        (fake.folder / "wait").touch()
+
+        async def run() -> None:
+            starting = asyncio.create_task(make(fake).start())
+            await asyncio.to_thread(until, (fake.folder / "pids").exists, "the server runs")
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+
+        asyncio.run(run())
+        all_gone(fake)
+
+    def test_an_early_end_is_shown_with_its_log(self, fake: Fake) -> None:
+        lines = [f"line {number}" for number in range(30)]
+        (fake.folder / "exit").write_text("\n".join(lines))
+        said = failing(make(fake))
+        assert "ended with code 3 before it was ready" in said
+        assert said.splitlines()[-15:] == lines[-15:]
+
+    def test_no_such_interpreter(self, fake: Fake) -> None:
+        said = failing(make(fake, python="/nowhere/bin/python"))
+        assert "vllm.python is /nowhere/bin/python" in said
+        assert "No such file" in said
+
+    def test_endpoints_that_are_missing_name_what_to_start_it_with(self, fake: Fake) -> None:
+        said = failing(make(fake, env={"VLLM_SERVER_DEV_MODE": "0"}))
+        assert "no /pause: start it with the environment variable VLLM_SERVER_DEV_MODE=1" in said
+        assert "--enable-scale-out" not in said
+        all_gone(fake)
+
+    def test_the_last_log_is_kept_beside(self, fake: Fake) -> None:
+        async def check(server: VllmServer) -> None:
+            pass
+
+        server, folder = make(fake), fake.folder / "log"
+        with_server(server, check)
+        first = (folder / "vllm.log").read_text()
+        assert "startup complete" in first
+        (fake.folder / "exit").write_text("another")
+        failing(server)
+        assert (folder / "vllm.log").read_text() == "another\n"
+        assert (folder / "vllm.log.1").read_text() == first
+
+    def test_a_port_is_nobody_elses(self, fake: Fake) -> None:
+        """Nobody gets it between its choice and the server's own bind, which takes half a minute with vLLM."""
+        with server_module._reserve() as held:
+            port = held.getsockname()[1]
+            with (
+                pytest.raises(ConnectionRefusedError),
+                server_module.socket.create_connection(("127.0.0.1", port)),
+            ):
+                pass
+            with server_module.socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))  # without SO_REUSEADDR
+            with server_module.socket.create_server(("127.0.0.1", port)):  # with it, as vLLM
+                server_module.socket.create_connection(("127.0.0.1", port)).close()
+
+
+class TestEnd:
+    """`close`, and each process killed by itself: nothing is left in any case."""
+
+    def test_close(self, fake: Fake) -> None:
+        async def check(server: VllmServer) -> None:
+            pids = fake.pids()
+            assert all(running(pid) for pid in pids.values())
+            await server.close()
+            assert [name for name, pid in pids.items() if running(pid)] == []
+            await server.close()
+
+        with_server(make(fake), check)
+
+    def test_kill(self, fake: Fake) -> None:
+        async def check(server: VllmServer) -> None:
+            pids = fake.pids()
+            server.kill()
+            assert "ended with code -9" in await soon(server.wait_ended())
+            await server.close()
+            assert [name for name, pid in pids.items() if running(pid)] == []
+
+        with_server(make(fake), check)
+
+    @pytest.mark.parametrize(
+        ("victim", "why"),
+        [("server", "vLLM ended with code -9"), ("core", "vLLM ended with code 1"), ("keeper", "vLLM ended")],
+    )
+    def test_killed(self, fake: Fake, victim: str, why: str) -> None:
+        async def check(server: VllmServer) -> None:
+            os.kill(fake.pids()[victim], signal.SIGKILL)
+            assert why in await soon(server.wait_ended())
+            await server.close()
+            assert not running(fake.pids()["server"])
+
+        with_server(make(fake), check)
+        if victim != "keeper":
+            all_gone(fake)
+
+    def test_it_starts_again(self, fake: Fake) -> None:
+        async def check(server: VllmServer) -> None:
+            before = fake.pids()
+            os.kill(before["server"], signal.SIGKILL)
+            await soon(server.wait_ended())
+            await server.start()
+            assert not any(running(pid) for pid in before.values())
+            assert running(fake.pids()["server"])
+
+        with_server(make(fake), check)
+        all_gone(fake)
+
+    @pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
+    @pytest.mark.parametrize("when", ["starting", "serving"])
+    def test_replica_killed(self, fake: Fake, when: str, group: bool) -> None:
+        if when == "starting":
+            (fake.folder / "wait").touch()
+        with replica(fake) as process:
+            if when == "serving":
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"ready\n"
+            until((fake.folder / "pids").exists, "the server runs")
+            if group:  # as the supervisor does
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+        all_gone(fake)
+
+
+REPLICA = """
+import asyncio, sys
+from pathlib import Path
+from midstream.config import VllmSettings
+from midstream.engine.vllm.server import VllmServer
+
+async def main():
+    python, log = sys.argv[1:]
+    server = VllmServer(Path("/m"), VllmSettings(python=python), url=None, served_name="m", log=Path(log))
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_ended()
+
+asyncio.run(main())
+"""
+
+
+def replica(fake: Fake) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", REPLICA, fake.python, str(fake.folder / "vllm.log")],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+class TestHealth:
+    def test_one_that_stays_sick_is_said_to_have_ended(self, fake: Fake) -> None:
+        async def check(server: VllmServer) -> None:
+            (fake.folder / "sick").touch()
+            assert "did not answer /health for 0.5 s" in await soon(server.wait_ended())
+
+        with_server(make(fake, silence_s_max=0.5), check)
+        all_gone(fake)
+
+    def test_one_that_says_its_engine_is_dead_is_not_waited_for(self, fake: Fake) -> None:
+        async def check(server: VllmServer) -> None:
+            (fake.folder / "dead").touch()
+            assert "its engine is dead" in await soon(server.wait_ended())
+
+        with_server(make(fake, silence_s_max=300.0), check)
+
+    def test_a_healthy_one_goes_on(self, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However long: its silence counts from its last answer."""
+
+        async def check(server: VllmServer) -> None:
+            asked = 0
+            health = server._health
+
+            async def counted() -> int:
+                nonlocal asked
+                asked += 1
+                return await health() if asked % 3 == 0 else 0
+
+            monkeypatch.setattr(server, "_health", counted)
+            ended = asyncio.create_task(server.wait_ended())
+            async with asyncio.timeout(30):
+                while asked < 12:
+                    assert not ended.done()
+                    await asyncio.sleep(0.01)
+            ended.cancel()
+
+        monkeypatch.setattr(server_module, "HEALTH_POLL_S", 0.05)
+        with_server(make(fake, silence_s_max=5.0), check)
+
+
+class TestAttach:
+    @pytest.fixture
+    def attached(self, fake: Fake) -> Iterator[Callable[..., str]]:
+        """attached(*flags, **env) -> the URL of a server that others run."""
+        running_ones = []
+
+        def start(*flags: str, name: str = "theirs", scale_out: bool = True, **env: str) -> str:
+            with server_module._reserve() as sock:
+                port = sock.getsockname()[1]
+            command = [fake.python, "--port", str(port), "--served-model-name", name, *flags]
+            command += ["--enable-scale-out"] * scale_out
+            running_ones.append(
+                subprocess.Popen(command, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **env})
+            )
+            return f"http://127.0.0.1:{port}"
+
+        yield start
+        for process in running_ones:
+            process.kill()
+            process.wait()
+
+    def test_it_is_left_as_it_is(self, fake: Fake, attached: Callable[..., str]) -> None:
+        url = attached("--enable-return-routed-experts")
+
+        async def check(server: VllmServer) -> None:
+            assert (server.url, server.pid) == (url, None)
+            assert server.served_name == "theirs"  # what it calls its model
+            assert server.returns_routes
+            server.kill()
+
+        with_server(make(fake, url + "/"), check)
+        pids = fake.pids()
+        assert all(running(pids[name]) for name in ("server", "core", "worker"))
+
+    def test_its_end_is_noticed(self, fake: Fake, attached: Callable[..., str]) -> None:
+        async def check(server: VllmServer) -> None:
+            os.kill(fake.pids()["server"], signal.SIGKILL)
+            assert "did not answer /health" in await soon(server.wait_ended())
+
+        with_server(make(fake, attached(), silence_s_max=0.5), check)
+
+    def test_what_it_lacks_is_named(self, fake: Fake, attached: Callable[..., str]) -> None:
+        said = failing(make(fake, attached(scale_out=False, VLLM_SERVER_DEV_MODE="0")))
+        assert "no /inference/v1/generate: start it with --enable-scale-out" in said
+        assert "VLLM_SERVER_DEV_MODE=1" in said
+
+    @pytest.mark.parametrize(
+        ("flags", "hint"),
+        [
+            (("--disable-fastapi-docs",), "--disable-fastapi-docs"),
+            (("--logprobs-mode", "processed_logprobs"), "start it with --logprobs-mode raw_logprobs"),
+        ],
+    )
+    def test_flags_it_must_not_have(
+        self, fake: Fake, attached: Callable[..., str], flags: tuple[str, ...], hint: str
+    ) -> None:
+        assert hint in failing(make(fake, attached(*flags)))
+
+    def test_its_key(self, fake: Fake, attached: Callable[..., str]) -> None:
+        url = attached(VLLM_API_KEY="k1")
+        assert "set VLLM_API_KEY in vllm.env" in failing(make(fake, url))
+
+        async def check(server: VllmServer) -> None:
+            assert server.version == "0.32.0"
+
+        with_server(make(fake, url, env={"VLLM_API_KEY": "k1"}), check)
+
+    @pytest.mark.parametrize(
+        "url", ["https://127.0.0.1:1", "127.0.0.1:80", "http://127.0.0.1:1/v1", "http://"]
+    )
+    def test_urls_that_are_none(self, fake: Fake, url: str) -> None:
+        assert "vllm.urls: expected http://HOST:PORT" in failing(make(fake, url))
+
+    def test_nobody_there(self, fake: Fake) -> None:
+        with server_module._reserve() as sock:
+            said = failing(make(fake, f"http://127.0.0.1:{sock.getsockname()[1]}", load_s_max=0.5))
+        assert "was not ready within 0.5 s" in said
+
+
+class TestArguments:
+    def line(self, *args: str) -> list[str]:
+        return command_line("python", MODEL, "tiny", 8001, 7, args)
+
+    def test_ours(self) -> None:
+        assert self.line() == [
+            *("python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)),
+            *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8001"),
+            *("--generation-config", "vllm", "--enable-scale-out", "--enable-prompt-tokens-details"),
+            *("--disable-uvicorn-access-log", "--structured-outputs-config", '{"backend": "guidance"}'),
+            *("--max-logprobs", "21", "--seed", "7"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("args", "ours"),
+        [
+            (("--seed", "3"), "--seed"),
+            (("--seed=-3",), "--seed"),
+            (("--seed", "-3"), "--seed"),
+            (("--max_logprobs", "50"), "--max-logprobs"),
+            (("--structured-outputs-config.backend", "xgrammar"), "--structured-outputs-config"),
+            (("--no-disable-uvicorn-access-log",), "--disable-uvicorn-access-log"),
+        ],
+    )
+    def test_the_users_win(self, args: tuple[str, ...], ours: str) -> None:
+        line = self.line(*args)
+        assert line[-len(args) :] == list(args)
+        assert ours not in line[: -len(args)]
+
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            (("--port", "80"), "--port cannot be given"),
+            (("--port=80",), "--port cannot be given"),
+            (("--served_model_name", "x"), "--served-model-name cannot be given"),
+            (("--dtype", "float32", "--model=x"), "--model cannot be given"),
+            (("--api-key", "secret"), "--api-key cannot be given: the process list would show it"),
+            (("--config=x.yaml",), "--config cannot be given"),
+            (("--no-enable-scale-out",), "--no-enable-scale-out cannot be given"),
+            (("--api-server-count", "2"), "--api-server-count must be 1, got 2"),
+            (("-asc=2",), "--api-server-count must be 1, got 2"),
+            (("--logprobs-mode", "processed_logprobs"), "--logprobs-mode must be raw_logprobs"),
+            (("--logprobs_mode=raw_logits",), "--logprobs-mode must be raw_logprobs"),
+            (("tiny", "--seed", "1"), "expected a flag of vLLM first, got 'tiny'"),
+        ],
+    )
+    def test_those_we_depend_on_are_refused(self, args: tuple[str, ...], said: str) -> None:
+        with pytest.raises(ConfigError, match=r"^vllm\.args: ") as refused:
+            self.line(*args)
+        assert said in str(refused.value)
+        assert "secret" not in str(refused.value)
+
+    def test_those_that_only_look_like_it_are_not(self) -> None:
+        args = ("--model-impl", "vllm", "--logprobs-mode=raw_logprobs", "--api-server-count", "1", "-tp", "2")
+        assert self.line(*args)[-len(args) :] == list(args)
+
+    def test_environment(self, tmp_path: Path) -> None:
+        python = str(tmp_path / "bin" / "python")
+        env = environment({"HOME": "/h"}, {"HOME": "/g"}, python, cores=(2, 3), gpus=(1,))
+        assert env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+        assert env["CUDA_VISIBLE_DEVICES"] == "1"
+        assert env["HOME"] == "/g"
+        assert "LD_PRELOAD" not in env
+        theirs = {"CUDA_VISIBLE_DEVICES": "5", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+        assert theirs.items() <= environment(theirs, {}, python, cores=(2, 3), gpus=(1,)).items()
+        assert theirs.items() <= environment({}, theirs, python, cores=(2, 3), gpus=(1,)).items()
+
+    def test_openmp_of_a_cpu_build_is_preloaded(self, tmp_path: Path) -> None:
+        python, library = str(tmp_path / "bin" / "python"), tmp_path / "lib" / "libiomp5.so"
+        packages = tmp_path / "lib" / "python3.11" / "site-packages"
+        packages.mkdir(parents=True)
+        library.touch()
+        assert "LD_PRELOAD" not in environment({}, {}, python)  # not vLLM for CPUs
+        (packages / "vllm-0.32.0+cpu.dist-info").mkdir()
+        assert environment({}, {}, python)["LD_PRELOAD"] == str(library)
+        assert environment({"LD_PRELOAD": "/x.so"}, {}, python)["LD_PRELOAD"] == f"{library}:/x.so"
+        assert environment({"LD_PRELOAD": "/libiomp5.so"}, {}, python)["LD_PRELOAD"] == "/libiomp5.so"
+        assert environment({}, {"LD_PRELOAD": ""}, python)["LD_PRELOAD"] == ""
