@@ -8,8 +8,8 @@ import logging
 import sys
 from pathlib import Path
 
+from midstream.commands import engines
 from midstream.config import Settings, load_settings
-from midstream.errors import ConfigError
 
 SERVE_OPTIONS = (
     "model",
@@ -31,6 +31,9 @@ SERVE_OPTIONS = (
     "tls_cert",
     "tls_key",
     "no_tinker",
+    "vllm_args",
+    "vllm_python",
+    "vllm_url",
 )
 
 
@@ -39,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_serve)
     parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
     parser.add_argument("--replicas", type=int, help=f"engines to start (default: {default.replicas})")
-    parser.add_argument("--engine", choices=("embedded", "vllm"), help=f"(default: {default.engine})")
+    engines.add_arguments(parser)
     parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
     parser.add_argument("--port", type=int, help=f"0 takes a free one (default: {default.port})")
     parser.add_argument(
@@ -106,8 +109,6 @@ def _serve(options: argparse.Namespace) -> int:
     from midstream.launch.process import StartFailed
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in SERVE_OPTIONS})
-    if settings.engine == "vllm":
-        raise ConfigError("--engine vllm: not available in this version; use embedded")
     logging.basicConfig(
         level=settings.log_level.upper(),
         format="%(asctime)s serve %(levelname)s %(message)s",
