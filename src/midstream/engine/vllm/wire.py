@@ -60,23 +60,18 @@ class Top(msgspec.Struct, frozen=True, gc=False):
     rank: int | None = None
 
 
-class _Scored(msgspec.Struct, frozen=True):
-    """As Top; alternatives, of which vLLM always sends one, are not looked at."""
-
-    token_id: int
-    logprob: float
-
-
-class _ScoredWithTop(_Scored, frozen=True):
+class _TokenWithTop(Token, frozen=True):
     top_logprobs: tuple[Top, ...] = ()
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
-    content: tuple[_Scored, ...] | None = None
+    """Tokens as we want them already: of the alternatives, of which vLLM always sends one, none is looked at."""
+
+    content: tuple[Token, ...] | None = None
 
 
 class _LogprobsWithTop(_Logprobs, frozen=True):
-    content: tuple[_ScoredWithTop, ...] | None = None
+    content: tuple[_TokenWithTop, ...] | None = None
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
@@ -201,16 +196,13 @@ def _read(data: bytes, top: int | None) -> Chunk:
         raise WireBroken(f"{len(message.choices)} choices where one was asked for")
     choice = message.choices[0]
     tokens = _tokens(choice, top)
-    lost = next((t for t in tokens if not t.logprob > NOT_FINITE), None)
+    lost = None
+    for token in tokens:
+        if not token.logprob > NOT_FINITE:
+            lost = f"the model's log-probability of token {token.token_id} is not finite"
     versions = choice.weight_versions
-    return Chunk(
-        tokens,
-        choice.finish_reason,
-        None if versions is None else tuple((v.version, v.start, v.end) for v in versions),
-        choice.routed_experts,
-        cached,
-        None if lost is None else f"the model's log-probability of token {lost.token_id} is not finite",
-    )
+    spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
+    return Chunk(tokens, choice.finish_reason, spans, choice.routed_experts, cached, lost)
 
 
 def _tokens(choice: _Choice, top: int | None) -> tuple[Token, ...]:
@@ -218,18 +210,17 @@ def _tokens(choice: _Choice, top: int | None) -> tuple[Token, ...]:
     if top is None:
         return tuple([Token(i, 0.0) for i in ids])
     content = (choice.logprobs.content if choice.logprobs is not None else None) or ()
-    if len(content) != len(ids) or any(c.token_id != i for c, i in zip(content, ids, strict=True)):
-        raise WireBroken(f"log-probabilities of tokens {[c.token_id for c in content]} beside tokens {ids}")
-    return tuple([Token(c.token_id, c.logprob, _best(c, top) if top else ()) for c in content])
+    scored = tuple([token.token_id for token in content])
+    if scored != ids:
+        raise WireBroken(f"log-probabilities of tokens {list(scored)} beside tokens {list(ids)}")
+    return tuple([Token(t.token_id, t.logprob, _best(t, top)) for t in content]) if top else content
 
 
-def _best(scored: _Scored, top: int) -> tuple[TopLogprob, ...]:
+def _best(token: Token, top: int) -> tuple[TopLogprob, ...]:
     """The `top` best. vLLM puts the sampled token first, whatever its rank, and cuts the list behind that many (`body`)."""
-    assert isinstance(scored, _ScoredWithTop), "alternatives were read without their decoder"
-    ranked = sorted(
-        [(t.rank, t.token_id, t.logprob) for t in scored.top_logprobs if t.rank and t.rank <= top]
-    )
-    return tuple([TopLogprob(token, logprob) for _, token, logprob in ranked])
+    assert isinstance(token, _TokenWithTop), "alternatives were read without their decoder"
+    ranked = sorted([(t.rank, t.token_id, t.logprob) for t in token.top_logprobs if t.rank and t.rank <= top])
+    return tuple([TopLogprob(i, logprob) for _, i, logprob in ranked])
 
 
 def prompt_records(
