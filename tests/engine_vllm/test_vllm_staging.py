@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -39,9 +41,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def empty(folder: Path) -> None:
-    """Waits until there is no file below `folder`: memory is freed beside."""
+    """Waits until no snapshot's file is below `folder`: memory is freed beside."""
     deadline = time.monotonic() + 20
-    while left := [file for file in folder.rglob("*") if file.is_file()]:
+    while left := [file for file in folder.rglob("*") if file.is_file() and file.name != module.LOCK]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.01)
 
@@ -102,12 +104,37 @@ def test_no_such_file_system(tmp_path: Path, snapshot: Path) -> None:
 
 
 def test_what_a_dead_one_left_is_removed(shm: Path, snapshot: Path, tmp_path: Path) -> None:
-    """Of the same owner, and of nobody else."""
+    """Whoever's it was; those who live keep theirs."""
+    code = (
+        "import asyncio, sys; from pathlib import Path; from midstream.engine.vllm.staging import Staging\n"
+        "owner, shm, snapshot = map(Path, sys.argv[1:]); staging = Staging(owner, shm)\n"
+        "print(asyncio.run(staging.put(snapshot)), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "dead"), str(shm), str(snapshot)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        living = Staging(tmp_path / "living", shm)
+        kept = put(living, snapshot)
+        assert files(left) == files(kept) == files(snapshot)  # it lives
+        process.kill()
+    Staging(tmp_path / "another", shm)
+    assert not left.parent.exists()
+    assert files(kept) == files(snapshot)
+
+
+def test_what_was_left_for_the_same_owner_is_removed(shm: Path, snapshot: Path) -> None:
     left = put(Staging(snapshot.parent, shm), snapshot)
-    others = put(Staging(tmp_path / "another", shm), snapshot)
     Staging(snapshot.parent, shm)
     assert not left.exists()
-    assert files(others) == files(snapshot)
+
+
+def test_after_close_it_can_be_used_again(shm: Path, snapshot: Path) -> None:
+    staging = Staging(snapshot.parent, shm)
+    put(staging, snapshot)
+    staging.close()
+    assert list(shm.iterdir()) == []
+    assert files(put(staging, snapshot)) == files(snapshot)
 
 
 def test_links_inside_are_resolved(shm: Path, snapshot: Path) -> None:

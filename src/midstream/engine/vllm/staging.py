@@ -2,12 +2,13 @@
 
 Owns: one directory below the machine's memory file system, of one replica at a time (its cache directory's lock holds).
 Always holds: what is handed out is whole, byte for byte, or the directory that was given; files take at most a share of the
-memory that is free; what was left behind by a process that died is gone when the next one of the same replica begins.
+memory that is free; what was left behind by a process that died is gone when the next one of the same user begins.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import logging
@@ -28,6 +29,7 @@ SHARE = 0.5
 CHUNK_BYTES = 16 * 2**20
 PREFIX = "midstream-"
 GONE = "gone-"
+LOCK = ".lock"
 MEMINFO = Path("/proc/meminfo")
 
 _REMOVER = ThreadPoolExecutor(1, "unstaging")
@@ -46,7 +48,9 @@ class Staging:
         self._shm = shm
         self._share = share
         self._numbers = itertools.count(1)
+        self._lock: int | None = None  # of the directory, once there is one
         self.close()
+        _sweep(shm)
 
     def __repr__(self) -> str:
         return f"Staging({self._root})"
@@ -75,8 +79,11 @@ class Staging:
             _REMOVER.submit(shutil.rmtree, gone, ignore_errors=True)
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything; put() may follow."""
         shutil.rmtree(self._root, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _copy(self, directory: Path, target: Path, cancelled: threading.Event) -> bool:
         """Whether `target` is now a whole copy; if not, it is not there."""
@@ -92,7 +99,8 @@ class Staging:
             )
             return False
         try:
-            _make_private(self._root)
+            if self._lock is None:
+                self._lock = _claim(self._root)
             target.mkdir()
         except OSError as error:
             logger.warning("%s: cannot be used, snapshots are read from disk: %s", self._root, error)
@@ -129,13 +137,47 @@ def snapshot_files(directory: Path) -> dict[str, Path] | None:
     return files
 
 
-def _make_private(directory: Path) -> None:
-    """Raises OSError unless `directory` is one of our own that nobody else can enter."""
+def _claim(directory: Path) -> int:
+    """Makes `directory`, which nobody else can enter, and locks it for as long as this process lives. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_private(directory):
         raise PermissionError(f"{directory} is somebody else's")
+    lock = _lock(directory, os.O_CREAT)
+    if lock is None:
+        raise BlockingIOError(f"{directory} is in use")
+    return lock
+
+
+def _is_private(directory: Path) -> bool:
+    found = directory.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _lock(directory: Path, flags: int = 0) -> int | None:
+    """A descriptor that holds the lock; None while another does. Raises OSError when there is no such file."""
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(directory / LOCK)):  # else it was swept meanwhile
+            return lock
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+def _sweep(shm: Path) -> None:
+    """Free what processes of this user left that have died: the system has let go of their locks."""
+    for directory in shm.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # gone, or not one of ours
+            if _is_private(directory) and (lock := _lock(directory)) is not None:
+                logger.info("%s: left behind by a process that died; removing it", directory)
+                shutil.rmtree(directory, ignore_errors=True)
+                os.close(lock)
 
 
 def _copy_file(source: int, target: Path, buffer: memoryview, cancelled: threading.Event) -> OSError | None:
