@@ -45,7 +45,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     logprob: log p of the raw model, natural log, before temperature and filters. 0.0 for the first prompt token,
         which nothing scores.
     sampling_logprob: log p under the distribution actually sampled from (temperature, top-p, top-k, penalties);
-        None on prompt tokens.
+        None on prompt tokens; NaN where the engine cannot tell.
     route: bytes of a C-order [moe_layers, top_k] array, uint8 (little-endian uint16 above 256 experts); None when
         not asked for, on a dense model, and on the first prompt token.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from math import isnan
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ class Entry(msgspec.Struct):
     token: str
     bytes: msgspec.Raw
     logprob: float
-    sampling_logprob: float | None
+    sampling_logprob: float | UnsetType | None  # not there: the engine cannot tell
     text_offset: int
     token_id: int
     top_logprobs: list[TopEntry]
@@ -344,7 +345,7 @@ class Encoder:
             token,
             token_bytes,
             _finite(record.logprob),
-            None if sampling is None else _finite(sampling),
+            sampling if sampling is None else UNSET if isnan(sampling) else _finite(sampling),
             offset,
             record.token_id,
             [self._top_entry(token_id, logprob) for token_id, logprob in top],

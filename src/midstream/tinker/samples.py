@@ -223,8 +223,14 @@ def sampled(sample: Sample, body: bytes, headers: Mapping[str, str], key: str | 
 def _sequence(choice: _Choice, echoed: int) -> Sequence:
     entries = choice.logprobs.content[echoed:]
     logprobs = [entry.sampling_logprob for entry in entries]
-    if not entries or None in logprobs:
-        raise Failed("the server made a sequence without tokens or log-probabilities", "server")
+    if not entries:
+        raise Failed("the server made a sequence without tokens", "server")
+    if None in logprobs:
+        raise Failed(
+            "the server's engine cannot tell log-probabilities under this temperature and these filters (feature"
+            " sampling_logprobs); use temperature 1 or 0 without filters",
+            "user",
+        )
     return Sequence(
         tokens=tuple(entry.token_id for entry in entries),
         logprobs=tuple(logprob for logprob in logprobs if logprob is not None),

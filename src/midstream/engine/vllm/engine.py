@@ -178,7 +178,9 @@ class VllmEngine(Engine):
 
     async def _score(self, request: GenerateRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or why there are none."""
-        scorer = Scorer(self._server.url, self._server.headers, self._epochs, self._shape, self._server.served_name)
+        scorer = Scorer(
+            self._server.url, self._server.headers, self._epochs, self._shape, self._server.served_name
+        )
         try:
             return await scorer.score(request, self._salt(request)[0])
         except CallFailed as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from math import nan
 
 from msgspec.structs import replace
 
@@ -96,7 +97,9 @@ class ChoiceStream:
         if chunk.error is not None:
             self.fail(chunk.error)
             return
-        if chunk.cached is not None:  # a prompt that was scored was computed anew for it, and found by what comes after
+        if (
+            chunk.cached is not None
+        ):  # a prompt that was scored was computed anew for it, and found by what comes after
             self._cached = 0 if self._scored else chunk.cached
         if chunk.tokens:
             snapshot = self.told.take(len(chunk.tokens))
@@ -118,14 +121,14 @@ class ChoiceStream:
         elif self._held and self._finish is None and not self._request.want_routes:
             self._send()
 
-    def _sampling_logprob(self, logprob: float) -> float | None:
-        """Where it follows from the raw one."""
+    def _sampling_logprob(self, logprob: float) -> float:
+        """Where it follows from the raw one; else NaN."""
         s = self._request.sampling
         if s.temperature <= 0:
             return 0.0
         plain = s.temperature == 1 and s.top_p >= 1 and s.top_k <= 0 and s.min_p <= 0 and not s.logit_bias
         penalized = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
-        return logprob if plain and not penalized and self._request.grammar is None else None
+        return logprob if plain and not penalized and self._request.grammar is None else nan
 
     def _route(self, routes: str | None) -> bool:
         """Give each token its route; False: the request was failed."""
