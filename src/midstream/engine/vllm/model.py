@@ -50,7 +50,8 @@ def read_shape(directory: Path) -> Shape:
     config = _read(directory / "config.json")
     if config is None:
         raise ConfigError(f"{directory}: there is no config.json in it")
-    text = _text_config(config)
+    levels = _levels(config)
+    text = levels[0]
     where = f"{directory / 'config.json'}"
     layers = _positive(text, "num_hidden_layers", where)
     experts, top_k = _first(text, EXPERTS, where), _first(text, EXPERTS_PER_TOKEN, where)
@@ -63,7 +64,7 @@ def read_shape(directory: Path) -> Shape:
         moe_layers=moe,
         top_k=top_k if moe else 0,
         num_experts=experts if moe else 0,
-        eos_token_ids=_eos(_read(directory / "generation_config.json") or {}, text, config, where),
+        eos_token_ids=_eos(directory, levels),
         max_position=_first(text, POSITIONS, where),
     )
 
@@ -82,13 +83,13 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path}: is not a JSON object: {error}") from error
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part, where it has one of its own."""
-    for name in ("text_config", "llm_config", "language_config"):
+def _levels(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The config and those inside it that lead to the language model's own, which is the first."""
+    for name in ("thinker_config", "text_config", "llm_config", "language_config"):
         inner = config.get(name)
         if isinstance(inner, dict):
-            return inner
-    return config
+            return [*_levels(inner), config]
+    return [config]
 
 
 def _positive(config: Config, name: str, where: str) -> int:
@@ -112,15 +113,17 @@ def _first(config: Config, names: tuple[str, ...], where: str) -> int:
     return 0
 
 
-def _eos(generation: Config, text: Config, config: Config, where: str) -> tuple[int, ...]:
+def _eos(directory: Path, levels: list[dict[str, Any]]) -> tuple[int, ...]:
     """generation_config.json wins: it says what ends generation, config.json what a pretrained model was told."""
-    for source in (generation, text, config):
+    said = directory / "generation_config.json"
+    plain = directory / "config.json"
+    for path, source in ((said, _read(said) or {}), *((plain, level) for level in levels)):
         value = source.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise ConfigError(f"{where}: eos_token_id is {value!r}; expected token ids")
+            raise ConfigError(f"{path}: eos_token_id is {value!r}; expected token ids")
         return tuple(dict.fromkeys(ids))
     return ()
 

@@ -15,6 +15,9 @@ token was never passed over and has no row: P prompt tokens and G generated ones
     generated tokens only       S = P - 1, count = G          (S = P would miss the pass that scored the first one)
     and the last k prompt ones  S = P - 1 - k, count = k + G  (k at most P - 1: nothing scores the first prompt token)
 
+A layer that was not recorded is all zeros, which shows as one expert twice; with one expert per token it cannot be told from
+a choice of expert 0.
+
 Rows of prompt tokens whose KV came from the prefix cache are there too: vLLM keeps them by block. In a request that goes on
 behind emitted tokens these are part of its prompt, so they count into P.
 """
