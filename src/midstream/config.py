@@ -310,12 +310,44 @@ def _checked(settings: Settings) -> Settings:
         ),
         (settings.tinker.trainer_threads >= 0, "tinker.trainer_threads must be at least 0"),
         (settings.tinker.full_every >= 1, "tinker.full_every must be at least 1"),
+        *_ray_checks(settings),
         (1 <= gateway.workers <= 64, f"gateway.workers must be 1 to 64, got {gateway.workers}"),
     ]
     for holds, message in checks:
         if not holds:
             raise ConfigError(f"configuration: {message}")
     return settings
+
+
+def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
+    ray = settings.ray
+    amounts = {"ray.cpus": ray.cpus, "ray.gpus": ray.gpus}
+    amounts |= {f"ray.resources.{name}": amount for name, amount in ray.resources.items()}
+    gateway = {f"ray.gateway_resources.{name}": amount for name, amount in ray.gateway_resources.items()}
+    placed = settings.launcher == "ray" and ray.gateway
+    return [
+        *(
+            (0 <= amount < math.inf, f"{name} must be at least 0 and finite")
+            for name, amount in (amounts | gateway).items()
+        ),
+        (any(amounts.values()), "one of ray.cpus, ray.gpus and ray.resources must be above 0"),
+        (ray.bundles >= 1, f"ray.bundles must be at least 1, got {ray.bundles}"),
+        (
+            not (ray.address or "").startswith("ray://"),
+            "ray.address must be HOST:PORT of a cluster that this machine is a node of, not a Ray client's ray:// address",
+        ),
+        (
+            not placed or not settings.tinker.enabled,
+            "ray.gateway and the Tinker API exclude each other: the front runs beside the gateway; give --no-tinker",
+        ),
+        (
+            not placed
+            or settings.database is not None
+            or any(name.startswith("node:") for name in ray.gateway_resources),
+            "ray.gateway needs a database that every node reaches (--database postgresql://...), or gateway_resources that "
+            'keep the gateway on one node, e.g. {"node:10.0.0.7" = 0.01}',
+        ),
+    ]
 
 
 def model_resource(settings: Settings, model_name: str) -> str:

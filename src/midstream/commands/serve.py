@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from midstream.commands import engines
 from midstream.config import Settings, load_settings
+from midstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from midstream.launch import local
 
 SERVE_OPTIONS = (
     "model",
     "replicas",
     "engine",
+    "launcher",
+    "ray_address",
     "host",
     "port",
     "bucket",
@@ -43,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
     parser.add_argument("--replicas", type=int, help=f"engines to start (default: {default.replicas})")
     engines.add_arguments(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        help=f"where replicas run: on this machine, or on the Ray cluster that it is a node of (default: {default.launcher})",
+    )
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="of the cluster, where this machine is a node of several"
+    )
     parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
     parser.add_argument("--port", type=int, help=f"0 takes a free one (default: {default.port})")
     parser.add_argument(
@@ -116,13 +133,36 @@ def _serve(options: argparse.Namespace) -> int:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with local.locked(Path(settings.state_dir)):
-        local.check_port(settings.host, settings.port)
-        local.bucket_url(settings)
+        if settings.launcher == "local" or not settings.ray.gateway:
+            local.check_port(settings.host, settings.port)
+        bucket = local.bucket_url(settings)
         name, models = known_models(settings)
         model_directory(models, name)
-        try:
-            asyncio.run(local.run(settings, name, models, lambda line: print(line, flush=True)))
-        except StartFailed as error:
-            print(f"midstream serve: {error}", file=sys.stderr)
-            return 1
+        with _places(settings, bucket) as places:
+            try:
+                asyncio.run(local.run(settings, name, models, lambda line: print(line, flush=True), places))
+            except StartFailed as error:
+                print(f"midstream serve: {error}", file=sys.stderr)
+                return 1
     return 0
+
+
+@contextlib.contextmanager
+def _places(settings: Settings, bucket: str) -> Iterator[local.Places]:
+    """Where children run. Raises ConfigError when there is no such place."""
+    from midstream.launch import local
+
+    if settings.launcher == "local":
+        yield local.ThisMachine(settings)
+        return
+    try:
+        from midstream.launch.ray_cluster import RayPlaces
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ConfigError("--launcher ray: needs Ray: pip install 'midstream[ray]'") from error
+    places = RayPlaces(settings, bucket)
+    try:
+        yield places
+    finally:
+        places.close()

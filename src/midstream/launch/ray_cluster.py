@@ -1,0 +1,146 @@
+"""Replicas, and the gateway if asked, on a Ray cluster that others run.
+
+Owns: the connection to the cluster, and what is asked of it for each child.
+Always holds: actors belong to this process's job, so they are gone when this process is, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from midstream.config import Settings
+from midstream.errors import ConfigError
+from midstream.gateway.roster import Running
+from midstream.launch.child import GatewaySpec, ReplicaSpec
+from midstream.launch.engines import engine_fields, number_of
+from midstream.launch.local import ThisMachine, remove_all, remove_caches, set_strange_caches_aside
+from midstream.launch.process import Supervised
+from midstream.launch.ray_actor import cache_root
+from midstream.launch.ray_child import RayChild
+from midstream.launch.ray_demand import gateway_demand, replica_demand
+from midstream.snapshots.identity import parse_bucket
+
+logger = logging.getLogger(__name__)
+
+CLEAN_S = 60.0
+WILDCARDS = ("0.0.0.0", "::", "")
+
+
+class RayPlaces:
+    """Where the children of one `midstream serve` run. Made before its event loop; close() is for after it."""
+
+    def __init__(self, settings: Settings, bucket: str) -> None:
+        """Connects. Raises ConfigError when there is no cluster, or not one that this can work on."""
+        self._settings = settings
+        self._here = ThisMachine(settings)
+        self._snapshots = Path(settings.state_dir).absolute() / "snapshots"
+        place = parse_bucket(bucket)
+        self._shared = (place.path,) if place.kind == "file" else ()
+        _connect(settings)
+        if settings.ray.gateway and settings.host.startswith("127."):
+            _all_on_this_machine(settings.host)
+
+    async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
+        settings = self._settings
+        threads = settings.embedded.threads or max(1, int(settings.ray.cpus))
+        fields = engine_fields(settings, number_of(spec.name), replicas, alone=True)
+        placed = msgspec.structs.replace(
+            spec,
+            engine=msgspec.structs.replace(settings.embedded, threads=threads),
+            **{**fields, "cores": (), "gpus": ()},  # the actor's: Ray says which
+        )
+        return RayChild(
+            spec.name,
+            "midstream.launch.replica",
+            placed,
+            replica_demand(settings.ray),
+            python=settings.ray.python,
+            directories=self._shared,
+        )
+
+    def gateway(
+        self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
+    ) -> Supervised:
+        if not self._settings.ray.gateway:
+            return self._here.gateway(spec, on_line, greeting)
+        return RayChild(
+            "gateway",
+            "midstream.launch.gateway",
+            spec,
+            gateway_demand(self._settings.ray),
+            python=self._settings.ray.python,
+            host=None if spec.host in WILDCARDS else spec.host,
+            on_line=on_line,
+            greeting=greeting,
+        )
+
+    def clean(self, replica: str, others: Set[str]) -> None:
+        _on_every_node(remove_caches_on, str(self._snapshots), replica, frozenset(others))
+
+    def forget_strange(self, wanted: Set[str]) -> Callable[[], None]:
+        names = frozenset(wanted)
+        return lambda: _on_every_node(remove_strange_on, str(self._snapshots), names)
+
+    def close(self) -> None:
+        """Leave the cluster; whatever of this process's is left there ends."""
+        ray.shutdown()
+
+
+def remove_caches_on(snapshots: str, replica: str, others: Set[str]) -> None:
+    """On a node."""
+    remove_caches(cache_root(Path(snapshots), ray.util.get_node_ip_address()) / replica, others)
+
+
+def remove_strange_on(snapshots: str, wanted: Set[str]) -> None:
+    """On a node."""
+    remove_all(set_strange_caches_aside(cache_root(Path(snapshots), ray.util.get_node_ip_address()), wanted))
+
+
+def _connect(settings: Settings) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = settings.ray.address or "auto"
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+    except (ConnectionError, RayError, RuntimeError, ValueError, AssertionError) as error:
+        first = str(error).strip().splitlines()[:1]
+        raise ConfigError(
+            f"--launcher ray: no Ray cluster at {address} that this machine is a node of: {''.join(first)}"
+        ) from error
+
+
+def _all_on_this_machine(host: str) -> None:
+    """Raises ConfigError when a gateway that listens on a loopback address could be on another machine."""
+    addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    elsewhere = [address for address in addresses if not address.startswith("127.")]
+    if elsewhere:
+        raise ConfigError(
+            f"--host {host}: a gateway that Ray places must listen on an address that other nodes "
+            f"(e.g. {elsewhere[0]}) reach: give --host 0.0.0.0"
+        )
+
+
+def _on_every_node(function: Callable[..., None], *arguments: Any) -> None:
+    """Run it on each node there is. What fails is logged: caches that stay take room, and nothing else."""
+    running = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+            running.append(remote.remote(*arguments))
+    done, late = ray.wait(running, num_returns=len(running), timeout=CLEAN_S)
+    for reference in done:
+        try:
+            ray.get(reference)
+        except RayError as error:
+            logger.warning("caches of a node were not removed: %s", str(error).splitlines()[-1:])
+    if late:
+        logger.warning("caches of %d nodes were not removed within %s s", len(late), CLEAN_S)
