@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +72,31 @@ def reap(server: int) -> int | None:
     return code
 
 
-def descendants() -> Iterator[int]:
+def stat_of(pid: int) -> list[bytes] | None:
+    """Fields of /proc/PID/stat from the state on; None when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def started_at(pid: int) -> int | None:
+    """In the clock ticks of the machine: tells a process from a later one of the same number. None: it has ended."""
+    stat = stat_of(pid)
+    return None if stat is None or stat[0] == b"Z" else int(stat[19])
+
+
+def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                stat = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b") ")[2].split()
-                children.setdefault(int(stat[1]), []).append(int(entry))
-    waiting = list(children.get(os.getpid(), ()))
+        if entry.isdigit() and (stat := stat_of(int(entry))) is not None:
+            children.setdefault(int(stat[1]), []).append(int(entry))
+    found, waiting = [], [root]
     while waiting:
-        pid = waiting.pop()
-        yield pid
-        waiting += children.get(pid, ())
+        under = children.get(waiting.pop(), [])
+        found += under
+        waiting += under
+    return found
 
 
 def is_tracker(pid: int) -> bool:
@@ -96,7 +108,7 @@ def is_tracker(pid: int) -> bool:
 def end_all(server: int) -> int | None:
     """Kill whatever is left; returns once nothing is. The server's exit code, where it had not ended before."""
     code, patience = None, time.monotonic() + TRACKER_GRACE_S
-    while left := list(descendants()):
+    while left := descendants(os.getpid()):
         for pid in left:
             if time.monotonic() > patience or not is_tracker(pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -141,7 +153,9 @@ def until_ended(server: int, wake: int, grace_s: float) -> int | None:
 
 def main() -> None:
     wake = woken_by_signals()
-    spec = json.loads(read_line())
+    if not (line := read_line()):
+        return  # the replica ended, or thought better of it
+    spec = json.loads(line)
     try:
         become_subreaper()
         server = start(spec["command"], spec["env"])

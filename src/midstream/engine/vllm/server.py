@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -118,8 +119,12 @@ class VllmServer:
         self._log = log
         self._python = settings.python or sys.executable
         self._keeper: asyncio.subprocess.Process | None = None
+        self._family: dict[
+            int, int
+        ] = {}  # processes below the keeper, with their starts, should it be killed
         self._port: socket.socket | None = None  # keeps others from the server's port
         self._watchers: list[asyncio.Task[None]] = []
+        self._stopping: asyncio.Task[None] | None = None
         self._exit: asyncio.Future[str] | None = None
         self._ended: asyncio.Future[str] | None = None
         self.url = (url or "").rstrip("/")
@@ -157,6 +162,7 @@ class VllmServer:
                     f"{what} was not ready within {self._settings.load_s_max:g} s (vllm.load_s_max)"
                 ) from error
             await self._look()
+            self._family = await asyncio.to_thread(_family, self._keeper)
         except BaseException:  # also cancelled: nothing is left running
             self.kill()
             await self.close()
@@ -187,13 +193,14 @@ class VllmServer:
             task.cancel()
         keeper_process, self._keeper = self._keeper, None
         self._exit, self._ended, self.pid = None, None, None
-        try:
-            if keeper_process is not None:
-                await asyncio.shield(asyncio.ensure_future(_stop(keeper_process)))
-        finally:
-            if self._port is not None:
-                self._port.close()
-                self._port = None
+        family, self._family = self._family, {}
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+        if keeper_process is not None:
+            self._stopping = asyncio.create_task(_stop(keeper_process, family), name="vLLM's end")
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)  # cancelled, it goes on, and the next call waits for it
 
     async def _spawn(self) -> None:
         self._port = _reserve()
@@ -250,16 +257,15 @@ class VllmServer:
 
     async def _look(self) -> None:
         """What the server is and can do. Raises ServerFailed when that is not enough."""
-        paths = await self._get(
-            "/openapi.json", _OpenApi, "was it started with --disable-fastapi-docs? It must not be"
-        )
+        self.version = (await self._get("/version", _Version)).version
+        hint = "was it started with --disable-fastapi-docs? It must not be"
+        paths = (await self._get("/openapi.json", _OpenApi, hint)).paths
         missing = {
-            flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths.paths
-        }  # one endpoint per cause
+            flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths
+        }  # one per cause
         if missing:
             said = "; ".join(f"no {path}: start it with {flag}" for flag, path in missing.items())
-            raise self._failed(f"the vLLM server at {self.url} has {said}")
-        self.version = (await self._get("/version", _Version)).version
+            raise self._failed(f"the vLLM {self.version} at {self.url} has {said}")
         served = (await self._get("/v1/models", _Models)).data
         named = [model for model in served if model.id == self.served_name] or served
         if not named or named[0].max_model_len is None:
@@ -371,8 +377,14 @@ async def _report(stdout: asyncio.StreamReader) -> _Report:
     return msgspec.json.decode(line, type=_Report) if line else _Report()
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Returns when the keeper has ended, and so nothing is left of the server."""
+def _family(process: asyncio.subprocess.Process | None) -> dict[int, int]:
+    """Every process below it, with its start."""
+    pids = [] if process is None else keeper.descendants(process.pid)
+    return {pid: start for pid in pids if (start := keeper.started_at(pid)) is not None}
+
+
+async def _stop(process: asyncio.subprocess.Process, family: dict[int, int]) -> None:
+    """Returns when the keeper has ended, and so nothing is left of the server. family: to end if the keeper was killed."""
     assert process.stdin is not None
     if not process.stdin.is_closing():  # else it was killed
         with contextlib.suppress(OSError):
@@ -381,8 +393,19 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     try:
         async with asyncio.timeout(STOP_GRACE_S + GONE_S_MAX):
             await process.wait()
+            if process.returncode != 0:
+                await _end_orphans(family)
     except TimeoutError:
         logger.error("processes of vLLM do not end although they were killed; giving them up")
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
     process.stdin.close()
+
+
+async def _end_orphans(family: dict[int, int]) -> None:
+    while left := [pid for pid, start in family.items() if keeper.started_at(pid) == start]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(keeper.ROUND_S)
