@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakevllm import Fake, running, until
+from stubserver import Fake, running, until
 
 from midstream.config import VllmSettings
 from midstream.engine.vllm import server as server_module
@@ -489,8 +489,17 @@ class TestArguments:
         assert env["HOME"] == "/g"
         assert "LD_PRELOAD" not in env
         theirs = {"CUDA_VISIBLE_DEVICES": "5", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
-        assert theirs.items() <= environment(theirs, {}, python, cores=(2, 3), gpus=(1,)).items()
+        assert theirs.items() <= environment(theirs, {}, python).items()
         assert theirs.items() <= environment({}, theirs, python, cores=(2, 3), gpus=(1,)).items()
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+        assert bound.items() <= environment(bound, {}, python, cores=(2, 3)).items()
+
+    def test_gpus_are_of_those_that_are_visible(self) -> None:
+        visible = {"CUDA_VISIBLE_DEVICES": "4, GPU-5e,7"}
+        env = environment(visible, {}, "python", gpus=(1, 2))
+        assert env["CUDA_VISIBLE_DEVICES"] == "GPU-5e,7"
+        with pytest.raises(ConfigError, match=r"^vllm\.gpus: GPU 3, counted from 0, is not among"):
+            environment(visible, {}, "python", gpus=(2, 3))
 
     def test_openmp_of_a_cpu_build_is_preloaded(self, tmp_path: Path) -> None:
         python, library = str(tmp_path / "bin" / "python"), tmp_path / "lib" / "libiomp5.so"

@@ -15,6 +15,8 @@ from midstream.errors import ConfigError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 
+GPUS = "CUDA_VISIBLE_DEVICES"
+
 _ONE = "a replica is one server: set `replicas`"
 _OURS = "midstream gives it itself"
 _LOOPBACK = "midstream calls the server at a port of its own on loopback, over plain HTTP"
@@ -105,6 +107,15 @@ def command_line(
     return [*command, *args]
 
 
+def _visible(gpus: Sequence[int], ours: str | None) -> str:
+    if ours is None:
+        return ",".join(map(str, gpus))
+    names = [name.strip() for name in ours.split(",") if name.strip()]
+    if max(gpus) >= len(names):
+        raise ConfigError(f"vllm.gpus: GPU {max(gpus)}, counted from 0, is not among {GPUS}={ours}")
+    return ",".join(names[gpu] for gpu in gpus)
+
+
 def openmp_library(python: str) -> Path | None:
     """Which vLLM for CPUs asks to be preloaded, where it is installed in the environment of `python`."""
     root = Path(python).parent.parent
@@ -120,7 +131,10 @@ def environment(
     cores: Sequence[int] = (),
     gpus: Sequence[int] = (),
 ) -> dict[str, str]:
-    """`base`, this process's own; then what vLLM needs for us; then `given`, the user's settings."""
+    """`base`, this process's own; then what vLLM needs for us; then `given`, the user's settings.
+
+    gpus: by their places among those that this process sees. Raises ConfigError when it does not see so many.
+    """
     env = {
         **base,
         "VLLM_SERVER_DEV_MODE": "1",
@@ -130,8 +144,8 @@ def environment(
     }
     if cores:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
-    if gpus:
-        env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus)))
+    if gpus and GPUS not in given:
+        env[GPUS] = _visible(gpus, base.get(GPUS))
     preloaded, library = env.get("LD_PRELOAD", ""), openmp_library(python)
     if library is not None and "libiomp5" not in preloaded:
         env["LD_PRELOAD"] = os.pathsep.join(filter(None, (str(library), preloaded)))
