@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,14 +21,15 @@ import httpx
 READY = re.compile(r"midstream ready on (https?://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)(.*)")
 DEADLINE_S = 120.0
 STORE_BYTES = 80 * 2**20  # the least that Ray takes
+MARK = "MIDSTREAM_TEST_CLUSTER"
 HEAD = "127.0.0.2"  # not 127.0.0.1, which Ray replaces by the machine's own address
 
 
-def until(holds: Callable[[], Any], what: str, within_s: float = DEADLINE_S) -> Any:
-    """Poll until it is true; what it was then."""
+def until(holds: Callable[[], Any], what: Callable[[], str], within_s: float = DEADLINE_S) -> Any:
+    """Poll until it is true; what it was then. what: what to say if that takes too long."""
     deadline = time.monotonic() + within_s
     while not (value := holds()):
-        assert time.monotonic() < deadline, what() if callable(what) else what
+        assert time.monotonic() < deadline, what()
         time.sleep(0.1)
     return value
 
@@ -40,6 +42,7 @@ class Nodes:
 
         # Telemetry and dashboard stay off; a dead node is noticed within a few seconds instead of a minute.
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self.mark = os.environ[MARK] = secrets.token_hex(8)  # all processes of the cluster inherit it
         logging.getLogger("ray").setLevel(logging.ERROR)
         health = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
         health |= {"health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
@@ -65,12 +68,39 @@ class Nodes:
             resources={"slot": slots, **resources},
         )
 
-    def kill(self, number: int) -> None:
-        """SIGKILL for the node's raylet; its workers end with it."""
+    def processes(self, number: int) -> list[int]:
+        """Of a node: its raylet, the actors' workers and what those started."""
+        [raylet] = self._nodes[number].all_processes["raylet"]
+        return [raylet.process.pid, *descendants(raylet.process.pid)]
+
+    def node_of(self, name: str) -> int | None:
+        """Where a replica or the gateway runs."""
+        pids = self.children(name)
+        return next((n for n in self._nodes if any(pid in pids for pid in self.processes(n))), None)
+
+    def lose(self, number: int) -> None:
+        """The machine is gone: SIGKILL for all of the node at once."""
+        for pid in self.processes(number):
+            kill(pid)
         self.cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
+    def remove(self, number: int) -> None:
+        self.cluster.remove_node(self._nodes.pop(number))
+
+    def children(self, name: str = "") -> list[int]:
+        """Pids of replicas, gateways and engines of any server on this cluster, or only of that name."""
+        return [
+            pid
+            for pid, words in marked(self.mark)
+            if "midstream.l" in words or "midstream.e" in words
+            if not name or name in words.split()
+        ]
+
     def close(self) -> None:
+        """Raises AssertionError when a process of the cluster stays."""
         self.cluster.shutdown()
+        del os.environ[MARK]
+        until(lambda: not marked(self.mark), lambda: f"still there: {marked(self.mark)}", 30.0)
 
 
 @dataclass
@@ -93,9 +123,28 @@ class RayServer:
     def text(self) -> str:
         return self.log.read_text()
 
-    def deployment(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.http.get(f"{self.url}/health").json()["deployments"][0]
+    def health(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get(f"{self.url}/health").json()
         return found
+
+    def usable(self) -> list[str]:
+        return sorted(r["name"] for r in self.health()["replicas"] if r["usable"])
+
+    def scale(self, replicas: int) -> None:
+        name = self.health()["deployments"][0]["name"]
+        body = {"minReplicaCount": replicas, "maxReplicaCount": replicas}
+        mask = {"updateMask": "min_replica_count,max_replica_count"}
+        self.http.patch(f"{self.url}/v1/{name}", params=mask, json=body).raise_for_status()
+
+    def wait_serving(self, *replicas: str) -> None:
+        """Until exactly these do."""
+        until(lambda: self.usable() == sorted(replicas) == self.names(), self.state)
+
+    def names(self) -> list[str]:
+        return sorted(r["name"] for r in self.health()["replicas"])
+
+    def state(self) -> str:
+        return f"{self.health()}; log:\n{self.text()[-4000:]}"
 
 
 @contextlib.contextmanager
@@ -129,16 +178,28 @@ def serving(
         process.stdout.close()
 
 
-def running(mark: str, *words: str) -> list[int]:
-    """Pids whose command line has all words, of processes whose working files lie below `mark` or anywhere if empty."""
+def marked(mark: str) -> list[tuple[int, str]]:
+    """Pid and command line of all processes that inherited the mark."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if all(word in line for word in words) and (not mark or mark in line):
-                    found.append(int(entry.name))
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found.append((int(entry.name), words.decode(errors="replace")))
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
 
 
 def kill(pid: int) -> None:

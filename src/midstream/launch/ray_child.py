@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 PLACED_WITHIN_S = 5.0  # a child that has no room by then says so
 LOOK_AGAIN_S = 2.0
 UNREACHABLE_S = 5.0  # an actor that cannot be reached for so long is given up
+REACH_AGAIN_S = 0.5
 ANSWER_S = 5.0  # for an actor to say that its child was stopped, beside the time that may take
 
 
@@ -95,17 +96,21 @@ class RayChild(Supervised):
             self.tell(self._greeting())
 
     async def ended(self) -> str:
-        try:
-            while True:
-                try:
-                    return str(await _result(self._actor.ended.remote())) + f" on {self.place}"
-                except ActorUnavailableError:
-                    async with asyncio.timeout(UNREACHABLE_S):
-                        await _result(self._actor.where.remote())
-        except (RayError, TimeoutError) as error:
-            how = f"is lost with its actor on {self.place}: {_said(error)}"
-            self._leave()
-            return how
+        loop = asyncio.get_running_loop()
+        unreachable_since: float | None = None
+        while True:
+            asked_at = loop.time()
+            try:
+                return f"{await _result(self._actor.ended.remote())} on {self.place}"
+            except ActorUnavailableError as error:  # perhaps for a moment only: Ray has not given it up yet
+                now = loop.time()
+                if unreachable_since is None or now - asked_at > UNREACHABLE_S:  # it was there in between
+                    unreachable_since = now
+                if now - unreachable_since > UNREACHABLE_S:
+                    return self._lost(error)
+                await asyncio.sleep(REACH_AGAIN_S)
+            except RayError as error:
+                return self._lost(error)
 
     def tell(self, message: msgspec.Struct) -> None:
         self._message = message
@@ -164,6 +169,11 @@ class RayChild(Supervised):
             return None
         nodes = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         return waiting_for(self.name, self._demand, nodes, ray.available_resources())
+
+    def _lost(self, error: RayError) -> str:
+        how = f"is lost with its actor on {self.place}: {_said(error)}"
+        self._leave()
+        return how
 
     def _leave(self) -> None:
         """Give up actor and group, if there are any. What ran there ends with the actor."""

@@ -1,0 +1,195 @@
+"""One server over several nodes of a Ray cluster: served, hot-loaded, scaled, and kept up when processes and nodes are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from raycluster import Nodes, RayServer, kill, serving, until
+
+TOKENS = 200
+STREAMS = 16
+UNDER_WAY = 8  # events of every stream that have come when something happens
+HOT_LOAD = "/hot_load/v1/models/hot_load"
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayServer]:
+    with serving(tmp_path_factory.mktemp("ray"), nodes, "--replicas", "2", "--no-tinker") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def two_replicas_before_each(server: RayServer) -> None:
+    server.wait_serving("replica-0", "replica-1")
+
+
+@dataclass
+class Stream:
+    number: int
+    replica: str = ""
+    text: str = ""
+    tokens: int = 0
+    events: int = 0
+    resumed: bool = False
+    error: Any = None
+    complete: bool = False
+
+    async def run(self, http: httpx.AsyncClient, moved: Callable[[], None]) -> None:
+        body = {"model": "tiny-moe", "prompt": "Once", "stream": True, "seed": self.number}
+        body |= {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+        headers = {"x-session-id": f"stream {self.number}"}
+        async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            self.replica = answer.headers["x-midstream-replica"]
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    self.complete = True
+                elif line.startswith("data: "):
+                    self._take(json.loads(line.removeprefix("data: ")))
+                moved()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.events += 1
+        self.resumed |= "midstream" in event
+        self.error = event.get("error", self.error)
+        for choice in event.get("choices", ()):
+            self.text += choice["text"]
+            self.tokens += len(choice.get("token_ids") or ())
+
+
+async def streamed(server: RayServer, happen: Callable[[list[Stream]], None] | None = None) -> list[Stream]:
+    """Streams at once; `happen` while all of them run."""
+    streams = [Stream(number) for number in range(STREAMS)]
+    under_way = asyncio.Event()
+
+    def moved() -> None:
+        if all(stream.events >= UNDER_WAY or stream.complete for stream in streams):
+            under_way.set()
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=300.0, trust_env=False) as http:
+        running = asyncio.gather(*(stream.run(http, moved) for stream in streams))
+        if happen is not None:
+            await asyncio.wait(
+                (running, asyncio.create_task(under_way.wait())), return_when="FIRST_COMPLETED"
+            )
+            assert not any(stream.complete for stream in streams), "all were to be under way"
+            await asyncio.to_thread(happen, streams)
+        await running
+    return streams
+
+
+def ask(server: RayServer, session: str) -> httpx.Response:
+    body = {"model": "tiny-moe", "prompt": "abc", "max_tokens": 4}
+    answer = server.http.post(f"{server.url}/v1/completions", json=body, headers={"x-session-id": session})
+    return answer.raise_for_status()
+
+
+def load(server: RayServer, identity: str, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, server.state_dir / "bucket" / identity)
+    server.http.post(f"{server.url}{HOT_LOAD}", json={"identity": identity}).raise_for_status()
+    until(lambda: set(snapshots(server).values()) == {identity}, server.state)
+
+
+def snapshots(server: RayServer) -> dict[str, str]:
+    return {r["name"]: r["snapshot"] for r in server.health()["replicas"]}
+
+
+def test_replicas_are_on_nodes_of_their_own_and_serve(server: RayServer, nodes: Nodes) -> None:
+    assert set(server.places) == {"replica-0", "replica-1"}
+    for name, address in server.places.items():
+        assert address == f"127.0.0.{nodes.node_of(name)}"
+    assert len(set(server.places.values())) == 2
+    homes = {session: ask(server, session).headers["x-midstream-replica"] for session in map(str, range(8))}
+    assert set(homes.values()) == {"replica-0", "replica-1"}
+    for session, home in homes.items():
+        again = ask(server, session)
+        assert (again.headers["x-midstream-replica"], again.headers["x-midstream-route-reason"]) == (
+            home,
+            "sticky",
+        )
+
+
+def test_a_snapshot_is_loaded_on_all_nodes(server: RayServer, tiny_model: Callable[..., Path]) -> None:
+    load(server, "step-1", tiny_model(seed=3, dtype="bfloat16"))
+    for session in map(str, range(8)):
+        assert ask(server, session).json()["model"].endswith("@step-1")
+
+
+def test_a_killed_replica_process_comes_back_on_its_node(server: RayServer, nodes: Nodes) -> None:
+    node = nodes.node_of("replica-0")
+    [pid] = nodes.children("replica-0")
+    kill(pid)
+    until(lambda: nodes.children("replica-0") not in ([], [pid]), server.state)
+    server.wait_serving("replica-0", "replica-1")
+    assert nodes.node_of("replica-0") == node
+    assert len(set(snapshots(server).values())) == 1, "it serves what the other one does"
+
+
+def test_a_killed_actor_takes_its_replica_with_it_and_both_are_replaced(
+    server: RayServer, nodes: Nodes
+) -> None:
+    [pid] = nodes.children("replica-1")
+    worker = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    kill(worker)
+    until(
+        lambda: nodes.children("replica-1") not in ([], [pid]) and pid not in nodes.children(), server.state
+    )
+    server.wait_serving("replica-0", "replica-1")
+    assert "replica-1 is lost with its actor on node" in server.text()
+
+
+def test_scaling_up_and_down_fails_no_stream(server: RayServer, nodes: Nodes) -> None:
+    async def streams_while_scaled() -> None:
+        streams = await streamed(server, lambda _: server.scale(3))
+        await asyncio.to_thread(server.wait_serving, "replica-0", "replica-1", "replica-2")
+        taken = await streamed(server, lambda _: server.scale(2))
+        for stream in streams + taken:
+            assert (stream.complete, stream.tokens, stream.error) == (True, TOKENS, None)
+
+    asyncio.run(streams_while_scaled())
+    server.wait_serving("replica-0", "replica-1")
+    until(lambda: not nodes.children("replica-2"), server.state)
+
+
+def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
+    undisturbed = asyncio.run(streamed(server))
+    lost, left = nodes.node_of("replica-0"), nodes.node_of("replica-1")
+    assert lost is not None
+    streams = asyncio.run(streamed(server, lambda _: nodes.lose(lost)))
+    on_lost = [stream for stream in streams if stream.replica == "replica-0"]
+    assert 0 < len(on_lost) < STREAMS
+    for stream, whole in zip(streams, undisturbed, strict=True):
+        assert stream.complete or stream.error, "none ends short without saying so"
+        if stream.complete:
+            assert (stream.text, stream.tokens) == (whole.text, TOKENS)
+        if stream not in on_lost:
+            assert (stream.complete, stream.resumed) == (True, False)
+    assert any(stream.resumed and stream.complete for stream in on_lost)
+    server.wait_serving("replica-0", "replica-1")
+    assert nodes.node_of("replica-0") not in (None, lost, left)
+    assert len(set(snapshots(server).values())) == 1, "it serves what the other one does"
+    nodes.add(lost, slots=1)  # for the tests after this one
+
+
+def test_a_server_that_stops_leaves_nothing_on_the_cluster(
+    nodes: Nodes, server: RayServer, tmp_path: Path
+) -> None:
+    others = set(nodes.children())
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with serving(tmp_path / number.name, nodes, "--replicas", "1", "--no-tinker") as short:
+            assert set(nodes.children()) > others
+            short.process.send_signal(number)
+            code = short.process.wait(timeout=60)
+            assert code == (0 if number == signal.SIGTERM else -number), short.text()[-3000:]
+            until(lambda: set(nodes.children()) <= others, lambda: f"left: {nodes.children()}, had {others}")
