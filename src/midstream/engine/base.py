@@ -41,6 +41,11 @@ class Engine(abc.ABC):
         the engine stops within one step and its KV blocks are free again. Raises EngineDied.
         """
 
+    def refuses(self, request: GenerateRequest) -> str | None:
+        """What of this request the engine cannot do although its card does not say so, in words for the user that begin with
+        the name of the field: `temperature: ...`. Asked before the request waits for anything."""
+        return None
+
     def end_choice(self, request_id: str, index: int) -> None:  # noqa: B027 - optional to override
         """Stop one choice of a running request: no further event of it comes, and its KV is free within a step.
 

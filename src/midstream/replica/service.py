@@ -117,6 +117,7 @@ class Service:
             continued.check_prompts(prompts)
             seed = continued.opening.seed
         requests = self._requests(checked, prompts, seed, answer)
+        self._check_engine(requests)
         await self.gate.enter(patience, counted)
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         asked.check(self.serving(), self.pins.coming)
@@ -148,6 +149,13 @@ class Service:
                     yield generation
                 finally:
                     generation.measure(turn)
+
+    def _check_engine(self, requests: list[GenerateRequest]) -> None:
+        """What the engine's card does not tell of."""
+        for request in requests:
+            problem = self.engine.refuses(request)
+            if problem is not None:
+                raise InvalidRequest(problem, param=problem.partition(":")[0])
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """What it asks of the snapshot that serves it. A resumed stream was judged when it began."""

@@ -176,6 +176,9 @@ class VllmEngine(Engine):
             self._runs.pop(request.request_id, None)
             run.close()
 
+    def refuses(self, request: GenerateRequest) -> str | None:
+        return wire.problem(request)
+
     async def _score(self, request: GenerateRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or why there are none."""
         scorer = Scorer(
@@ -193,14 +196,14 @@ class VllmEngine(Engine):
         salt, clean = self._salt(request)
         choice = ChoiceStream(request, index, self._epochs, self._shape, run.put, clean=clean, prompt=prompt)
         run.choices[index] = choice
-        start = len(request.prompt) + len(request.emitted_of(index)) - 1
+        size = len(request.prompt) + len(request.emitted_of(index))
         data = wire.body(
             request,
             index,
             model=self._server.served_name,
             salt=salt,
             stream=True,
-            routes_start=start if self._server.returns_routes else None,
+            routes_start=size - request.want_routes if self._server.returns_routes else None,
         )
         try:
             choice.response = await open_stream(

@@ -263,8 +263,8 @@ def problem(request: GenerateRequest) -> str | None:
         return f"temperature: vLLM takes what lies between 0 and {TEMPERATURE_MIN} as {TEMPERATURE_MIN}; use 0, or more"
     if request.grammar is not None and request.want_logprobs:
         return (
-            "vLLM tells log-probabilities of an answer that must match a grammar only after tokens were forbidden, not the "
-            "model's own; ask for none"
+            "logprobs: vLLM tells log-probabilities of an answer that must match a grammar only after tokens were forbidden, "
+            "not the model's own; ask for none"
         )
     if request.grammar is not None and request.grammar.lstrip().startswith("{"):
         return "vLLM takes a grammar in the Lark dialect only, not as JSON"
