@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from midstream.engine.vllm.card import vllm_card
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
 from midstream.engine.vllm.requests import ChoiceStream, Run
+from midstream.engine.vllm.salts import Salts
 from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 from midstream.engine.vllm.staging import Staging
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 PATH = "/inference/v1/generate"
 NAME = "midstream"  # of the model, between us and the server
 CONNECT_S_MAX = 30.0
-SALTS_MAX = 100_000  # remembered with the epoch they were first used in; older ones count as used before
 DEATH_NOTICED_S = 5.0  # a lost connection is the server's death if that shows within so long
 ALIVE_S_MAX = 5.0  # for an answer to /health
 
@@ -83,8 +81,7 @@ class VllmEngine(Engine):
         self._control: Control
         self._shape: Shape
         self._epochs = Epochs(BASE_SNAPSHOT)
-        self._boot = b""  # in every salt: an attached server may have a cache from before
-        self._salts: OrderedDict[str, int] = OrderedDict()  # to the epoch each was first used in
+        self._salts = Salts(b"")
         self._runs: dict[str, Run] = {}
         self._staged: tuple[str, Path, Path] | None = None  # snapshot, its files, where they are read from
         self._serving = self._model_dir
@@ -104,12 +101,8 @@ class VllmEngine(Engine):
         try:
             await self._server.start()
             self._control = Control(self._server.url, self._server.headers, self._settings.load_s_max)
-            self._epochs, self._boot, self._serving = (
-                Epochs(BASE_SNAPSHOT),
-                secrets.token_bytes(16),
-                self._model_dir,
-            )
-            self._salts.clear()
+            self._epochs, self._serving = Epochs(BASE_SNAPSHOT), self._model_dir
+            self._salts = Salts(secrets.token_bytes(16))  # an attached server may have a cache from before
             await self._take_over()
         except (ServerFailed, CallFailed, Refused) as error:
             await self._server.close()
@@ -251,21 +244,9 @@ class VllmEngine(Engine):
             self._counts["cached_prompt_tokens"] += event.cached_tokens or 0
 
     def _salt(self, request: GenerateRequest) -> tuple[str, bool]:
-        """The request's salt for vLLM, and whether all that is cached under it is of the weights that serve.
-
-        With a bound k on the age of KV, epochs are taken k + 1 together and share a cache: nothing older is found, and less
-        that is younger than could be.
-        """
-        digest = hashlib.blake2b(self._boot, digest_size=16)
-        digest.update(request.salt)
-        if request.kv_age_max is not None:
-            digest.update(f"age {request.kv_age_max}:{self._epochs.now // (request.kv_age_max + 1)}".encode())
-        salt = digest.hexdigest()
-        first = self._salts.setdefault(salt, self._epochs.now)
-        self._salts.move_to_end(salt)
-        if len(self._salts) > SALTS_MAX:
-            self._salts.popitem(last=False)
-        return salt, first == self._epochs.now
+        """The request's salt for vLLM, and whether all that is cached under it is of the weights that serve."""
+        resumed = bool(request.emitted)  # may take younger KV only than others of its namespace do
+        return self._salts.of(request.salt, self._epochs.now, request.kv_age_max, passing=resumed)
 
     def end_choice(self, request_id: str, index: int) -> None:
         run = self._runs.get(request_id)
