@@ -277,6 +277,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 ENGINE_FEATURES: dict[str, str] = {
     "routes": "the MoE route of each token (include_routing_matrix)",
     "prompt_logprobs": "log-probabilities of prompt tokens (echo with logprobs)",
+    "cached_prompt_logprobs": "prompts whose log-probabilities are asked for reuse cached KV",
     "grammars": "answers that match a JSON schema, and forced tool calls",
     "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
     "logit_bias": "logit_bias and penalties",

@@ -6,6 +6,7 @@ from midstream.types import ENGINE_FEATURES, EngineCard
 
 #: And why, for docs/engines.md.
 LACKS = {
+    "cached_prompt_logprobs": "it computes a prompt whose log-probabilities are asked for from its first token",
     "sampling_logprobs": "vLLM reports one log-probability per token: the raw one",
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws anew",
