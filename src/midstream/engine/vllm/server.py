@@ -183,7 +183,11 @@ class VllmServer:
 
     def kill(self) -> None:
         """End it at once, without waiting for that; close() does. Not one that is attached to."""
-        if self._keeper is not None and self._keeper.stdin is not None:
+        if (
+            self._keeper is not None
+            and self._keeper.stdin is not None
+            and not self._keeper.stdin.is_closing()
+        ):
             self._keeper.stdin.close()
 
     async def close(self) -> None:
@@ -325,6 +329,7 @@ class VllmServer:
     def _end(self, reason: str) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(reason)
+        self.kill()  # what still runs of it serves nobody: close() need not ask it
 
     def _failed(self, why: str) -> ServerFailed:
         if self._attached:
