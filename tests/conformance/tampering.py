@@ -32,6 +32,9 @@ class Fault:
     def answer(self, request: Json, body: Json) -> None:
         """Change the body of a plain answer with status 200, in place."""
 
+    def other(self, method: str, path: str, body: Json) -> None:
+        """Change the body of a 200 of any other path, in place."""
+
     def chunk(self, request: Json, chunk: Json, memory: Json) -> None:
         """Change a stream's chunk in place; `memory` is the stream's own, empty at its beginning."""
 
@@ -75,9 +78,12 @@ class _Proxy:
             return StreamingResponse(self._events(response, body or {}), status, passed)
         data = await response.aread()
         await response.aclose()
-        if status == 200 and "completions" in request.url.path:
+        if status == 200 and "json" in passed.get("content-type", ""):
             answer = json.loads(data)
-            self._fault.answer(body or {}, answer)
+            if "completions" in request.url.path:
+                self._fault.answer(body or {}, answer)
+            else:
+                self._fault.other(request.method, request.url.path, answer)
             data = json.dumps(answer).encode()
         return Response(data, status, passed)
 

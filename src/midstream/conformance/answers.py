@@ -30,6 +30,11 @@ class Token:
     entry: Mapping[str, Any] = field(repr=False)
 
     @property
+    def echoed(self) -> bool:
+        """A prompt token: its sampling_logprob is null. Of a generated one it may be absent, where the engine cannot tell."""
+        return "sampling_logprob" in self.entry and self.sampling_logprob is None
+
+    @property
     def route(self) -> str | None:
         return self.entry.get("routing_matrix")
 
@@ -63,7 +68,7 @@ class Choice:
     @property
     def generated(self) -> list[Token]:
         """Without the prompt tokens that were echoed."""
-        return [token for token in self.tokens if token.sampling_logprob is not None]
+        return [token for token in self.tokens if not token.echoed]
 
     @property
     def ids(self) -> list[int]:

@@ -187,4 +187,4 @@ class Snapshots:
             status = await self.status()
             if self.serving is not None and status.serves(self.serving):
                 return self.serving
-        return await self.serve("same", fresh=True)
+        return await self.serve("same")

@@ -20,16 +20,16 @@ from midstream.conformance.variants import Variant
 
 STREAMS, NEWCOMERS = 6, 2
 PROMPT, NEWCOMERS_TOKENS = 32, 8
-BACK_OFF_S = 0.02
+BACK_OFF_S = 0.05
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One request. answer: None unless it was a 200. long: a stream that should cross; else a newcomer."""
+    """One request for `asked` tokens. answer: None unless it was a 200."""
 
     prompt: tuple[int, ...]
     session: str
-    long: bool
+    asked: int
     status: int
     why: str
     retry_after: str | None
@@ -111,7 +111,7 @@ class Traffic:
         return Attempt(
             tuple(prompt),
             session,
-            begun is not None,
+            count,
             flight.status,
             flight.why,
             flight.retry_after,

@@ -27,8 +27,10 @@ async def prompt(session: Session) -> Evidence:
     choice = answer.choice
     expect(choice.ids == asked + (choice.token_ids or []), "content is not the prompt and then the answer",
            content=len(choice.ids), prompt=len(asked), answer=len(choice.token_ids or ()))  # fmt: skip
-    expect(len(choice.generated) == 6, "sampling_logprob is not set on the 6 generated tokens alone",
-           with_sampling_logprob=len(choice.generated))  # fmt: skip
+    made = [token for token in choice.tokens[len(asked) :] if not token.echoed]
+    expect(
+        len(made) == 6, "sampling_logprob is null on generated tokens, or they are not 6", generated=len(made)
+    )
     return {"prompt_tokens": len(asked), "generated": 6}
 
 

@@ -86,6 +86,7 @@ async def checksum(session: Session) -> Evidence:
     name = await snapshots.put_delta("same", "head", spoil=_wrong_checksums)
     response = await snapshots.post(name, previous=serving)
     said = await snapshots.wait_failed(name) if response.is_success else refusal(response)
+    expect("checksum" in said.lower(), "the message does not say that a checksum is wrong", said=said)
     label = (await session.turn([20, 21], session.key())).label
     expect(label == serving, f"{serving} should go on serving", label=label)
     return {"said": said}
