@@ -256,7 +256,8 @@ class VllmEngine(Engine):
     async def stage(self, snapshot: str, directory: Path) -> None:
         self.drop_staged()
         try:
-            fast = await self._staging.put(directory)
+            # A server that is attached to may be somebody else's, or elsewhere: it reads what the two of them share.
+            fast = directory if self._attached else await self._staging.put(directory)
         except OSError as error:
             raise StagingFailed(f"the snapshot's files cannot be read: {error}") from error
         self._staged = (snapshot, directory, fast)
