@@ -102,6 +102,7 @@ def measure(endpoint: Endpoint, model: Model, line: Line, seed: int) -> dict[str
     """One burst from a load generator in its own process. Raises RuntimeError with what it said when it fails."""
     load = Load(
         port=endpoint.port,
+        path=endpoint.path,
         model=endpoint.model,
         streams=line.streams,
         prompt_tokens=line.prompt,

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
+GENERATE = "/inference/v1/generate"  # of vLLM, token ids in and out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Load:
     host: str = "127.0.0.1"
     path: str = "/v1/completions"
     headers: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # more body fields
+    extra: dict[str, Any] = field(default_factory=dict)  # more body fields; at GENERATE, more sampling_params
     late_prompt: int = 0
     late_after: int = 64
     timeout_s: float = 900.0
@@ -57,6 +58,7 @@ class Measured:
     tokens_per_s: float
     prompt_tokens_per_s: float  # until every stream had its first token
     ttft_ms_p50: float
+    gap_ms_mean: float
     gap_ms_p50: float
     gap_ms_p99: float
     gap_ms_max: float
@@ -175,15 +177,13 @@ def token_times(times: list[float], reads: list[bytes]) -> tuple[list[float], in
 
 
 def request_bytes(load: Load, rng: random.Random, prompt_tokens: int, new_tokens: int) -> bytes:
-    body = {
-        "model": load.model,
-        "prompt": [rng.randrange(load.vocabulary) for _ in range(prompt_tokens)],
-        "max_tokens": new_tokens,
-        "temperature": 1.0,
-        "stream": True,
-        "ignore_eos": True,
-        **load.extra,
-    }
+    prompt = [rng.randrange(load.vocabulary) for _ in range(prompt_tokens)]
+    wanted = {"max_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True, **load.extra}
+    body: dict[str, Any] = {"model": load.model, "stream": True}
+    if load.path == GENERATE:
+        body |= {"token_ids": prompt, "sampling_params": wanted}
+    else:
+        body |= {"prompt": prompt, **wanted}
     encoded = json.dumps(body, separators=(",", ":")).encode()
     headers = {
         "host": f"{load.host}:{load.port}",
@@ -272,6 +272,7 @@ def measured(
         tokens_per_s=round(tokens / seconds, 2),
         prompt_tokens_per_s=round(load.prompt_tokens * load.streams / first, 2),
         ttft_ms_p50=round(statistics.median(times[0] - started for times in arrivals) * 1e3, 3),
+        gap_ms_mean=round(statistics.fmean(widths), 3) if widths else 0.0,
         gap_ms_p50=round(percentile(widths, 0.5), 3),
         gap_ms_p99=round(percentile(widths, 0.99), 3),
         gap_ms_max=round(percentile(widths, 1.0), 3),

@@ -50,6 +50,7 @@ class Endpoint:
     model: str
     headers: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    path: str = "/v1/completions"
 
 
 class ServerFailed(Exception):
