@@ -32,6 +32,7 @@ def snapshot(tmp_path: Path) -> Path:
     (folder / "model-00001.safetensors").write_bytes(os.urandom(3_000_001))
     (folder / "model-00002.safetensors").write_bytes(b"")
     (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text("{}")
     (folder / "more" / "notes.txt").write_text("not of the top")
     return folder
 
@@ -50,6 +51,20 @@ def empty(folder: Path) -> None:
 
 def put(staging: Staging, directory: Path) -> Path:
     return asyncio.run(staging.put(directory))
+
+
+def test_weights_beside_the_snapshots_own_are_refused_since_vllm_would_load_them(
+    shm: Path, snapshot: Path
+) -> None:
+    assert put(Staging(snapshot.parent, shm), snapshot).is_relative_to(shm)
+    (snapshot / "model.safetensors.index.json").unlink()
+    for shard in snapshot.glob("model-*"):
+        shard.unlink()
+    (snapshot / "model.safetensors").write_bytes(b"weights")
+    assert put(Staging(snapshot.parent, shm), snapshot).is_relative_to(shm)
+    (snapshot / "value_head.safetensors").write_bytes(b"other weights")
+    with pytest.raises(OSError, match=r"value_head\.safetensors: beside model\.safetensors"):
+        put(Staging(snapshot.parent, shm), snapshot)
 
 
 def test_a_copy_is_whole_and_private(shm: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE
 from midstream.snapshots.tasks import finished
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,13 @@ class Staging:
     async def put(self, directory: Path) -> Path:
         """A copy in memory of the regular files of `directory`, or `directory` itself when they do not fit.
 
-        Raises OSError when they cannot be read. Cancelled, it leaves nothing.
+        Raises OSError when they cannot be read, and when vLLM would load more than the snapshot's weights. Cancelled, it leaves
+        nothing.
         """
+        if stray := weights_beside(directory):
+            raise OSError(
+                f"{', '.join(stray)}: beside {WEIGHTS_FILE}, and no part of the snapshot, but vLLM would load it too; remove it"
+            )
         target = self._root / str(next(self._numbers))
         cancelled = threading.Event()
         try:
@@ -135,6 +141,13 @@ def snapshot_files(directory: Path) -> dict[str, Path] | None:
         if file.is_file():
             files[entry.name] = file
     return files
+
+
+def weights_beside(directory: Path) -> list[str]:
+    """Files that vLLM would load although they are no part of the checkpoint: without an index it takes all of the suffix."""
+    if (directory / INDEX_FILE).exists():
+        return []
+    return sorted({file.name for file in directory.glob("*.safetensors")} - {WEIGHTS_FILE})
 
 
 def _claim(directory: Path) -> int:
