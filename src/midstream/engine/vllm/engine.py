@@ -8,12 +8,12 @@ weights that sampled it (labels.py); whatever leaves open which weights serve en
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
 from midstream.engine.vllm.requests import ChoiceStream, Run
 from midstream.engine.vllm.salts import Salts
-from midstream.engine.vllm.scoring import Scorer
+from midstream.engine.vllm.scoring import Scorer, WrongWeights
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 from midstream.engine.vllm.staging import Staging
 from midstream.engine.vllm.swap import Control, Refused, Unchanged, switch
@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 PATH = "/inference/v1/generate"
 NAME = "midstream"  # of the model, between us and the server
 CONNECT_S_MAX = 30.0
-DEATH_NOTICED_S = 5.0  # a lost connection is the server's death if that shows within so long
-ALIVE_S_MAX = 5.0  # for an answer to /health
+ALIVE_S_MAX = 5.0  # for an answer to /health, where a connection was lost
+
+T = TypeVar("T")
 
 
 class VllmEngine(Engine):
@@ -77,13 +78,19 @@ class VllmEngine(Engine):
             log=cache_dir / "vllm.log",
         )
         self._running = False
+        self._over: asyncio.Future[str] | None = None  # set when the boot is, to the reason
         self._watcher: asyncio.Task[None] | None = None
+        self._beside: set[asyncio.Task[None]] = set()  # small tasks, which end with the boot
+        self._controlling = asyncio.Lock()  # pause, resume and commit: one at a time
+        self._held = False  # by pause()
+        self._coming: str | None = None  # the version that a commit under way brings
         self._control: Control
         self._shape: Shape
         self._epochs = Epochs(BASE_SNAPSHOT)
         self._salts = Salts(b"")
         self._runs: dict[str, Run] = {}
         self._staged: tuple[str, Path, Path] | None = None  # snapshot, its files, where they are read from
+        self._stager: asyncio.Task[Path] | None = None
         self._serving = self._model_dir
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
         self._death: Callable[[str], Awaitable[None]] | None = None
@@ -107,7 +114,10 @@ class VllmEngine(Engine):
         except (ServerFailed, CallFailed, Refused) as error:
             await self._server.close()
             raise EngineDied(str(error)) from error
-        self._running = True
+        except BaseException:  # cancelled: nothing is left running
+            await self._server.close()
+            raise
+        self._running, self._held, self._over = True, False, asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch(), name="vLLM's end")
         return self._info()
 
@@ -138,8 +148,7 @@ class VllmEngine(Engine):
         self._staging.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        if not self._running:
-            raise EngineDied("vLLM is not running")
+        self._check_running()
         problem = wire.problem(request)
         if problem is not None:
             yield GenerationEvent(error=problem)
@@ -155,7 +164,8 @@ class VllmEngine(Engine):
                 prompt = scored
             if request.sampling.max_tokens == 0:
                 for index in request.choices:
-                    yield GenerationEvent(index=index, prompt=prompt, cached_tokens=0, finish="length")
+                    if index in run.open:
+                        yield GenerationEvent(index=index, prompt=prompt, cached_tokens=0, finish="length")
                 return
             for index in request.choices:
                 if (finish := _finished(request, index)) is not None:
@@ -163,6 +173,8 @@ class VllmEngine(Engine):
                 elif index in run.open:
                     await self._begin(run, index, prompt)
             while (event := await run.next()) is not None:
+                if event.error is not None and (choice := run.choices.get(event.index)) and choice.doubted:
+                    await self._died(event.error)
                 self._count(request, event)
                 yield event
         finally:
@@ -178,8 +190,8 @@ class VllmEngine(Engine):
             self._server.url, self._server.headers, self._epochs, self._shape, self._server.served_name
         )
         try:
-            return await scorer.score(request, self._salt(request)[0])
-        except CallFailed as error:
+            return await self._while_alive(scorer.score(request, self._salt(request)[0]))
+        except (CallFailed, WrongWeights) as error:
             await self._died(f"vLLM did not score the prompt: {error}")
             return f"vLLM did not score the prompt: {error}"
 
@@ -188,6 +200,7 @@ class VllmEngine(Engine):
         request = run.request
         salt, clean = self._salt(request)
         choice = ChoiceStream(request, index, self._epochs, self._shape, run.put, clean=clean, prompt=prompt)
+        choice.salt = salt
         run.choices[index] = choice
         size = len(request.prompt) + len(request.emitted_of(index))
         data = wire.body(
@@ -199,13 +212,17 @@ class VllmEngine(Engine):
             routes_start=size - request.want_routes if self._server.returns_routes else None,
         )
         try:
-            choice.response = await open_stream(
-                self._server.url, "POST", PATH, data, choice.on_body, CONNECT_S_MAX, self._server.headers
+            choice.response = await self._while_alive(
+                open_stream(
+                    self._server.url, "POST", PATH, data, choice.on_body, CONNECT_S_MAX, self._server.headers
+                )
             )
         except CallFailed as error:
             await self._died(str(error))
             choice.fail(f"vLLM did not take the request: {error}")
             return
+        if choice.over:  # ended, or begun anew, while it connected
+            choice.response.abort()
         choice.response.ended.add_done_callback(lambda ended: self._ended(run, choice, ended.result()))
 
     def _ended(self, run: Run, choice: ChoiceStream, reason: str | None) -> None:
@@ -214,28 +231,69 @@ class VllmEngine(Engine):
         if reason is None or not self._running:
             choice.ended(reason)
             return
-        # The connection was lost: with the server, or alone.
-        task = asyncio.create_task(self._died(reason), name="whether vLLM died")
+        self._do_beside(self._lost(run, choice, reason), "whether vLLM died")
 
-        def done(_: asyncio.Task[None]) -> None:
-            if not task.cancelled() and isinstance(task.exception(), EngineDied):
-                run.put(EngineDied(str(task.exception())))
-            else:
-                choice.ended(reason)
-
-        task.add_done_callback(done)
+    async def _lost(self, run: Run, choice: ChoiceStream, reason: str) -> None:
+        """A connection was: with the server, or alone."""
+        try:
+            await self._died(reason)
+        except EngineDied as error:
+            run.put(error)
+        else:
+            choice.ended(reason)
 
     async def _died(self, reason: str) -> None:
-        """Raises EngineDied if the server is gone; else the reason is that request's alone."""
-        if not self._running:
-            raise EngineDied("vLLM is not running")
-        with contextlib.suppress(CallFailed):
+        """Raises EngineDied if the server is gone, or another now than the one that was given its weights; else the reason is
+        that request's alone."""
+        self._check_running()
+        problem = await self._problem()
+        self._check_running()
+        if problem is not None:
+            self._lose(f"{problem}: {reason}")
+            raise EngineDied(f"{problem}: {reason}")
+
+    async def _problem(self) -> str | None:
+        """Of the server, if it has one."""
+        try:
             status, _ = await call(
                 self._server.url, "GET", "/health", None, ALIVE_S_MAX, self._server.headers
             )
-            if status == 200:
-                return
-        raise EngineDied(f"vLLM is gone: {reason}")
+            if status != 200:
+                return f"vLLM is gone (/health answers {status})"
+            version = None if self._coming is not None else await self._control.version(ALIVE_S_MAX)
+        except (CallFailed, Refused):
+            return "vLLM is gone"
+        if self._coming is not None:  # what a switch leaves in doubt is its own business
+            return None
+        ours = self._epochs.version(self._epochs.now, self._epochs.snapshot)
+        if version == ours:
+            return None
+        return f"vLLM was restarted, or given weights by others: it has {version!r}, not {ours!r}"
+
+    def _check_running(self) -> None:
+        if not self._running:
+            raise EngineDied("vLLM is not running")
+
+    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is given up when the boot ends. Raises EngineDied."""
+        over, task = self._over, asyncio.create_task(work)
+        assert over is not None
+        try:
+            await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
+                raise EngineDied(over.result())
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # nobody else looks at it
+
+    def _do_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     def _count(self, request: GenerateRequest, event: GenerationEvent) -> None:
         self._counts["generated_tokens"] += len(event.tokens)
@@ -254,62 +312,116 @@ class VllmEngine(Engine):
             run.end_choice(index)
 
     async def stage(self, snapshot: str, directory: Path) -> None:
+        self._check_running()
         self.drop_staged()
+        mine = self._stager = asyncio.create_task(self._staging.put(directory), name=f"staging {snapshot}")
         try:
-            # A server that is attached to may be somebody else's, or elsewhere: it reads what the two of them share.
-            fast = directory if self._attached else await self._staging.put(directory)
+            await asyncio.wait((mine,))
+        finally:
+            if not mine.done():  # this is cancelled
+                mine.cancel()
+                await asyncio.wait((mine,))
+        if self._stager is not mine:
+            if not mine.cancelled() and mine.exception() is None:
+                self._staging.drop(mine.result())
+            self._check_running()
+            raise StagingFailed(f"snapshot {snapshot!r} was given up while it was staged")
+        self._stager = None
+        try:
+            self._staged = (snapshot, directory, mine.result())
         except OSError as error:
             raise StagingFailed(f"the snapshot's files cannot be read: {error}") from error
-        self._staged = (snapshot, directory, fast)
 
     def drop_staged(self) -> None:
+        if self._stager is not None:
+            self._stager.cancel()
+            self._stager = None
         if self._staged is not None:
             self._staging.drop(self._staged[2])
             self._staged = None
 
     async def commit(self, snapshot: str) -> SwapTiming:
-        if not self._running:
-            raise EngineDied("vLLM is not running")
-        if self._staged is None or self._staged[0] != snapshot:
-            raise StagingFailed(f"snapshot {snapshot!r} is not staged")
-        _, directory, fast = self._staged
+        async with self._controlling:
+            self._check_running()
+            if self._staged is None or self._staged[0] != snapshot:
+                raise StagingFailed(f"snapshot {snapshot!r} is not staged")
+            started, (_, directory, fast) = time.perf_counter(), self._staged
+            try:
+                crossed = await self._switch(snapshot, fast)
+            finally:
+                self.drop_staged()
+            self._serving = directory
+            pause_ms = (time.perf_counter() - started) * 1e3
+            return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
+
+    async def _switch(self, snapshot: str, files: Path) -> int:
+        """How many choices crossed it. Raises StagingFailed, EngineDied."""
         crossed = 0
-        version = self._epochs.version(self._epochs.now + 1, snapshot)
+        version = self._coming = self._epochs.version(self._epochs.now + 1, snapshot)
 
         def on_switch() -> None:
             nonlocal crossed
-            self._epochs.begin(snapshot)
-            for run in self._runs.values():
-                for choice in run.choices.values():
-                    if not choice.over:
-                        choice.switched()
-                        crossed += 1
+            crossed = self._begin_epoch(snapshot)
 
-        started = time.perf_counter()
         try:
-            await switch(self._control, fast, self._serving, version, on_switch)
+            await self._while_alive(
+                switch(self._control, files, self._serving, version, on_switch, resume=not self._held)
+            )
         except Unchanged as error:
             raise StagingFailed(str(error)) from error
-        except (CallFailed, Refused) as error:
-            reason = f"the switch to {snapshot} left vLLM in doubt: {error}"
+        except (CallFailed, Refused, asyncio.CancelledError) as error:
+            reason = f"the switch to {snapshot} left vLLM in doubt: {str(error) or 'cancelled'}"
             self._server.kill()
+            self._lose(reason)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise EngineDied(reason) from error
         finally:
-            self.drop_staged()
-        self._serving = directory
-        pause_ms = (time.perf_counter() - started) * 1e3
-        return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
+            self._coming = None
+        return crossed
+
+    def _begin_epoch(self, snapshot: str) -> int:
+        """How many choices go on in it. One that has no token yet, and may find KV that is too old now, begins anew."""
+        self._epochs.begin(snapshot)
+        crossed = 0
+        for run in self._runs.values():
+            for index, choice in tuple(run.choices.items()):
+                if choice.over:
+                    continue
+                crossed += 1
+                bounded = run.request.kv_age_max is not None and choice.told.count == 0
+                if bounded and self._salt(run.request)[0] != choice.salt:
+                    choice.close()
+                    self._do_beside(self._begin_again(run, index, choice), "a choice begun anew")
+                else:
+                    choice.switched()
+        return crossed
+
+    async def _begin_again(self, run: Run, index: int, choice: ChoiceStream) -> None:
+        if index not in run.open:
+            return
+        try:
+            await self._begin(run, index, choice.prompt)
+        except EngineDied as error:
+            run.put(error)
 
     async def pause(self) -> None:
-        await self._controlled(self._control.pause())
+        async with self._controlling:
+            self._check_running()
+            await self._controlled(self._control.pause())
+            self._held = True
 
     async def resume(self) -> None:
-        await self._controlled(self._control.resume())
+        async with self._controlling:
+            self._check_running()
+            await self._controlled(self._control.resume())
+            self._held = False
 
-    async def _controlled(self, calling: Awaitable[None]) -> None:
+    async def _controlled(self, calling: Coroutine[Any, Any, None]) -> None:
         try:
-            await calling
+            await self._while_alive(calling)
         except (CallFailed, Refused) as error:
+            self._lose(str(error))
             raise EngineDied(str(error)) from error
 
     def stats(self) -> EngineStats:
@@ -323,24 +435,36 @@ class VllmEngine(Engine):
         self._death = callback
 
     async def _watch(self) -> None:
-        reason = await self._server.wait_ended()
+        """Waits for the boot's end: the server's, or what made it useless."""
+        ended, over = asyncio.create_task(self._server.wait_ended()), self._over
+        assert over is not None
+        try:
+            await asyncio.wait((ended, over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        reason = over.result() if over.done() else ended.result()
         logger.error("vLLM ended: %s", reason)
-        self._end_requests(reason)
+        self._lose(reason)
         await self._server.close()
         if self._death is not None:
             await self._death(reason)
 
-    def _end_requests(self, reason: str) -> None:
+    def _lose(self, reason: str) -> None:
+        """The boot is over: every request and every call ends with EngineDied."""
         self._running = False
         for run in self._runs.values():
             run.put(EngineDied(reason))
+        if self._over is not None and not self._over.done():
+            self._over.set_result(reason)
 
     async def _stop(self) -> None:
         watcher, self._watcher = self._watcher, None
         if watcher is not None and watcher is not asyncio.current_task():
             watcher.cancel()
-        self._end_requests("vLLM was stopped")
+        self._lose("vLLM was stopped")
         self.drop_staged()
+        for task in self._beside:
+            task.cancel()
         await self._server.close()
 
 

@@ -41,11 +41,13 @@ class ChoiceStream:
         """clean: what is cached under its salt is of the snapshot that serves. prompt: what its first event tells of it."""
         self.told = Told(epochs, len(request.prompt) + len(request.emitted_of(index)), clean=clean)
         self.over = False
+        self.doubted = False  # its labels are not what vLLM says
+        self.salt = ""
+        self.prompt = prompt  # until it is told
         self._request = request
         self._index = index
         self._shape = shape
         self._emit = emit
-        self._prompt = prompt
         self._scored = prompt is not None
         self._lines = wire.Lines(wire.alternatives(request))
         self._kv_told = not request.want_kv_snapshots
@@ -86,6 +88,12 @@ class ChoiceStream:
     def switched(self) -> None:
         self.told.switched()
         self._kv_told = not self._request.want_kv_snapshots
+
+    def close(self) -> None:
+        """vLLM gives it up; nothing more is told of it."""
+        self.over = True
+        if self.response is not None:
+            self.response.abort()
 
     def fail(self, message: str) -> None:
         self.over = True
@@ -158,6 +166,7 @@ class ChoiceStream:
             return
         problem = self.told.problem(self._spans)
         if problem is not None:
+            self.doubted = True
             self.fail(problem)
             return
         self.over = True
@@ -166,7 +175,7 @@ class ChoiceStream:
 
     def _send(self) -> None:
         tokens, self._held = tuple(self._held), []
-        prompt, self._prompt = self._prompt, None
+        prompt, self.prompt = self.prompt, None
         kv = None
         if not self._kv_told:
             kv, self._kv_told = self.told.kv(), True
@@ -221,19 +230,14 @@ class Run:
 
     def end_choice(self, index: int) -> None:
         self.open.discard(index)
-        self._drop(self.choices.get(index))
+        if (choice := self.choices.get(index)) is not None:
+            choice.close()
         self._wake()
 
     def close(self) -> None:
         self.open.clear()
         for choice in self.choices.values():
-            self._drop(choice)
-
-    def _drop(self, choice: ChoiceStream | None) -> None:
-        if choice is not None:
-            choice.over = True
-            if choice.response is not None:
-                choice.response.abort()
+            choice.close()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

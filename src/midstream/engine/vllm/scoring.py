@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from midstream.engine.vllm import wire
-from midstream.engine.vllm.labels import Epochs
+from midstream.engine.vllm.labels import Epochs, Spans
 from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.routes import RoutesBroken, decode_routes
 from midstream.httpcall import call
@@ -17,6 +17,10 @@ from midstream.types import GenerateRequest, TokenRecord
 TRIES = 4
 PATH = "/inference/v1/generate"
 ANSWER_S_MAX = 600.0
+
+
+class WrongWeights(Exception):
+    """vLLM says that other weights computed it than those that serve."""
 
 
 class Scorer:
@@ -30,7 +34,10 @@ class Scorer:
         self._model = model
 
     async def score(self, request: GenerateRequest, salt: str) -> tuple[TokenRecord, ...] | str:
-        """Records of the last `request.prompt_records` prompt tokens, or why there are none. Raises CallFailed."""
+        """Records of the last `request.prompt_records` prompt tokens, or why there are none.
+
+        Raises CallFailed, WrongWeights.
+        """
         first = max(
             len(request.prompt) - request.prompt_records - 1, 0
         )  # the pass that scores the first of them
@@ -60,9 +67,10 @@ class Scorer:
             records = wire.prompt_records(
                 answer, request.prompt, request.prompt_records, request.top_logprobs, snapshot
             )
+            chunk = wire.read_answer(answer, wire.alternatives(request))
+            self._check(chunk.spans)
             if not request.want_routes:
                 return records
-            chunk = wire.read_answer(answer, wire.alternatives(request))
             if chunk.routes is None:
                 return "vLLM returned no routes (routed_experts) for a prompt whose routes were asked for"
             routes = decode_routes(
@@ -81,3 +89,10 @@ class Scorer:
             *records[:unrouted],
             *(replace(r, route=route) for r, route in zip(records[unrouted:], routes, strict=False)),
         )
+
+    def _check(self, spans: Spans | None) -> None:
+        """spans: of the token behind the prompt, by vLLM's word; None: it does not say."""
+        ours = self._epochs.version(self._epochs.now, self._epochs.snapshot)
+        wrong = [version for version, _, _ in spans or () if version != ours]
+        if wrong:
+            raise WrongWeights(f"its scores are of weights {wrong[0]!r}, and {ours!r} serve")

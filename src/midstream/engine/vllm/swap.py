@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from midstream.httpcall import CallFailed, call
 
@@ -45,9 +46,17 @@ class Control:
         await self._post(f"/pause?mode=keep&clear_cache={clear}", None, PAUSE_S_MAX)
         for _ in range(BARRIER):
             status, body = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
-            if status != 200 or json.loads(body).get("is_paused") is not True:
+            if status != 200 or _read(body).get("is_paused") is not True:
                 raise CallFailed(f"vLLM says it is paused, and then {status} {body[:200]!r}")
         await asyncio.sleep(0)  # what is readable by now is read in this turn of the loop
+
+    async def version(self, timeout_s: float) -> str | None:
+        """Of the weights, by the server's word."""
+        status, body = await call(self._url, "GET", "/weight_info", None, timeout_s, self._headers)
+        if status != 200:
+            raise Refused(f"/weight_info answered {status}: {_message(body)}")
+        said = _read(body).get("weight_version")
+        return said if isinstance(said, str) else None
 
     async def resume(self) -> None:
         await self._post("/resume", None, CALL_S_MAX)
@@ -73,10 +82,19 @@ class Refused(Exception):
     """The server answered a call, and not with success."""
 
 
-async def switch(control: Control, new: Path, old: Path, version: str, on_switch: Callable[[], None]) -> None:
+async def switch(
+    control: Control,
+    new: Path,
+    old: Path,
+    version: str,
+    on_switch: Callable[[], None],
+    *,
+    resume: bool = True,
+) -> None:
     """Load the weights of `new` between two steps. Raises Unchanged; CallFailed, Refused: the server is in doubt.
 
     on_switch: called when everything that was sampled before has arrived, and nothing can be sampled any more until it returns.
+    resume: whether steps go on after it.
     """
     await control.pause()
     try:
@@ -84,11 +102,24 @@ async def switch(control: Control, new: Path, old: Path, version: str, on_switch
     except Refused as error:
         logger.warning("vLLM could not load %s; going back to %s: %s", new, old, error)
         await control.reload(old)  # without it the next step would fail: the weights are half unloaded
-        await control.resume()
+        if resume:
+            await control.resume()
         raise Unchanged(f"vLLM could not load the snapshot: {error}") from error
     await control.set_version(version)
     on_switch()
-    await control.resume()
+    if resume:
+        await control.resume()
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """Raises CallFailed."""
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise CallFailed(f"no JSON: {body[:200]!r}") from error
+    if not isinstance(found, dict):
+        raise CallFailed(f"no JSON object: {body[:200]!r}")
+    return found
 
 
 def _message(answer: bytes) -> str:

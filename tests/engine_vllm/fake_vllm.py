@@ -1,0 +1,435 @@
+"""A vLLM server in this process, as far as VllmEngine sees one: scripted token by token, with faults where a test wants them.
+
+Always holds: nothing is sampled while it is paused; a token, its log-probability and its span are of the weights that were
+loaded when it was sampled, whatever the engine under test believes; the prefix cache finds blocks by salt and content only, as
+vLLM's does, and remembers which load computed each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from midstream.types import TokenRecord
+
+BLOCK = 4
+VOCAB, LAYERS, DENSE, EXPERTS, TOP_K = 260, 3, 0, 8, 2  # hidden layers, and which of them has no experts
+MAX_MODEL_LEN = 512
+GENERATE = "/inference/v1/generate"
+PATHS = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version", GENERATE)
+
+
+async def until(condition: Callable[[], object], what: str = "", patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what or condition}"
+        await asyncio.sleep(0.002)
+
+
+def write_weights(directory: Path, number: int) -> Path:
+    """A snapshot of which only its number matters; -1: one that cannot be loaded."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "weights").write_text(str(number))
+    return directory
+
+
+def write_model(directory: Path) -> Path:
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "num_hidden_layers": LAYERS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "mlp_only_layers": [DENSE],
+        "eos_token_id": 258,
+    }
+    write_weights(directory, 0)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def token_at(position: int, weights: int) -> int:
+    return (position * 7 + weights * 31) % 250
+
+
+def logprob_at(position: int, weights: int) -> float:
+    """Tells both."""
+    return -(weights + 1) - position / 1024
+
+
+def weights_of(record: TokenRecord) -> int:
+    """By its number, whatever its label says."""
+    return int(-record.logprob) - 1
+
+
+def route_at(position: int) -> list[list[int]]:
+    """Of the pass over the token at `position`: layer by layer, the dense one too (zeros)."""
+    return [
+        [0, 0] if layer == DENSE else [(position + layer) % EXPERTS, (position + layer + 3) % EXPERTS]
+        for layer in range(LAYERS)
+    ]
+
+
+def route_bytes(position: int) -> bytes:
+    return bytes(e for layer, experts in enumerate(route_at(position)) if layer != DENSE for e in experts)
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """One request to GENERATE. What the test does to it: step, end, write, error, cut, answer."""
+
+    fake: FakeVllm
+    body: dict[str, Any]
+    writer: asyncio.StreamWriter
+    tokens: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # of each
+    reused: list[int] = field(default_factory=list)  # loads that computed the blocks found in the cache
+    placed: bool = False
+    over: bool = False  # everything was written
+    gone: bool = False  # the client closed the connection
+    lie: Callable[[list[dict[str, Any]]], list[dict[str, Any]] | None] = lambda spans: spans
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def prompt(self) -> list[int]:
+        prompt: list[int] = self.body["token_ids"]
+        return prompt
+
+    @property
+    def salt(self) -> str:
+        salt: str = self.body["cache_salt"]
+        return salt
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        sampling: dict[str, Any] = self.body["sampling_params"]
+        return sampling
+
+    def place(self) -> None:
+        """Into the batch: cached blocks are looked up, the others computed."""
+        assert not self.fake.paused, "nothing is computed while paused"
+        if self.placed:
+            return
+        self.placed = True
+        self.reused = self.fake.find(self.salt, self.prompt)
+        self.fake.fill(self.salt, self.prompt)
+
+    def sample(self, count: int = 1) -> list[tuple[int, float]]:
+        """Tokens that the model gave and nobody was told of yet."""
+        self.place()
+        new = []
+        for _ in range(count):
+            position = len(self.prompt) + len(self.tokens)
+            assert self.fake.weights is not None, "half-loaded weights were used"
+            new.append((token_at(position, self.fake.weights), logprob_at(position, self.fake.weights)))
+            self.tokens.append(new[-1][0])
+            self.versions.append(self.fake.version)
+        self.fake.fill(self.salt, [*self.prompt, *self.tokens[:-1]])
+        return new
+
+    def write(self, new: Sequence[tuple[int, float]], finish: str | None = None, **more: Any) -> None:
+        content = [
+            {
+                "token_id": t,
+                "logprob": p,
+                "rank": 1,
+                "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}],
+            }
+            for t, p in new
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": finish,
+            "stop_reason": None,
+            "token_ids": [t for t, _ in new],
+            "routed_experts": self._routes() if finish else None,
+            "sampling_mask": None,
+            "weight_versions": self.lie(self._spans()) if finish else None,
+            "logprobs": {"content": content},
+        }
+        self.event({"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice | more]})
+
+    def step(self, *sizes: int) -> None:
+        """Chunks of so many tokens each (one of one); the request ends by itself at its last token."""
+        for size in sizes or (1,):
+            new = self.sample(size)
+            if len(self.tokens) >= self.sampling["max_tokens"]:
+                self.write(new, "length")
+                self.close()
+            else:
+                self.write(new)
+
+    def end(self, finish: str = "stop", count: int = 1) -> None:
+        """With so many last tokens."""
+        self.write(self.sample(count) if count else [], finish)
+        self.close()
+
+    def to_the_end(self) -> None:
+        self.step(*[1] * (self.sampling["max_tokens"] - len(self.tokens)))
+
+    def close(self) -> None:
+        cached = len(self.reused) * BLOCK
+        usage = {"prompt_tokens": len(self.prompt), "prompt_tokens_details": {"cached_tokens": cached}}
+        self.event({"request_id": "x", "usage": usage, "output_mode": "tokens", "choices": []})
+        self.raw(b"data: [DONE]\n\n")
+        self.writer.write(b"0\r\n\r\n")
+        self.over = True
+
+    def event(self, message: dict[str, Any]) -> None:
+        self.raw(b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n")
+
+    def raw(self, data: bytes) -> None:
+        """In HTTP chunks of `fake.cut` bytes."""
+        size = self.fake.cut or len(data)
+        for i in range(0, len(data), size):
+            part = data[i : i + size]
+            self.writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+
+    def cut(self) -> None:
+        """The connection is lost."""
+        self.writer.transport.abort()
+
+    def _spans(self) -> list[dict[str, Any]]:
+        spans: list[dict[str, Any]] = []
+        for i, version in enumerate(self.versions):
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = i + 1
+            else:
+                spans.append({"version": version, "start": i, "end": i + 1})
+        return spans
+
+    def _routes(self) -> str | None:
+        start = self.sampling.get("routed_experts_prompt_start")
+        if start is None or not self.fake.routes:
+            return None
+        rows = [route_at(p) for p in range(start, len(self.prompt) + len(self.tokens) - 1)]
+        out = io.BytesIO()
+        np.save(out, np.array(rows, dtype=np.uint8).reshape(-1, LAYERS, TOP_K))
+        return base64.b64encode(out.getvalue()).decode()
+
+    def scored(self) -> dict[str, Any]:
+        """What a request for prompt_logprobs is answered with."""
+        self.placed = True  # computed anew, whatever is cached
+        new = self.sample(1)
+        weights = self.fake.weights
+        assert weights is not None
+        scores: list[Any] = [None]
+        for position, token in enumerate(self.prompt[1:], start=1):
+            scores.append({str(token): {"logprob": logprob_at(position, weights), "rank": 1}})
+        choice = {
+            "index": 0,
+            "finish_reason": "length",
+            "token_ids": [t for t, _ in new],
+            "routed_experts": self._routes(),
+            "weight_versions": self.lie(self._spans()),
+            "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in new]},
+        }
+        return {"request_id": "x", "choices": [choice], "usage": None, "prompt_logprobs": scores}
+
+
+class FakeVllm:
+    """What a test sets: faults, routes, cut, holds; what it looks at: calls, requests, what is loaded."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.paused = False
+        self.version = "default"
+        self.weights: int | None = 0  # None: half loaded
+        self.loads = 0
+        self.routes = True
+        self.cut = 0  # bytes in an HTTP chunk; 0: whole events
+        self.healthy = True
+        self.hold_scores = False  # until gate of the request is set
+        self.refuse: tuple[int, dict[str, Any]] | None = None  # what GENERATE answers instead
+        self.calls: list[str] = []
+        self.requests: list[FakeRequest] = []  # streams
+        self.scores: list[FakeRequest] = []
+        self.cache: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.before: dict[str, Callable[[], None]] = {}  # path to what happens when the call comes
+        self.after: dict[str, Callable[[], None]] = {}  # ... when it is done and not answered yet
+        self._faults: dict[str, deque[str | None]] = {}
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._server: asyncio.Server | None = None
+        self._handlers: set[asyncio.Task[Any]] = set()
+
+    def fault(self, path: str, *kinds: str | None) -> None:
+        """What happens at the next calls of `path`, one each. refuse: 500, and nothing done; close: the connection is closed;
+        hang: no answer; done-close, done-hang: after it was done; odd: done, and answered with what is no JSON; None: none."""
+        self._faults.setdefault(path, deque()).extend(kinds)
+
+    def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
+        found = []
+        for end in range(BLOCK, len(tokens), BLOCK):  # the last token is always computed
+            load = self.cache.get((salt, tuple(tokens[:end])))
+            if load is None:
+                break
+            found.append(load)
+        return found
+
+    def fill(self, salt: str, tokens: Sequence[int]) -> None:
+        for end in range(BLOCK, len(tokens) + 1, BLOCK):
+            self.cache.setdefault((salt, tuple(tokens[:end])), self.loads)
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """The server is gone with all its connections; `start` may follow."""
+        assert self._server is not None
+        self._server.close()
+        handlers = list(self._handlers)
+        for task in handlers:
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+        await self._server.wait_closed()
+
+    async def restart(self) -> None:
+        """As its own supervisor would do: the same address, and nothing of before."""
+        port = int(self.url.rpartition(":")[2])
+        await self.stop()
+        self.paused, self.version, self.weights, self.cache = False, "default", 0, {}
+        self._resumed.set()
+        await self.start(port)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        try:
+            await self._serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._handlers.discard(task)
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, target, _ = head[0].split(" ")
+        sizes = [int(line.partition(":")[2]) for line in head if line.lower().startswith("content-length:")]
+        data = await reader.readexactly(sizes[0]) if sizes else b""
+        path = target.partition("?")[0]
+        if path == GENERATE:
+            await self._generate(json.loads(data), reader, writer)
+            return
+        if path not in ("/health", "/openapi.json", "/version", "/v1/models", "/server_info"):
+            self.calls.append(target)
+        self.before.get(path, lambda: None)()
+        faults = self._faults.get(path)
+        fault = faults.popleft() if faults else None
+        if fault == "refuse":
+            _answer(writer, 500, {"error": {"message": "made up by the test", "code": 500}})
+        elif fault == "close":
+            return
+        elif fault == "hang":
+            await reader.read()
+            return
+        else:
+            status, answer = self._do(method, path, json.loads(data) if data else {})
+            self.after.get(path, lambda: None)()
+            if fault == "done-close":
+                return
+            if fault == "done-hang":
+                await reader.read()
+                return
+            _answer(writer, status, "<html>" if fault == "odd" else answer)
+        await writer.drain()
+        await reader.read()  # the client closes
+
+    def _do(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        match path:
+            case "/health":
+                return (200 if self.healthy else 503), {}
+            case "/openapi.json":
+                return 200, {"paths": {p: {} for p in PATHS}}
+            case "/version":
+                return 200, {"version": "0.32.0"}
+            case "/v1/models":
+                return 200, {"data": [{"id": "theirs", "max_model_len": MAX_MODEL_LEN}]}
+            case "/server_info":
+                model = {"logprobs_mode": "raw_logprobs", "enable_return_routed_experts": self.routes}
+                return 200, {"vllm_config": {"model_config": model}}
+            case "/pause":
+                self.paused = True
+                self._resumed.clear()
+            case "/resume":
+                assert self.weights is not None, "resumed with half-loaded weights"
+                self.paused = False
+                self._resumed.set()
+            case "/is_paused":
+                return 200, {"is_paused": self.paused}
+            case "/collective_rpc":
+                return self._reload(Path(body["kwargs"]["weights_path"]))
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/weight_info":
+                return 200, {"weight_version": self.version}
+            case _:
+                return 404, {"error": {"message": f"no {method} {path}"}}
+        return 200, {}
+
+    def _reload(self, directory: Path) -> tuple[int, Any]:
+        assert self.paused, "weights are loaded between steps only"
+        number = int((directory / "weights").read_text())
+        self.loads += 1
+        if number < 0:
+            self.weights = None
+            return 500, {"error": {"message": "a tensor is missing", "code": 500}}
+        self.weights = number
+        return 200, {"results": [None]}
+
+    async def _generate(
+        self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if self.refuse is not None:
+            _answer(writer, *self.refuse)
+            await reader.read()
+            return
+        request = FakeRequest(self, body, writer)
+        if body["stream"]:
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            )
+            self.requests.append(request)
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            request.gone = True
+            return
+        self.scores.append(request)
+        gone = asyncio.ensure_future(reader.read())
+        answering = asyncio.ensure_future(self._score(request))
+        try:
+            await asyncio.wait((gone, answering), return_when=asyncio.FIRST_COMPLETED)
+            request.gone = not answering.done()
+            if answering.done():
+                _answer(writer, 200, answering.result())
+                request.over = True
+                await gone
+        finally:
+            gone.cancel()
+            answering.cancel()
+            await asyncio.gather(gone, answering, return_exceptions=True)
+
+    async def _score(self, request: FakeRequest) -> dict[str, Any]:
+        if self.hold_scores:
+            await request.gate.wait()
+        await self._resumed.wait()
+        return request.scored()
+
+
+def _answer(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(data), data))
