@@ -59,10 +59,10 @@ class Nodes:
         self.address: str = self.cluster.address
         self._nodes: dict[int, Any] = {}
 
-    def add(self, number: int, *, slots: int = 2, **resources: float) -> None:
-        """A node for so many replicas."""
+    def add(self, number: int, *, slots: int = 0, **resources: float) -> None:
+        """A node for so many replicas, with one core and one more for each of them."""
         self._nodes[number] = self.cluster.add_node(
-            num_cpus=slots,
+            num_cpus=slots + 1,
             object_store_memory=STORE_BYTES,
             node_ip_address=f"127.0.0.{number}",
             resources={"slot": slots, **resources},

@@ -37,6 +37,7 @@ def two_replicas_before_each(server: RayServer) -> None:
 @dataclass
 class Stream:
     number: int
+    sessions: str
     replica: str = ""
     text: str = ""
     tokens: int = 0
@@ -48,7 +49,7 @@ class Stream:
     async def run(self, http: httpx.AsyncClient, moved: Callable[[], None]) -> None:
         body = {"model": "tiny-moe", "prompt": "Once", "stream": True, "seed": self.number}
         body |= {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
-        headers = {"x-session-id": f"stream {self.number}"}
+        headers = {"x-session-id": f"{self.sessions} {self.number}"}
         async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
             assert answer.status_code == 200, await answer.aread()
             self.replica = answer.headers["x-midstream-replica"]
@@ -68,9 +69,11 @@ class Stream:
             self.tokens += len(choice.get("token_ids") or ())
 
 
-async def streamed(server: RayServer, happen: Callable[[list[Stream]], None] | None = None) -> list[Stream]:
-    """Streams at once; `happen` while all of them run."""
-    streams = [Stream(number) for number in range(STREAMS)]
+async def streamed(
+    server: RayServer, happen: Callable[[list[Stream]], None] | None = None, sessions: str = "stream"
+) -> list[Stream]:
+    """Streams at once; `happen` while all of them run. sessions: what their names begin with."""
+    streams = [Stream(number, sessions) for number in range(STREAMS)]
     under_way = asyncio.Event()
 
     def moved() -> None:
@@ -153,7 +156,8 @@ def test_scaling_up_and_down_fails_no_stream(server: RayServer, nodes: Nodes) ->
     async def streams_while_scaled() -> None:
         streams = await streamed(server, lambda _: server.scale(3))
         await asyncio.to_thread(server.wait_serving, "replica-0", "replica-1", "replica-2")
-        taken = await streamed(server, lambda _: server.scale(2))
+        taken = await streamed(server, lambda _: server.scale(2), "late")
+        assert {stream.replica for stream in taken} == {"replica-0", "replica-1", "replica-2"}
         for stream in streams + taken:
             assert (stream.complete, stream.tokens, stream.error) == (True, TOKENS, None)
 

@@ -138,9 +138,12 @@ def _serve(options: argparse.Namespace) -> int:
         bucket = local.bucket_url(settings)
         name, models = known_models(settings)
         model_directory(models, name)
+        out = sys.stdout
         with _places(settings, bucket) as places:
             try:
-                asyncio.run(local.run(settings, name, models, lambda line: print(line, flush=True), places))
+                asyncio.run(
+                    local.run(settings, name, models, lambda line: print(line, file=out, flush=True), places)
+                )
             except StartFailed as error:
                 print(f"midstream serve: {error}", file=sys.stderr)
                 return 1
@@ -161,8 +164,9 @@ def _places(settings: Settings, bucket: str) -> Iterator[local.Places]:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ConfigError("--launcher ray: needs Ray: pip install 'midstream[ray]'") from error
-    places = RayPlaces(settings, bucket)
-    try:
-        yield places
-    finally:
-        places.close()
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints what happens on the cluster
+        places = RayPlaces(settings, bucket)
+        try:
+            yield places
+        finally:
+            places.close()

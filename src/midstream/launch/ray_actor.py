@@ -14,7 +14,7 @@ import msgspec
 import ray
 
 from midstream.errors import ConfigError
-from midstream.launch.child import Listening, ReplicaSpec
+from midstream.launch.child import GatewaySpec, Listening, ReplicaSpec
 from midstream.launch.models import BUILT_IN
 from midstream.launch.process import Child, StartFailed
 
@@ -36,7 +36,7 @@ class ChildActor:
         """The node's address."""
         return str(ray.util.get_node_ip_address())
 
-    async def start(self, spec: msgspec.Struct) -> Listening:
+    async def start(self, spec: ReplicaSpec | GatewaySpec) -> Listening:
         """Start the child, at the port of the one before if there was one. Returns when it listens, or why it does not."""
         address = await self.where()
         port = 0 if self._child is None else self._child.port
@@ -77,13 +77,18 @@ class ChildActor:
         self._heard.set()
 
 
-def on_node(spec: msgspec.Struct, address: str, port: int, directories: tuple[str, ...]) -> msgspec.Struct:
-    """A child's settings on the node of that address. Raises ConfigError, which names what is missing here; OSError."""
+def on_node(
+    spec: ReplicaSpec | GatewaySpec, address: str, port: int, directories: tuple[str, ...]
+) -> ReplicaSpec | GatewaySpec:
+    """A child's settings on the node of that address. port: what it listens at if nobody says; 0 takes a free one.
+
+    Raises ConfigError, which names what is missing here, and OSError.
+    """
     for directory in directories:
         if not Path(directory).is_dir():
             raise ConfigError(f"there is no directory {directory}: it must be one that all nodes share")
-    if not isinstance(spec, ReplicaSpec):
-        return spec
+    if isinstance(spec, GatewaySpec):
+        return msgspec.structs.replace(spec, port=spec.port or port)
     model_dir = Path(spec.model_dir)
     if not model_dir.is_dir() and spec.model.endswith(f"/{BUILT_IN}"):
         from midstream.models.tiny_moe import write_tiny_moe

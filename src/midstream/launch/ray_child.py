@@ -87,7 +87,7 @@ class RayChild(Supervised):
             raise StartFailed(f"{self.name}: {_said(error)}") from error
         if answer.error is not None:
             self._leave()
-            raise StartFailed(f"{self.name} {answer.error}")
+            raise StartFailed(f"{self.name}: {answer.error}")
         self.port = answer.port
         logger.info("%s is up on %s, at %s:%d", self.name, self.place, self.host, self.port)
         if self._on_line is not None and self._listening is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from midstream.snapshots.identity import parse_bucket
 logger = logging.getLogger(__name__)
 
 CLEAN_S = 60.0
+CONNECT_S = 5.0
 WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -107,10 +109,13 @@ def remove_strange_on(snapshots: str, wanted: Set[str]) -> None:
 
 def _connect(settings: Settings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = settings.ray.address or "auto"
+    address = settings.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
+        host, _, port = address.rpartition(":")
+        if port.isdecimal():  # Ray would try for ever
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
-    except (ConnectionError, RayError, RuntimeError, ValueError, AssertionError) as error:
+    except (OSError, RayError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[:1]
         raise ConfigError(
             f"--launcher ray: no Ray cluster at {address} that this machine is a node of: {''.join(first)}"

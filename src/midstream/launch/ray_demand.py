@@ -44,7 +44,7 @@ def waiting_for(
     has = [f"{address} {shown(_of(demand, node))}" for address, node in sorted(nodes.items())]
     if len(has) > NODES_SHOWN:
         has[NODES_SHOWN:] = [f"{len(has) - NODES_SHOWN} more"]
-    return f"{name} waits for {what}: the cluster has {', '.join(has)}; free is {shown(_of(demand, free))}"
+    return f"{name}: waits for {what}: the cluster has {', '.join(has)}; free is {shown(_of(demand, free))}"
 
 
 def _of(demand: Demand, resources: Mapping[str, float]) -> dict[str, float]:
