@@ -32,7 +32,8 @@ _CONTEXT_FIELDS = ("max_model_len", "context_length", "contextLength", "max_cont
 @dataclass
 class Target:
     """features: of the engine; None: it does not say. replicas: ready ones; None: unknown. why_no_moe, why_no_keys, ...: empty
-    when it is there. context, stream_tokens: tokens; stream_tokens is what a stream that shall cross a swap asks for.
+    when it is there. context, stream_tokens: tokens; stream_tokens is what a stream that shall cross a swap asks for, and
+    stream_tokens_max the most that it may.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Target:
     deployment: str | None = None  # in full, if known
     transition: str | None = None  # ASYNC or SYNC; None: unknown
     stream_tokens: int = 0
+    stream_tokens_max: int = 0
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the checkpoint, if one was given
     absent: dict[str, str] = field(default_factory=dict)  # need: why it is not there
 
@@ -176,10 +178,12 @@ async def _warm_up(endpoint: Endpoint, target: Target) -> None:
     for _ in range(2):
         flight = await _flown(endpoint, body)
     span = max(flight.at[-1] - flight.at[0], 1e-3)
-    target.stream_tokens = max(96, min(int(STREAM_S * WARM_UP_TOKENS / span), target.context - 96))
+    target.stream_tokens_max = target.context - 96
+    target.stream_tokens = max(96, min(int(STREAM_S * WARM_UP_TOKENS / span), target.stream_tokens_max))
     body |= {"prompt": [20] * 32, "max_tokens": target.stream_tokens, "logprobs": True}
     answer = (await _flown(endpoint, body)).whole()  # a context may be shorter than it says
-    target.stream_tokens = len(answer.choice.tokens)
+    if len(answer.choice.tokens) < target.stream_tokens:
+        target.stream_tokens = target.stream_tokens_max = len(answer.choice.tokens)
 
 
 async def _flown(endpoint: Endpoint, body: Json) -> Flight:

@@ -20,6 +20,7 @@ from midstream.conformance.variants import Variant
 
 STREAMS, NEWCOMERS = 6, 2
 PROMPT, NEWCOMERS_TOKENS = 32, 8
+LONGER = (1, 3, 9)
 BACK_OFF_S = 0.05
 
 
@@ -56,8 +57,10 @@ class Attempt:
 
 
 class Traffic:
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, longer: int = 1) -> None:
+        """longer: how many times as many tokens a long stream has, as far as the context goes."""
         self._session = session
+        self._tokens = min(session.target.stream_tokens * longer, session.target.stream_tokens_max)
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self.attempts: list[Attempt] = []
@@ -96,7 +99,7 @@ class Traffic:
 
     async def _attempt(self, session: str, begun: asyncio.Event | None) -> Attempt:
         prompt = self._session.prompt(PROMPT)
-        count = NEWCOMERS_TOKENS if begun is None else self._session.target.stream_tokens
+        count = NEWCOMERS_TOKENS if begun is None else self._tokens
         body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "logprobs": True}
         body |= {"seed": self._session.seed(), "perf_metrics_in_response": True}
         flight = Flight(self._session.endpoint, body, {TRAJECTORY_HEADER: session})
@@ -141,17 +144,27 @@ class Crossing:
 
 
 async def cross(session: Session, old: Variant, new: Variant) -> Crossing:
-    """Switch from `old` to `new` under traffic, and score what crossed."""
+    """Switch from `old` to `new` under traffic, and score what crossed.
+
+    An engine that is far ahead of its clients may have nothing in flight at the switch: then again, with longer streams.
+    """
+    for longer in LONGER:
+        crossing = await _switch(session, old, new, longer)
+        if crossing.crossed or not all(attempt.whole for attempt in crossing.attempts):
+            break
+    if session.target.missing("prompt_logprobs") or not crossing.crossed:
+        return crossing
+    return await _scored(session, session.snapshots, crossing, old)
+
+
+async def _switch(session: Session, old: Variant, new: Variant, longer: int) -> Crossing:
     snapshots = session.snapshots
     before = await snapshots.hold(old)
     after = await snapshots.ready(new)
-    async with Traffic(session).running() as traffic:
+    async with Traffic(session, longer).running() as traffic:
         await snapshots.signal(after)
         await snapshots.wait(after)
-    crossing = Crossing(before, after, traffic.attempts, ())
-    if session.target.missing("prompt_logprobs") or not crossing.crossed:
-        return crossing
-    return await _scored(session, snapshots, crossing, old)
+    return Crossing(before, after, traffic.attempts, ())
 
 
 async def _scored(session: Session, snapshots: Snapshots, crossing: Crossing, old: Variant) -> Crossing:

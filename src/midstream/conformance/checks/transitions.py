@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from midstream.conformance.answers import Token
 from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, Failed, expect, row
 from midstream.conformance.session import Session
-from midstream.conformance.traffic import Attempt, Crossing, Traffic, cross
+from midstream.conformance.traffic import LONGER, Attempt, Crossing, Traffic, cross
 
 SWAP = f"{FIREWORKS}: Behavior during weight swap"
 STREAM = f"{FIREWORKS}: KV cache behavior, Active request stream"
@@ -157,16 +157,25 @@ class _Sync:
 
 async def _sync(session: Session) -> _Sync:
     async def run(session: Session) -> _Sync:
-        snapshots = session.snapshots
-        old = await snapshots.hold("same")
-        new = await snapshots.ready("head")
-        async with session.transition("SYNC"), Traffic(session).running() as traffic:
-            await snapshots.signal(new)
-            await snapshots.wait(new)
-        label = (await session.turn([20, 21], session.key())).label
-        return _Sync(old, new, traffic.attempts, label)
+        async with session.transition("SYNC"):
+            for longer in LONGER:
+                found = await _switch(session, longer)
+                if found.held_off or not all(attempt.whole for attempt in found.attempts):
+                    break
+            return found
 
     return await session.once("sync switch", run)
+
+
+async def _switch(session: Session, longer: int) -> _Sync:
+    snapshots = session.snapshots
+    old = await snapshots.hold("same")
+    new = await snapshots.ready("head")
+    async with Traffic(session, longer).running() as traffic:
+        await snapshots.signal(new)
+        await snapshots.wait(new)
+    label = (await session.turn([20, 21], session.key())).label
+    return _Sync(old, new, traffic.attempts, label)
 
 
 @row(
