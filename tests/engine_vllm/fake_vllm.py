@@ -256,8 +256,9 @@ class FakeVllm:
         self.requests: list[FakeRequest] = []  # streams
         self.scores: list[FakeRequest] = []
         self.cache: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.before: dict[str, Callable[[], None]] = {}  # path to what happens when the call comes
+        self.before: dict[str, Callable[[], None]] = {}  # path to what happens when its next call comes
         self.after: dict[str, Callable[[], None]] = {}  # ... when it is done and not answered yet
+        self.gates: dict[str, asyncio.Event] = {}  # path to what its next call waits for before it is done
         self._faults: dict[str, deque[str | None]] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -327,7 +328,9 @@ class FakeVllm:
             return
         if path not in ("/health", "/openapi.json", "/version", "/v1/models", "/server_info"):
             self.calls.append(target)
-        self.before.get(path, lambda: None)()
+        self.before.pop(path, lambda: None)()
+        if path in self.gates:
+            await self.gates.pop(path).wait()
         faults = self._faults.get(path)
         fault = faults.popleft() if faults else None
         if fault == "refuse":
@@ -339,7 +342,7 @@ class FakeVllm:
             return
         else:
             status, answer = self._do(method, path, json.loads(data) if data else {})
-            self.after.get(path, lambda: None)()
+            self.after.pop(path, lambda: None)()
             if fault == "done-close":
                 return
             if fault == "done-hang":
