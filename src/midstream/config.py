@@ -331,6 +331,14 @@ def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
             for name, amount in (amounts | gateway).items()
         ),
         (any(amounts.values()), "one of ray.cpus, ray.gpus and ray.resources must be above 0"),
+        (
+            settings.launcher != "ray" or settings.vllm.gpus == 0,
+            "vllm.gpus is for replicas on one machine: set ray.gpus",
+        ),
+        (
+            settings.launcher != "ray" or not settings.vllm.urls,
+            "vllm.urls and launcher ray exclude each other: Ray says on which node a replica is, so none could be meant",
+        ),
         (ray.bundles >= 1, f"ray.bundles must be at least 1, got {ray.bundles}"),
         (
             not (ray.address or "").startswith("ray://"),

@@ -95,6 +95,8 @@ def answers(server: RayServer) -> bool:
         ("bundles = 0", "ray.bundles must be at least 1"),
         ("strategy = 'CLOSE'", "ray.strategy"),
         ("address = 'ray://10.0.0.7:10001'", "ray.address must be HOST:PORT"),
+        ("[vllm]\ngpus = 1", "set ray.gpus"),
+        ('[vllm]\nurls = ["http://h:1", "http://h:2"]', "vllm.urls and launcher ray exclude each other"),
         ("gateway = true", "give --no-tinker"),
         ("gateway = true\n[tinker]\nenabled = false", "ray.gateway needs a database"),
     ],
