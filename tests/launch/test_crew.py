@@ -14,7 +14,7 @@ import pytest
 from midstream.gateway.roster import Wanted, WantedReplica
 from midstream.launch.crew import Crew
 from midstream.launch.local import remove_all, remove_caches, set_strange_caches_aside
-from midstream.launch.process import Child
+from midstream.launch.process import Child, ignore
 
 SCRIPTED = """
 import json, os, pathlib, signal, sys, time
@@ -169,10 +169,46 @@ def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene
             while not (why := here.crew.running().replicas[0].error):
                 here._changed.clear()
                 await here._changed.wait()
-        assert why == "a-0: no such model"
+        assert why == here.crew.failure("a") == "a-0: no such model"
+        assert (here.crew.waiting("a"), here.crew.failure("b")) == (set(), None)
         here.codes["a-0"] = LISTEN
         await here.until(a_0=URL, b_0=URL)
-        assert here.crew.running().replicas[0].error is None
+        assert here.crew.running().replicas[0].error is here.crew.failure("a") is None
+
+    scene(work)
+
+
+class Waiting(Child):
+    """Waits for room, which is there from when `room` is set; runs somewhere else then."""
+
+    room: asyncio.Event
+
+    async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
+        if not self.room.is_set():
+            on_waiting("a-0: waits for room")
+            await self.room.wait()
+        await super().start(on_waiting)
+        self.place = "node there"
+
+
+def test_one_that_waits_for_room_says_so_and_has_not_failed(scene) -> None:  # type: ignore[no-untyped-def]
+    async def work(here: Scene) -> None:
+        child = Waiting("a-0", "scripted_replica", Script(LISTEN), host="h")
+        child.room = asyncio.Event()
+
+        async def make(wanted: WantedReplica) -> Child:
+            return child
+
+        here.crew = Crew(make, lambda r, others: None, here._changed.set, stop_s=1000)
+        here.want("a-0")
+        async with asyncio.timeout(DEADLINE_S):
+            while here.crew.running().replicas[0].error != "a-0: waits for room":
+                here._changed.clear()
+                await here._changed.wait()
+        assert (here.crew.waiting("a"), here.crew.failure("a"), here.crew.places()) == ({"a-0"}, None, {})
+        child.room.set()
+        await here.until(a_0=URL)
+        assert (here.crew.waiting("a"), here.crew.places()) == (set(), {"a-0": "node there"})
 
     scene(work)
 

@@ -104,6 +104,14 @@ class Crew:
                 return member.error
         return None
 
+    def waiting(self, deployment: str) -> set[str]:
+        """Its replicas that wait for something that may still come."""
+        return {
+            name
+            for name, member in self._members.items()
+            if member.wanted.deployment == deployment and member.error is not None and not member.failed
+        }
+
     def places(self) -> dict[str, str]:
         """Where replicas run that do not run on this machine, by name."""
         children = {name: member.child for name, member in self._members.items()}

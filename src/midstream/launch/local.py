@@ -342,8 +342,8 @@ class Supervisor:
         """Until every deployment has what it should have, as every gateway process sees it; snapshots in the ledger are loaded
         first.
 
-        The number of replicas of the default deployment. Raises StartFailed when one of those cannot be started; another
-        deployment's failure is that deployment's alone.
+        The number of replicas of the default deployment. Raises StartFailed when one of those cannot be started; one that waits
+        for room is waited for. Another deployment's trouble is that deployment's alone.
         """
         own = False  # its own gateway's certificate need not be for this address
         async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=own) as client:
@@ -352,15 +352,13 @@ class Supervisor:
                     raise StartFailed(why)
                 with contextlib.suppress(httpx.TransportError):
                     health = (await client.get(f"{self._url()}/health")).json()
-                    first, *others = health["deployments"]
-                    if (
-                        health["gateway_workers_ready"] >= self._settings.gateway.workers
-                        and first["usable"] - first["elsewhere"] >= first["wanted"]
-                        and all(
-                            d["usable"] - d["elsewhere"] + len(d["failed"]) >= d["wanted"] for d in others
-                        )
+                    deployments = health["deployments"]
+                    waiting = self.crew.waiting(self.deployment)
+                    if health["gateway_workers_ready"] >= self._settings.gateway.workers and all(
+                        d["usable"] - d["elsewhere"] + len(set(d["failed"]) - waiting) >= d["wanted"]
+                        for d in deployments
                     ):
-                        return int(first["wanted"])
+                        return int(deployments[0]["wanted"])
                 await asyncio.sleep(READY_POLL_S)
 
 
