@@ -613,3 +613,61 @@ def test_what_vllm_cannot_do_is_an_error_of_the_request(tmp_path: Path) -> None:
             assert fake.requests == []
 
     asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_it_connects_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the very step in which the connection is there."""
+    from midstream.engine.vllm import engine as module
+
+    connect, readings = module.open_stream, []
+
+    async def and_leave(*given: object) -> object:
+        stream = await connect(*given)  # type: ignore[arg-type]
+        readings[0].task.cancel()
+        return stream
+
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            readings.append(Reading(engine, asking(max_tokens=50)))
+            await asyncio.wait((readings[0].task,))
+            await until(lambda: fake.requests and fake.requests[0].gone, "its connection is closed")
+
+    monkeypatch.setattr(module, "open_stream", and_leave)
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["refuse", "close", "odd"])
+def test_a_lost_connection_is_lost_alone_when_the_server_is_only_too_busy_to_say_more(
+    tmp_path: Path, how: str
+) -> None:
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            reading, (request,) = await begun(engine, fake, asking())
+            other, (kept,) = await begun(engine, fake, asking("other"))
+            fake.fault("/weight_info", how)
+            request.cut()
+            await reading.ended()
+            assert (reading.died, len(reading.errors)) == (None, 1)
+            assert fake.calls == ["/weight_info"]
+            kept.to_the_end()
+            assert len((await other.ended()).records()) == 4
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_weights_others_changed_is_a_lost_one(
+    tmp_path: Path,
+) -> None:
+    """Another client of the same server changed them."""
+
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            reading, (request,) = await begun(engine, fake, asking())
+            fake.version = "1:theirs"
+            request.cut()
+            died = (await reading.ended()).died
+            assert "given weights by others: it has '1:theirs', not '0:base'" in str(died)
+
+    asyncio.run(main())

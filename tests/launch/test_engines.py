@@ -46,6 +46,9 @@ def test_a_vllm_replica_gets_its_server_or_starts_one(tmp_path: Path) -> None:
     assert [engine_fields(settings, i, 2)["vllm_url"] for i in range(2)] == list(urls)
     with pytest.raises(ConfigError, match=r"vllm\.urls names 2 servers: there is none for replica 2"):
         engine_fields(settings, 2, 3)
+    twice = Settings(engine="vllm", vllm=VllmSettings(urls=("http://a:1", "http://a:1/")))
+    with pytest.raises(ConfigError, match="twice"):
+        engine_fields(twice, 0, 2)
     for given_settings in (settings, Settings(engine="vllm")):
         made = spec(tmp_path, **engine_fields(given_settings, 1, 2))
         engine = make_engine(made)

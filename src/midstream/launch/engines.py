@@ -41,6 +41,10 @@ def engine_fields(settings: Settings, number: int, replicas: int, *, alone: bool
     vllm = settings.vllm
     if vllm.urls and number >= len(vllm.urls):
         raise ConfigError(f"vllm.urls names {len(vllm.urls)} servers: there is none for replica {number}")
+    if len({url.rstrip("/") for url in vllm.urls}) < len(vllm.urls):
+        raise ConfigError(
+            "vllm.urls names a server twice: two replicas would switch its weights under each other"
+        )
     cores, each = usable_cores(), vllm.gpus
     share = max(1, len(cores) // max(1, replicas))
     first = number * share % len(cores)

@@ -47,6 +47,7 @@ PATH = "/inference/v1/generate"
 NAME = "midstream"  # of the model, between us and the server
 CONNECT_S_MAX = 30.0
 ALIVE_S_MAX = 5.0  # for an answer to /health, where a connection was lost
+ANSWER_S_MAX = 30.0  # for one that comes between two steps
 
 T = TypeVar("T")
 
@@ -211,19 +212,20 @@ class VllmEngine(Engine):
             stream=True,
             routes_start=size - request.want_routes if self._server.returns_routes else None,
         )
-        try:
-            choice.response = await self._while_alive(
-                open_stream(
-                    self._server.url, "POST", PATH, data, choice.on_body, CONNECT_S_MAX, self._server.headers
-                )
+
+        async def connect() -> None:
+            choice.response = await open_stream(
+                self._server.url, "POST", PATH, data, choice.on_body, CONNECT_S_MAX, self._server.headers
             )
+            if choice.over:  # ended, or begun anew, meanwhile
+                choice.response.abort()
+            choice.response.ended.add_done_callback(lambda ended: self._ended(run, choice, ended.result()))
+
+        try:
+            await self._while_alive(connect())
         except CallFailed as error:
             await self._died(str(error))
             choice.fail(f"vLLM did not take the request: {error}")
-            return
-        if choice.over:  # ended, or begun anew, while it connected
-            choice.response.abort()
-        choice.response.ended.add_done_callback(lambda ended: self._ended(run, choice, ended.result()))
 
     def _ended(self, run: Run, choice: ChoiceStream, reason: str | None) -> None:
         if choice.over:
@@ -260,13 +262,17 @@ class VllmEngine(Engine):
             )
             if status != 200:
                 return f"vLLM is gone (/health answers {status})"
-            version = None if self._coming is not None else await self._control.version(ALIVE_S_MAX)
-        except (CallFailed, Refused):
+        except CallFailed:
             return "vLLM is gone"
-        if self._coming is not None:  # what a switch leaves in doubt is its own business
-            return None
         ours = self._epochs.version(self._epochs.now, self._epochs.snapshot)
-        if version == ours:
+        try:
+            if self._coming is not None:  # what a switch leaves in doubt is its own business
+                return None
+            version = await self._control.version(ANSWER_S_MAX)
+        except (CallFailed, Refused):  # healthy, and busy: with a long step, or with a switch that has begun
+            return None
+        switched = self._epochs.version(self._epochs.now, self._epochs.snapshot) != ours
+        if version == ours or switched or self._coming is not None:
             return None
         return f"vLLM was restarted, or given weights by others: it has {version!r}, not {ours!r}"
 
