@@ -68,7 +68,8 @@ class VllmEngine(Engine):
         self._model_dir = model_dir.resolve()
         self._settings = settings
         self._attached = url is not None
-        self._staging = Staging(cache_dir)
+        # A server that is attached to may be somebody else's, or elsewhere: it reads what the two of them share.
+        self._staging = Staging(cache_dir, share=0.0) if self._attached else Staging(cache_dir)
         self._server = VllmServer(
             self._model_dir,
             settings,
