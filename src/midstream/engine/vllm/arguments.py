@@ -16,6 +16,10 @@ from midstream.errors import ConfigError
 MODULE = "vllm.entrypoints.openai.api_server"
 
 GPUS = "CUDA_VISIBLE_DEVICES"
+#: Of vLLM for CPUs: what is loaded into its workers, and where it is.
+WORKER_FLAG = "worker-extension-cls"
+WORKER = "midstream_vllm_worker.Worker"
+WORKER_DIR = Path(__file__).parent / "worker"
 
 _ONE = "a replica is one server: set `replicas`"
 _OURS = "midstream gives it itself"
@@ -98,6 +102,8 @@ def command_line(
         "max-logprobs": "21",
         "seed": str(seed),
     }
+    if is_cpu_build(python):
+        ours[WORKER_FLAG] = WORKER
     given = {name for name, _ in given_flags(args)}
     command = [python, "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -116,12 +122,15 @@ def _visible(gpus: Sequence[int], ours: str | None) -> str:
     return ",".join(names[gpu] for gpu in gpus)
 
 
+def is_cpu_build(python: str) -> bool:
+    """Whether vLLM for CPUs is installed in the environment of `python`."""
+    return any(Path(python).parent.parent.glob("lib/python*/site-packages/vllm*cpu*.dist-info"))
+
+
 def openmp_library(python: str) -> Path | None:
     """Which vLLM for CPUs asks to be preloaded, where it is installed in the environment of `python`."""
-    root = Path(python).parent.parent
-    library = root / "lib" / "libiomp5.so"
-    build = any(root.glob("lib/python*/site-packages/vllm*cpu*.dist-info"))
-    return library if build and library.is_file() else None
+    library = Path(python).parent.parent / "lib" / "libiomp5.so"
+    return library if is_cpu_build(python) and library.is_file() else None
 
 
 def environment(
@@ -146,6 +155,9 @@ def environment(
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     if gpus and GPUS not in given:
         env[GPUS] = _visible(gpus, base.get(GPUS))
+    if is_cpu_build(python):
+        paths = (str(WORKER_DIR), given.get("PYTHONPATH", base.get("PYTHONPATH", "")))
+        given = {**given, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     preloaded, library = env.get("LD_PRELOAD", ""), openmp_library(python)
     if library is not None and "libiomp5" not in preloaded:
         env["LD_PRELOAD"] = os.pathsep.join(filter(None, (str(library), preloaded)))

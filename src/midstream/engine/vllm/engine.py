@@ -23,6 +23,7 @@ from midstream.engine.vllm import wire
 from midstream.engine.vllm.card import vllm_card
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
+from midstream.engine.vllm.proof import NotExact, prove_reload
 from midstream.engine.vllm.requests import ChoiceStream, Run
 from midstream.engine.vllm.salts import Salts
 from midstream.engine.vllm.scoring import Scorer, WrongWeights
@@ -113,7 +114,7 @@ class VllmEngine(Engine):
             self._epochs, self._serving = Epochs(BASE_SNAPSHOT), self._model_dir
             self._salts = Salts(secrets.token_bytes(16))  # an attached server may have a cache from before
             await self._take_over()
-        except (ServerFailed, CallFailed, Refused) as error:
+        except (ServerFailed, CallFailed, Refused, NotExact, WrongWeights) as error:
             await self._server.close()
             raise EngineDied(str(error)) from error
         except BaseException:  # cancelled: nothing is left running
@@ -131,6 +132,12 @@ class VllmEngine(Engine):
         await self._control.set_version(self._epochs.version(0, BASE_SNAPSHOT))
         if self._attached:
             await self._control.resume()
+        else:
+            await self._prove_reload()
+
+    async def _prove_reload(self) -> None:
+        size, context = self._shape.vocab_size, self._server.max_model_len
+        await prove_reload(self._scorer(), size, context, lambda: self._control.reload(self._model_dir))
 
     def _info(self) -> ModelInfo:
         shape = self._shape
@@ -186,13 +193,14 @@ class VllmEngine(Engine):
     def refuses(self, request: GenerateRequest) -> str | None:
         return wire.problem(request)
 
+    def _scorer(self) -> Scorer:
+        server = self._server
+        return Scorer(server.url, server.headers, self._epochs, self._shape, server.served_name)
+
     async def _score(self, request: GenerateRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or why there are none."""
-        scorer = Scorer(
-            self._server.url, self._server.headers, self._epochs, self._shape, self._server.served_name
-        )
         try:
-            return await self._while_alive(scorer.score(request, self._salt(request)[0]))
+            return await self._while_alive(self._scorer().score(request, self._salt(request)[0]))
         except (CallFailed, WrongWeights) as error:
             await self._died(f"vLLM did not score the prompt: {error}")
             return f"vLLM did not score the prompt: {error}"
