@@ -18,6 +18,9 @@ from raycluster import Nodes, RayServer, kill, serving, until
 TOKENS = 200
 STREAMS = 16
 UNDER_WAY = 8  # events of every stream that have come when something happens
+STRANGE = (
+    "snapshots/127.0.0.4/gone-replica-0"  # a cache on a node, of a deployment that nobody knows any more
+)
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 
 pytestmark = pytest.mark.timeout(900)
@@ -25,7 +28,9 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayServer]:
-    with serving(tmp_path_factory.mktemp("ray"), nodes, "--replicas", "2", "--no-tinker") as running:
+    path = tmp_path_factory.mktemp("ray")
+    (path / "state" / STRANGE / "step-1").mkdir(parents=True)
+    with serving(path, nodes, "--replicas", "2", "--no-tinker") as running:
         yield running
 
 
@@ -164,6 +169,20 @@ def test_scaling_up_and_down_fails_no_stream(server: RayServer, nodes: Nodes) ->
     asyncio.run(streams_while_scaled())
     server.wait_serving("replica-0", "replica-1")
     until(lambda: not nodes.children("replica-2"), server.state)
+
+
+def test_caches_of_deployments_that_are_gone_go_from_the_nodes(server: RayServer, nodes: Nodes) -> None:
+    until(lambda: not (server.state_dir / STRANGE).exists(), server.state)
+    body = {"baseModel": "tiny-moe", "minReplicaCount": 1}
+    account = f"{server.url}/v1/accounts/local/deployments"
+    server.http.post(account, params={"deploymentId": "b"}, json=body).raise_for_status()
+    server.wait_serving("b-replica-0", "replica-0", "replica-1")
+    cache = server.state_dir / "snapshots" / f"127.0.0.{nodes.node_of('b-replica-0')}" / "b-replica-0"
+    assert cache.is_dir()
+    server.http.delete(f"{account}/b").raise_for_status()
+    until(lambda: not cache.exists(), server.state)
+    server.wait_serving("replica-0", "replica-1")
+    assert len(list((server.state_dir / "snapshots").glob("*/replica-[01]"))) >= 2
 
 
 def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:

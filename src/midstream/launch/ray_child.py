@@ -29,6 +29,8 @@ PLACED_WITHIN_S = 5.0  # a child that has no room by then says so
 LOOK_AGAIN_S = 2.0
 UNREACHABLE_S = 5.0  # an actor that cannot be reached for so long is given up
 REACH_AGAIN_S = 0.5
+#: What Ray's calls raise when the cluster, or a part of it, is not well.
+UNWELL = (RayError, OSError, RuntimeError)
 ANSWER_S = 5.0  # for an actor to say that its child was stopped, beside the time that may take
 
 
@@ -82,7 +84,7 @@ class RayChild(Supervised):
                 self._leave()
                 await self._take_place(on_waiting)
             answer = await _result(self._actor.start.remote(self._spec))
-        except RayError as error:
+        except (*UNWELL, ValueError) as error:
             self._leave()
             raise StartFailed(f"{self.name}: {_said(error)}") from error
         if answer.error is not None:
@@ -183,10 +185,13 @@ class RayChild(Supervised):
             if task is not None:
                 task.cancel()
         self._listening = self._telling = None
-        if actor is not None:
-            ray.kill(actor, no_restart=True)
-        if group is not None:
-            remove_placement_group(group)
+        try:
+            if actor is not None:
+                ray.kill(actor, no_restart=True)
+            if group is not None:
+                remove_placement_group(group)
+        except UNWELL as error:  # they go with this process's job then
+            logger.warning("%s: its actor or its group may still be there: %s", self.name, _said(error))
 
     async def _listen(self, actor: Any, on_line: Callable[[bytes], None]) -> None:
         with contextlib.suppress(RayError):  # ended() tells of it
