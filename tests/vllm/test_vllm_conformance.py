@@ -1,0 +1,47 @@
+"""`midstream conformance` against two vLLM replicas: every promise holds that the engine does not say it lacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from serving import command
+from vllm_bed import Bed
+
+NO_ROUTES = "has no routes"
+#: Rows that are skipped, and a part of why.
+SKIPPED = {
+    "openai.seed": "has no reproducible_sampling",
+    "logprobs.sampling": "has no sampling_logprobs",
+    "echo.cached": "has no cached_prompt_logprobs",
+    "routes.completions": NO_ROUTES,  # on a CPU
+    "routes.chat": NO_ROUTES,
+    "routes.stream": NO_ROUTES,
+    "routes.echo": NO_ROUTES,
+    "routes.echo_last": NO_ROUTES,
+    "routes.alignment": NO_ROUTES,
+    "routes.warm": NO_ROUTES,
+    "status.key": "none are set",
+}
+LIMIT_S = 600
+
+
+def test_every_row_passes_but_those_that_the_engine_says_it_lacks(bed: Bed, tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    places = ("--bucket", bed.server.bucket.as_uri(), "--checkpoint", str(bed.checkpoint))
+    done = subprocess.run(
+        command("conformance", bed.server.url, *places, "--json", str(out)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    found = json.loads(out.read_text())
+    failed = [(row["id"], row["why"], row["evidence"]) for row in found["rows"] if row["verdict"] == "fail"]
+    assert failed == []
+    why = {row["id"]: row["why"] for row in found["rows"] if row["verdict"] == "skip"}
+    assert why.keys() == SKIPPED.keys()
+    assert [(name, why[name]) for name, reason in SKIPPED.items() if reason not in why[name]] == []
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert found["engine"].startswith("vllm 0.")
+    assert found["replicas"] == 2

@@ -1,0 +1,174 @@
+"""Hot loads under 32 streams over two vLLM servers: every token is what its label says, and caches are the policies'."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm_bed import BLOCK, Bed, cmdline, load, logprobs_of
+from vllm_streams import Stream, expected_logprobs, random_prompt, under_way
+
+from midstream.client import SnapshotFailed, SnapshotPublisher
+from midstream.engine.vllm.swap import Control, Unchanged, switch
+
+STREAMS = 32
+TOKENS = 1500
+PROMPT = 5 * BLOCK + 3  # of those who ask what is cached
+CACHED = 5 * BLOCK
+TOLERANCE = 2e-3  # nats, in float32; KV of 1500 positions, some of them of other weights
+ROUTED_OTHERWISE = (
+    0.002  # of tokens: where two experts are within a rounding of a tie, another batch may take the other one
+)
+
+Cached = tuple[int, int]  # by the session that cached it, by a new one
+
+
+def changed(checkpoint: Path, target: Path) -> Path:
+    """As a training step leaves it: few tensors are others, and enough for every answer to be another."""
+    shutil.copytree(checkpoint, target)
+    weights = load_file(target / "model.safetensors")
+    for name in weights:
+        if (
+            name == "lm_head.weight"
+            or ".layers.2.mlp.experts.3." in name
+            or name.endswith("1.self_attn.v_proj.weight")
+        ):
+            weights[name] = weights[name] + 0.1 * torch.randn(
+                weights[name].shape, generator=torch.manual_seed(7)
+            )
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+class Askers:
+    """Prompts that a session cached before a swap."""
+
+    def __init__(self, bed: Bed, name: str) -> None:
+        self._bed = bed
+        self._name = name
+        self._seen, self._unseen = (random_prompt(f"{name} {i}", PROMPT) for i in range(2))
+        for prompt in (self._seen, self._unseen):
+            assert [self._ask(prompt, name) for _ in range(2)] == [0, CACHED]
+
+    def after(self) -> Cached:
+        return self._ask(self._seen, self._name), self._ask(self._unseen, f"{self._name} new")
+
+    def _ask(self, prompt: list[int], session: str) -> int:
+        """A new session goes where the prompt was last."""
+        body = {"model": self._bed.model, "prompt": prompt, "max_tokens": 1}
+        headers = {"x-multi-turn-session-id": session, "x-midstream-follow-prefix": "1"}
+        with self._bed.http() as http:
+            answer = http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    checkpoint: Path, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """What is served at first, and what is published over it, in their order."""
+    one = tiny_model(seed=1)
+    two = changed(one, tmp_path_factory.mktemp("trained") / "two")
+    return {"begin": checkpoint, "full-1": one, "delta-2": two, "full-3": tiny_model(seed=3)}
+
+
+def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
+    bed: Bed, checkpoints: dict[str, Path]
+) -> None:
+    streams = [Stream(random_prompt(i, 20 + i), TOKENS, f"crossing {i}", seed=i) for i in range(STREAMS)]
+    cached: dict[str, Cached] = {}
+    kinds: list[str] = []
+    models = {name: load(directory) for name, directory in checkpoints.items()}
+    with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
+        publisher.publish("begin", checkpoints["begin"])
+
+        def publish() -> None:
+            for name, policy, kind in (
+                ("full-1", "all", "full"),
+                ("delta-2", "new_session", "delta"),
+                ("full-3", "none", "full"),
+            ):
+                askers = Askers(bed, name)
+                done = publisher.publish(name, checkpoints[name], reset_prompt_cache=policy, kind=kind)
+                kinds.append(done.kind)
+                cached[policy] = askers.after()
+
+        asyncio.run(under_way(bed.server.url, bed.model, streams, 10, publish))
+    assert kinds == ["full", "delta", "full"]
+    assert cached == {"all": (0, 0), "new_session": (CACHED, 0), "none": (CACHED, CACHED)}
+    broken = [
+        (s.session, s.error, s.finish, len(s.tokens), s.done) for s in streams if not s.whole or s.resumed
+    ]
+    assert broken == []
+    assert {stream.replica for stream in streams} == {"replica-0", "replica-1"}
+    assert [s.labels for s in streams if s.labels != list(checkpoints)] == [], (
+        "labels, each once, in their order"
+    )
+    off = np.concatenate(
+        [np.subtract([t[1] for t in s.tokens], expected_logprobs(s, models)) for s in streams]
+    )
+    misfits = np.abs(off) > TOLERANCE
+    assert misfits.mean() <= ROUTED_OTHERWISE, (
+        f"{misfits.sum()} of {off.size}, at most {np.abs(off).max():.3g} nats"
+    )
+
+
+def test_a_snapshot_that_vllm_would_load_otherwise_serves_no_token(
+    bed: Bed, checkpoints: dict[str, Path]
+) -> None:
+    with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
+        before = {replica.snapshot for replica in publisher.status().replicas}
+        place = bed.server.bucket / "two-heads"
+        shutil.copytree(checkpoints["full-3"], place)
+        weights = load_file(place / "model.safetensors")
+        save_file({"lm_head.weight": -weights["lm_head.weight"]}, place / "value_head.safetensors")
+        publisher.signal("two-heads")
+        with pytest.raises(SnapshotFailed, match=r"value_head\.safetensors"):
+            publisher.wait_until_ready("two-heads", timeout_s=120)
+        assert {replica.snapshot for replica in publisher.status().replicas} == before == {"full-3"}
+    stream = Stream(random_prompt(99, 30), 8, "after a failure")
+    asyncio.run(under_way(bed.server.url, bed.model, [stream], 1, lambda: None))
+    assert stream.whole
+    assert stream.labels == ["full-3"]
+    numbers = [logprob for _, logprob, _ in stream.tokens]
+    assert numbers == pytest.approx(logprobs_of(load(checkpoints["full-3"]), stream.ids)[29:], abs=TOLERANCE)
+
+
+def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
+    bed: Bed, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Behind the replica's back, since it refuses what vLLM could not load: the server gets a tensor nobody knows."""
+    bad = tmp_path / "bad"
+    shutil.copytree(checkpoints["begin"], bad)
+    save_file({"no.such.tensor": torch.zeros(3)}, bad / "zz.safetensors")
+    streams = [Stream(random_prompt(200 + i, 40), 300, f"failing load {i}", seed=i) for i in range(8)]
+
+    switched: list[str] = []
+
+    def fail_to_load() -> None:
+        for replica in ("replica-0", "replica-1"):
+            words = cmdline(bed.process_of(replica, "api_server")).split(b"\0")
+            control = Control(f"http://127.0.0.1:{int(words[words.index(b'--port') + 1])}", "", 120.0)
+            loading: Any = switch(
+                control, bad, checkpoints["full-3"], "never", lambda: switched.append("never")
+            )
+            with pytest.raises(Unchanged, match="named 'no'"):
+                asyncio.run(loading)
+
+    asyncio.run(under_way(bed.server.url, bed.model, streams, 10, fail_to_load))
+    assert [(s.session, s.error, len(s.tokens)) for s in streams if not s.whole] == []
+    assert switched == []
+    model = load(checkpoints["full-3"])
+    for stream in streams:
+        assert stream.labels == ["full-3"]
+        expected = logprobs_of(model, stream.ids)[len(stream.prompt) - 1 :]
+        off = np.abs(np.subtract([logprob for _, logprob, _ in stream.tokens], expected))
+        assert (off > TOLERANCE).mean() <= 0.01, f"{stream.session}: {off.max():.3g} nats"

@@ -1,0 +1,111 @@
+"""Processes of vLLM, and the replica over them, killed under streams; at the end the whole server. Runs last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import descendants
+from vllm_bed import Bed, load, logprobs_of, started_at, until
+from vllm_streams import Stream, random_prompt, under_way
+
+from midstream.client import SnapshotPublisher
+
+STREAMS = 16
+TOKENS = 400
+SNAPSHOT = "before-the-kills"
+VICTIM = "replica-0"
+TOLERANCE = 2e-3  # nats, in float32
+ROUTED_OTHERWISE = 0.005  # of tokens
+
+
+@pytest.fixture(scope="module")
+def model(bed: Bed, tiny_model: Callable[..., Path]) -> Any:
+    """What serves, as transformers computes it."""
+    with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
+        publisher.publish(SNAPSHOT, tiny_model(seed=5))
+    return load(tiny_model(seed=5))
+
+
+def assert_sound(streams: list[Stream], model: Any) -> None:
+    """Every token that came is the snapshot's, given all before it: none was lost, none came twice."""
+    for stream in streams:
+        assert stream.labels == [SNAPSHOT]
+        expected = logprobs_of(model, stream.ids)[len(stream.prompt) - 1 :]
+        off = np.abs(np.subtract([logprob for _, logprob, _ in stream.tokens], expected))
+        assert (off > TOLERANCE).mean() <= ROUTED_OTHERWISE, f"{stream.session}: {off.max():.3g} nats"
+
+
+def serves_again(bed: Bed, publisher: SnapshotPublisher) -> bool:
+    with bed.http() as http:
+        replicas = http.get("/health").json()["replicas"]
+    return len(replicas) == 2 and all(r["ready"] for r in replicas) and publisher.status().serves(SNAPSHOT)
+
+
+@pytest.mark.parametrize("what", ["api_server", "EngineCore", "replica"])
+def test_a_killed_process_costs_no_stream_a_token_and_its_replica_comes_back(
+    bed: Bed, model: Any, what: str
+) -> None:
+    streams = [
+        Stream(random_prompt(f"{what} {i}", 60), TOKENS, f"{what} {i}", seed=i) for i in range(STREAMS)
+    ]
+    below = descendants(bed.replica_pid(VICTIM))
+    family = {pid: started_at(pid) for pid in below}
+    api_server = bed.process_of(VICTIM, "api_server")
+
+    def kill() -> None:
+        pid = bed.replica_pid(VICTIM) if what == "replica" else bed.process_of(VICTIM, what)
+        os.kill(pid, signal.SIGKILL)
+
+    asyncio.run(under_way(bed.server.url, bed.model, streams, 10, kill))
+    lost = [stream for stream in streams if stream.replica == VICTIM]
+    others = [stream for stream in streams if stream.replica != VICTIM]
+    assert lost
+    assert others
+    assert [(s.session, s.error, len(s.tokens)) for s in others if not s.whole or s.resumed] == []
+    moved = [stream for stream in lost if stream.resumed]
+    assert moved, [stream.error for stream in lost]
+    for stream in lost:
+        if stream.whole:
+            assert [seam["from"] for seam in stream.resumed] in ([VICTIM], [])
+        else:
+            assert stream.error is not None, f"{stream.session} is short, and nothing says so"
+            assert not stream.done
+    assert_sound(streams, model)
+
+    with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
+
+        def back() -> bool:
+            return api_server not in bed.server.children() and serves_again(bed, publisher)
+
+        until(back, lambda: f"{VICTIM} is not back:\n{bed.server.log.read_text()[-3000:]}")
+    left = [pid for pid, start in family.items() if start and started_at(pid) == start]
+    assert left == []
+    assert bed.strays() == []
+    after = [
+        Stream(random_prompt(f"after {what} {i}", 30), 20, f"after {what} {i}", seed=i) for i in range(8)
+    ]
+    asyncio.run(under_way(bed.server.url, bed.model, after, 1, lambda: None))
+    assert {stream.replica for stream in after} == {"replica-0", "replica-1"}
+    assert all(stream.whole for stream in after)
+    assert_sound(after, model)
+
+
+def test_nothing_is_left_when_the_server_itself_is_killed(bed: Bed) -> None:
+    family = bed.family()
+    assert (
+        len(family) > 8
+    )  # gateway, replicas; each with a keeper, an API server, an engine core and a worker
+    os.kill(bed.server.process.pid, signal.SIGKILL)
+    bed.server.process.wait(30)
+
+    def left() -> list[int]:
+        return [pid for pid, start in family.items() if start and started_at(pid) == start]
+
+    until(lambda: not left() and not bed.strays(), lambda: f"{left()} {bed.strays()}")

@@ -1,0 +1,172 @@
+"""The OpenAI API over real vLLM servers: their numbers are those of a plain forward pass over the tokens that are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+from vllm_bed import BLOCK, Bed, logprobs_of
+from vllm_streams import random_prompt
+
+from midstream.replica.chat import TextModel
+
+TOLERANCE = 1e-3  # nats, in float32
+MESSAGES = [{"role": "system", "content": "You count."}, {"role": "user", "content": "Wie weit? — до десяти"}]
+
+
+@pytest.fixture(scope="module")
+def http(bed: Bed) -> Iterator[httpx.Client]:
+    with bed.http() as client:
+        yield client
+
+
+def ask(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = http.post(f"/v1/{path}", json={"model": "default", "ignore_eos": True, **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def streamed(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    fields = {"model": "default", "stream": True, "ignore_eos": True, **body}
+    with http.stream("POST", f"/v1/{path}", json=fields) as answer:
+        data = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(item) for item in data[:-1]]
+
+
+def assert_scored(bed: Bed, prompt: list[int], choice: dict[str, Any]) -> None:
+    """A choice's logprobs are those of transformers, given its prompt."""
+    content = choice["logprobs"]["content"]
+    ids = prompt + [entry["token_id"] for entry in content]
+    expected = logprobs_of(bed.reference, ids)[len(prompt) - 1 :]
+    assert [entry["logprob"] for entry in content] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_chat_is_served_as_the_tokens_that_the_models_own_template_gives(
+    bed: Bed, http: httpx.Client
+) -> None:
+    wanted = AutoTokenizer.from_pretrained(bed.checkpoint).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=False
+    )
+    text = TextModel.load(bed.checkpoint)
+    assert list(text.encode_rendered(text.render(MESSAGES))) == wanted  # so does the embedded engine
+    fields = {"messages": MESSAGES, "max_tokens": 24, "logprobs": True, "return_token_ids": True}
+    answer = ask(http, "chat/completions", **fields)
+    (choice,) = answer["choices"]
+    assert answer["prompt_token_ids"] == wanted
+    assert answer["usage"]["prompt_tokens"] == len(wanted)
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"]) == 24
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+    assert text.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
+    assert_scored(bed, wanted, choice)
+
+
+def test_a_stream_is_the_plain_answer_in_pieces(bed: Bed, http: httpx.Client) -> None:
+    for path, prompt in (
+        ("completions", {"prompt": "Once upon a time"}),
+        ("chat/completions", {"messages": MESSAGES}),
+    ):
+        fields = {**prompt, "max_tokens": 40, "seed": 11, "logprobs": True, "return_token_ids": True}
+        fields |= {"user": "a stream in pieces", "temperature": 0.9, "top_p": 0.95}  # on one replica
+        (plain,) = ask(http, path, **fields)["choices"]
+        events = [event["choices"][0] for event in streamed(http, path, **fields)]
+        ids = [token for event in events for token in event["token_ids"]]
+        said = [event["delta"].get("content", "") if "delta" in event else event["text"] for event in events]
+        numbers = [
+            e["logprob"] for event in events if event["logprobs"] for e in event["logprobs"]["content"]
+        ]
+        assert ids == plain["token_ids"]
+        assert "".join(said) == (plain["message"]["content"] if "message" in plain else plain["text"])
+        assert numbers == pytest.approx([e["logprob"] for e in plain["logprobs"]["content"]], abs=TOLERANCE)
+        assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["length"]
+
+
+def test_every_choice_of_n_is_sampled_for_itself_and_numbered(bed: Bed, http: httpx.Client) -> None:
+    prompt = random_prompt(1, 40)
+    fields = {"prompt": prompt, "n": 3, "max_tokens": 30, "logprobs": True}
+    plain = ask(http, "completions", **fields)["choices"]
+    joined: dict[int, list[Any]] = {}
+    for event in streamed(http, "completions", **fields):
+        for choice in event["choices"]:
+            entries = choice["logprobs"]["content"] if choice["logprobs"] else []
+            joined.setdefault(choice["index"], []).extend(entries)
+    several = [choice["logprobs"]["content"] for choice in plain]
+    assert [choice["index"] for choice in plain] == sorted(joined) == [0, 1, 2]
+    for choices in (several, list(joined.values())):
+        assert len({tuple(entry["token_id"] for entry in content) for content in choices}) == 3
+        for content in choices:
+            assert len(content) == 30
+            assert_scored(bed, prompt, {"logprobs": {"content": content}})
+
+
+def test_a_stop_string_ends_the_text_before_it_also_behind_a_cached_prompt(
+    bed: Bed, http: httpx.Client
+) -> None:
+    prompt = random_prompt(2, 3 * BLOCK + 10)
+    fields = {"prompt": prompt, "max_tokens": 64, "temperature": 0, "user": "stop", "return_token_ids": True}
+    whole = ask(http, "completions", **fields)
+    text: str = whole["choices"][0]["text"]
+    at = next(
+        i
+        for i in range(4, len(text))
+        if text[i].isascii() and text[i].isprintable() and text[i] not in text[:i]
+    )
+    for _ in range(2):
+        answer = ask(http, "completions", **fields, stop=[text[at]])
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text[:at], "stop")
+        shown = choice["token_ids"]
+        assert shown == whole["choices"][0]["token_ids"][: len(shown)]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * BLOCK
+
+
+def test_an_answer_to_a_schema_is_json_of_it_and_its_raw_numbers_are_refused(http: httpx.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "colour": {"enum": ["red", "green"]}},
+        "required": ["n", "colour"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields = {"model": "default", "messages": MESSAGES, "response_format": form, "max_tokens": 400}
+    answers = [http.post("/v1/chat/completions", json={**fields, "seed": seed}) for seed in range(3)]
+    finished = [a.json()["choices"][0] for a in answers if a.status_code == 200]
+    assert len(finished) == 3, [a.text for a in answers]
+    parsed = [json.loads(c["message"]["content"]) for c in finished if c["finish_reason"] == "stop"]
+    assert parsed, "no answer came to its end"
+    for value in parsed:
+        assert value.keys() == {"n", "colour"}
+        assert isinstance(value["n"], int)
+        assert value["colour"] in ("red", "green")
+    refused = http.post("/v1/chat/completions", json={**fields, "logprobs": True})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("logprobs: vLLM")
+
+
+def test_an_echo_scores_the_prompt_as_a_plain_forward_pass_does(bed: Bed, http: httpx.Client) -> None:
+    prompt = random_prompt(3, 300)
+    answer = ask(http, "completions", prompt=prompt, max_tokens=6, echo=True, logprobs=True)
+    content = answer["choices"][0]["logprobs"]["content"]
+    ids = [entry["token_id"] for entry in content]
+    assert ids[:300] == prompt
+    assert len(ids) == 306
+    expected = logprobs_of(bed.reference, ids)
+    assert [entry["logprob"] for entry in content[1:]] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_what_vllm_cannot_do_is_refused_with_the_engine_and_the_feature(http: httpx.Client) -> None:
+    (entry,) = http.get("/v1/models").json()["data"]
+    assert entry["midstream"]["engine"]["kind"] == "vllm"
+    assert "routes" in entry["midstream"]["engine"]["lacks"]
+    fields = {"model": "default", "prompt": [20, 21], "max_tokens": 1, "include_routing_matrix": True}
+    refused = http.post("/v1/completions", json={**fields, "logprobs": True})
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.startswith("include_routing_matrix: ")
+    assert "vllm 0." in message
+    assert "feature routes" in message

@@ -1,0 +1,137 @@
+"""A server whose replicas are real vLLM servers, its processes by what they are, and the models to compare it with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from serving import Server, descendants, serve
+from transformers import AutoModelForCausalLM
+
+PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+REQUIRED = "MIDSTREAM_TEST_VLLM"
+CONTEXT = 2048
+BLOCK = 128  # tokens that vLLM caches together on a CPU
+DEADLINE_S = 240.0
+POLL_S = 0.1
+
+CONFIG = """
+[vllm]
+python = "{python}"
+args = ["--enforce-eager", "--max-model-len", "{context}", "--dtype", "float32"]
+env = {{ VLLM_CPU_KVCACHE_SPACE = "1", {mark} = "1" }}
+"""
+
+
+def installed() -> bool:
+    return PYTHON.with_name("python").exists() and (PYTHON.parents[1] / ".installed").exists()
+
+
+@dataclass
+class Bed:
+    server: Server
+    checkpoint: Path
+    mark: str  # a variable in the environment of every process of vLLM
+
+    @property
+    def model(self) -> str:
+        return self.server.model
+
+    @cached_property
+    def reference(self) -> Any:
+        """The model that is served at first, as transformers computes it."""
+        return load(self.checkpoint)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False)
+
+    def replica_pid(self, replica: str) -> int:
+        for pid in self.server.children():
+            if replica.encode() in cmdline(pid).split(b"\0"):
+                return pid
+        raise AssertionError(f"{replica} does not run")
+
+    def process_of(self, replica: str, what: str) -> int:
+        """Below a replica's process, the one whose command line or title has `what`."""
+        for pid in descendants(self.replica_pid(replica)):
+            if what.encode() in cmdline(pid):
+                return pid
+        raise AssertionError(f"{replica} has no process {what}")
+
+    def family(self) -> dict[int, str]:
+        """All processes below the server, each with the time it was started at, which makes it another if it differs."""
+        return {pid: started_at(pid) for pid in self.server.children()}
+
+    def strays(self) -> list[str]:
+        """Processes of vLLM that this bed started and that are not below its server any more."""
+        ours = {self.server.process.pid, *self.server.children(), os.getpid()}
+        marks = (f"{self.mark}=".encode(), str(self.checkpoint).encode())
+        return [
+            f"{pid}: {cmdline(pid)!r}"
+            for pid in pids()
+            if pid not in ours and any(mark in cmdline(pid) + environ(pid) for mark in marks)
+        ]
+
+
+@contextlib.contextmanager
+def vllm_bed(place: Path, checkpoint: Path) -> Iterator[Bed]:
+    mark = f"MIDSTREAM_TEST_{secrets.token_hex(6).upper()}"
+    config = place / "midstream.toml"
+    config.write_text(CONFIG.format(python=PYTHON, context=CONTEXT, mark=mark))
+    options = ("--engine", "vllm", "--replicas", "2", "--config", str(config), "--model", str(checkpoint))
+    with serve(place / "state", *options, "--no-tinker") as server:
+        yield Bed(server, checkpoint, mark)
+
+
+def until(holds: Callable[[], bool], what: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < end, what()
+        time.sleep(POLL_S)
+
+
+def load(checkpoint: Path) -> Any:
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def logprobs_of(model: Any, ids: list[int]) -> list[float]:
+    """The log-probability of each token after the first."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
+    return [float(value) for value in picked[:, 0]]
+
+
+def pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
+
+def cmdline(pid: int) -> bytes:
+    return _read(pid, "cmdline")
+
+
+def environ(pid: int) -> bytes:
+    return _read(pid, "environ")
+
+
+def started_at(pid: int) -> str:
+    """In ticks since the machine started; empty when there is no such process, or it is a zombie."""
+    fields = _read(pid, "stat").rpartition(b") ")[2].split()
+    return "" if not fields or fields[0] == b"Z" else fields[19].decode()

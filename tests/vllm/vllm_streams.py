@@ -1,0 +1,134 @@
+"""Rollouts as streams: what each said, token by token, and the numbers it should have said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import torch
+from vllm_bed import DEADLINE_S
+
+from midstream.client import snapshot_of
+
+
+def random_prompt(seed: object, size: int) -> list[int]:
+    return [random.Random(f"{seed} {i}").randint(20, 190) for i in range(size)]
+
+
+@dataclass
+class Stream:
+    """One completion. tokens: id, logprob, label of each that was generated, in their order."""
+
+    prompt: list[int]
+    max_tokens: int
+    session: str
+    seed: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    replica: str = ""
+    tokens: list[tuple[int, float, str]] = field(default_factory=list)
+    finish: str | None = None
+    error: Any = None
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + [token for token, _, _ in self.tokens]
+
+    @property
+    def labels(self) -> list[str]:
+        """Each snapshot once, in the order in which they came."""
+        found: list[str] = []
+        for _, _, label in self.tokens:
+            if not found or found[-1] != label:
+                found.append(label)
+        return found
+
+    @property
+    def whole(self) -> bool:
+        ended = self.done and self.error is None and self.finish == "length"
+        return ended and len(self.tokens) == self.max_tokens
+
+    async def run(self, http: httpx.AsyncClient, model: str, moved: Callable[[], None]) -> None:
+        """moved: called at each event."""
+        body = {"model": model, "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed}
+        body |= {"stream": True, "logprobs": True, "ignore_eos": True, "return_token_ids": True}
+        headers = {"x-multi-turn-session-id": self.session, **self.headers}
+        async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            self.replica = answer.headers["x-midstream-replica"]
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    assert not self.done
+                    self.done = True
+                elif line.startswith("data: "):
+                    self._take(json.loads(line.removeprefix("data: ")))
+                    moved()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        assert not self.done
+        assert self.error is None
+        if "error" in event:
+            self.error = event["error"]
+            return
+        if seam := event.get("midstream"):
+            self.resumed.append(seam["resumed"])
+        for choice in event["choices"]:
+            assert self.finish is None, "something follows the end"
+            entries = choice["logprobs"]["content"] if choice["logprobs"] else []
+            assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+            label = snapshot_of(event["model"])
+            assert label is not None
+            self.tokens += [(entry["token_id"], entry["logprob"], label) for entry in entries]
+            self.finish = choice["finish_reason"]
+
+
+async def under_way(
+    url: str, model: str, streams: Sequence[Stream], tokens: int, happen: Callable[[], Any]
+) -> None:
+    """Runs all streams to their ends; `happen` is called in a thread once each of them has so many tokens."""
+    begun = asyncio.Event()
+
+    def moved() -> None:
+        if all(len(stream.tokens) >= tokens for stream in streams):
+            begun.set()
+
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        asyncio.timeout(2 * DEADLINE_S),
+        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, limits=limits, trust_env=False) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        running = [group.create_task(stream.run(http, model, moved)) for stream in streams]
+        waits = group.create_task(begun.wait())
+        await asyncio.wait([waits, *running], return_when=asyncio.FIRST_COMPLETED)
+        assert begun.is_set(), "a stream ended before all were under way"
+        await asyncio.to_thread(happen)
+
+
+def expected_logprobs(stream: Stream, models: dict[str, Any]) -> list[float]:
+    """Of each token under the snapshot of its label; earlier positions keep the KV they were given.
+
+    The KV of a position is made by the pass that consumes it, so token j's is made under the label of token j + 1.
+    """
+    ids, labels = stream.ids, [label for _, _, label in stream.tokens]
+    expected: list[float] = []
+    cache, position, start = None, 0, 0
+    while start < len(labels):
+        end = start
+        while end < len(labels) and labels[end] == labels[start]:
+            end += 1
+        stop = len(stream.prompt) + end - 1  # the passes that gave tokens start..end-1 ran positions < stop
+        with torch.no_grad():
+            inputs = torch.tensor([ids[position:stop]])
+            output = models[labels[start]](inputs, past_key_values=cache, use_cache=True)
+        logprobs = output.logits[0, start - end :].log_softmax(-1)
+        targets = torch.tensor(ids[stop - (end - start) + 1 : stop + 1])
+        expected += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        cache, position, start = output.past_key_values, stop, end
+    return expected
