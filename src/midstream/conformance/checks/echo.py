@@ -105,7 +105,7 @@ async def warm(session: Session) -> Evidence:
     "echo.cached",
     "echo with logprobs does not switch prompt-cache reuse off",
     f"{PROTOCOL}: Router replay (R3) alignment",
-    NEEDS,
+    (*NEEDS, "cached_prompt_logprobs"),
 )
 async def cached(session: Session) -> Evidence:
     asked, key = session.prompt(), session.key()
