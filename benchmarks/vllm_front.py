@@ -38,6 +38,7 @@ BASES = {
     DIRECT_IDS: "direct_ids",
 }  # what a loss is counted against, and its name in the result
 FIGURES = ("tokens_per_s", "ttft_ms_p50", "gap_ms_mean", "gap_ms_p99")
+IDLE_S = 5.0
 CLIENT_START_S = 0.2  # CPU of the load generator's start, which it does not count itself
 
 
@@ -89,6 +90,17 @@ def started(model: Model, folder: Path, *, eager: bool) -> Iterator[Bed]:
             columns[ROUTER] = Column(endpoint, router.pid)
             about[ROUTER] = {"version": router.version(), "command": router.configuration()["command"]}
         yield Bed(vllm, {name: columns[name] for name in COLUMNS if name in columns}, about)
+
+
+def idle_cores(bed: Bed) -> dict[str, float]:
+    """Cores that each server uses while nobody asks it anything."""
+    names = {bed.vllm_pid: "vLLM"} | {
+        column.front: name for name, column in bed.columns.items() if column.front is not None
+    }
+    time.sleep(2)
+    before = bed.cpu_s()
+    time.sleep(IDLE_S)
+    return {names[pid]: round((after - before[pid]) / IDLE_S, 4) for pid, after in bed.cpu_s().items()}
 
 
 def measure_column(bed: Bed, column: Column, line: Line, seed: int) -> dict[str, float]:
@@ -166,6 +178,7 @@ def measure_model(
     """{"about": servers, "lines": [...]} of one model."""
     with started(model, folder, eager=eager) as bed:
         warm(bed, streams)
+        bed.about["idle_cores"] = idle_cores(bed)
         lines = [Line(model.name, "front", count, PROMPT, NEW) for count in streams]
         rows = [measure_line(bed, line, rounds, seed) for line in lines]
         bed.about["kv_bytes_per_token"] = bed.vllm.kv_bytes_per_token()

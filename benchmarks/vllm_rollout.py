@@ -11,7 +11,7 @@ Reported per way:
     wall_s, turn_ms          of the run; p50 and p99 of a turn, from the request's first byte to its last token
     cached_share             of the prompt tokens of all turns but the first: cached by the usage; cached_of_possible: over what
                              there would be if every turn found all whole blocks of the turn before
-    gap_ms                   p50, p99 and the longest time between two tokens of a stream
+    gap_ms                   mean, p50, p99 and the longest time between two tokens of a stream
     pause_ms                 of each swap on each replica, by its own word; signal_to_ready_s by the clock
     crossed                  streams that had tokens of more than one snapshot, and their tokens behind the first swap
     failures                 turns that were not answered whole and with labels in order
@@ -142,6 +142,7 @@ def figures(all_plans: Sequence[Plan], driven: Driven) -> dict[str, Any]:
         "turn_ms_p99": round(percentile(latencies, 0.99), 1),
         "cached_share": round(cached / max(1, prompts), 4),
         "cached_of_possible": round(cached / max(1, possible_cached(all_plans)), 4),
+        "gap_ms_mean": round(statistics.fmean(gaps), 2) if gaps else 0.0,
         "gap_ms_p50": round(percentile(gaps, 0.5), 2),
         "gap_ms_p99": round(percentile(gaps, 0.99), 2),
         "gap_ms_max": round(percentile(gaps, 1.0), 2),

@@ -51,11 +51,17 @@ def heading(part: dict[str, Any], busiest: float) -> str:
 def _front(part: dict[str, Any]) -> list[str]:
     busiest = max(c["other_cpu_share"] for row in part["lines"] for c in row["columns"].values())
     routers = [about["vllm-router"] for about in part["models"].values() if "vllm-router" in about]
-    peer = f" {routers[0]['version']}, `{routers[0]['command']}`." if routers else ""
+    peer = f" The router is {routers[0]['version']}." if routers else " vllm-router is absent."
     found = ["### In front of one vLLM", heading(part, busiest) + peer]
     found += [_line(row) for row in part["lines"]]
     verdicts = [_verdict(row, base) for row in part["lines"] for base in BASE_NAMES]
-    return [*found, "\n".join(verdict for verdict in verdicts if verdict)]
+    idle = [
+        f"- {model}, while nobody asks: "
+        + ", ".join(f"{name} {share:.3f}" for name, share in about["idle_cores"].items())
+        for model, about in part["models"].items()
+    ]
+    said = [f"{line} cores, which a slow stream's CPU in front holds too." for line in idle]
+    return [*found, "\n".join([*(verdict for verdict in verdicts if verdict), *said])]
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -64,11 +70,11 @@ def _line(row: dict[str, Any]) -> str:
         *(
             "tok/s",
             "first token, ms",
-            "gap mean / p99, ms",
+            "mean gap / p99, ms",
             "CPU in front, ms/token",
             "CPU of vLLM, ms/token",
         ),
-        "lost: throughput / first token / gap mean / gap p99, %",
+        "lost: throughput / first token / mean gap / gap p99, %",
     ]
     body = [
         [
@@ -112,7 +118,7 @@ def _rollout(part: dict[str, Any]) -> list[str]:
     busiest = max(one["range"]["others"][1] for one in ways.values())
     about = (
         f"{work['trajectories']} trajectories of {work['turns']} turns on {part['about']['replicas']} vLLM replicas, "
-        f"{part['swaps']} swaps where there are any. With blocks of {part['block']} tokens, at most "
+        f"swaps where there are any: {part['swaps']}. With blocks of {part['block']} tokens, at most "
         f"{part['possible_cached_share']:.1%} of the later turns' prompts can be found."
     )
     found = ["### Rollouts on two vLLM replicas", heading(part, busiest), about, _ways(ways)]
@@ -130,14 +136,14 @@ def _rollout(part: dict[str, Any]) -> list[str]:
 
 def _ways(ways: dict[str, Any]) -> str:
     head = ["", "wall, s", "cached, later turns", "of the possible", "turn p50, ms", "turn p99, ms"]
-    head += ["gap p50, ms", "gap p99, ms", "longest gap, ms", "CPU of all, s"]
+    head += ["mean gap, ms", "gap p99, ms", "longest gap, ms", "CPU of all, s"]
     columns = {
         "wall_s": ".1f",
         "cached_share": ".1%",
         "cached_of_possible": ".1%",
         "turn_ms_p50": ",.0f",
         "turn_ms_p99": ",.0f",
-        "gap_ms_p50": ".1f",
+        "gap_ms_mean": ".1f",
         "gap_ms_p99": ".1f",
         "gap_ms_max": ",.0f",
         "cpu_s": ".1f",
