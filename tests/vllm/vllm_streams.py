@@ -35,6 +35,7 @@ class Stream:
     error: Any = None
     resumed: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
+    ended: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -69,6 +70,8 @@ class Stream:
                 elif line.startswith("data: "):
                     self._take(json.loads(line.removeprefix("data: ")))
                     moved()
+        self.ended = True
+        moved()
 
     def _take(self, event: dict[str, Any]) -> None:
         assert not self.done
@@ -91,11 +94,11 @@ class Stream:
 async def under_way(
     url: str, model: str, streams: Sequence[Stream], tokens: int, happen: Callable[[], Any]
 ) -> None:
-    """Runs all streams to their ends; `happen` is called in a thread once each of them has so many tokens."""
+    """Runs all streams to their ends; `happen` is called in a thread once each of them has so many tokens, or has ended."""
     begun = asyncio.Event()
 
     def moved() -> None:
-        if all(len(stream.tokens) >= tokens for stream in streams):
+        if all(stream.ended or len(stream.tokens) >= tokens for stream in streams):
             begun.set()
 
     limits = httpx.Limits(max_connections=None)
@@ -104,10 +107,9 @@ async def under_way(
         httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, limits=limits, trust_env=False) as http,
         asyncio.TaskGroup() as group,
     ):
-        running = [group.create_task(stream.run(http, model, moved)) for stream in streams]
-        waits = group.create_task(begun.wait())
-        await asyncio.wait([waits, *running], return_when=asyncio.FIRST_COMPLETED)
-        assert begun.is_set(), "a stream ended before all were under way"
+        for stream in streams:
+            group.create_task(stream.run(http, model, moved))
+        await begun.wait()
         await asyncio.to_thread(happen)
 
 

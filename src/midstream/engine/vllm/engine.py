@@ -21,7 +21,6 @@ import msgspec
 from midstream.config import VllmSettings
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.engine.vllm import wire
-from midstream.engine.vllm.arguments import WORKER, WORKER_DIR, WORKER_FLAG
 from midstream.engine.vllm.card import vllm_card
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
@@ -129,7 +128,7 @@ class VllmEngine(Engine):
     async def _take_over(self) -> None:
         """To where a boot begins: base weights, nothing cached that we could find, not paused."""
         if self._attached:  # somebody before us may have left it in any state
-            self._check_experts()
+            self._server.check_reload(experts=bool(self._shape.moe_layers))
             await self._control.pause(clear_cache=True)
             await self._control.reload(self._model_dir)
         await self._control.set_version(self._epochs.version(0, BASE_SNAPSHOT))
@@ -137,13 +136,6 @@ class VllmEngine(Engine):
             await self._control.resume()
         else:
             await self._prove_reload()
-
-    def _check_experts(self) -> None:
-        if self._shape.moe_layers and not self._server.reloads_experts:
-            raise ServerFailed(
-                f"the vLLM server at {self._server.url} runs on a CPU, where vLLM leaves reloaded experts in a form that it cannot "
-                f"compute with: start it with PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
-            )
 
     async def _prove_reload(self) -> None:
         size, context = self._shape.vocab_size, self._server.max_model_len

@@ -25,7 +25,14 @@ import msgspec
 
 from midstream.config import VllmSettings
 from midstream.engine.vllm import keeper
-from midstream.engine.vllm.arguments import command_line, environment, given_flags
+from midstream.engine.vllm.arguments import (
+    WORKER,
+    WORKER_DIR,
+    WORKER_FLAG,
+    command_line,
+    environment,
+    given_flags,
+)
 from midstream.httpcall import CallFailed, call
 
 logger = logging.getLogger(__name__)
@@ -86,8 +93,18 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     enable_return_routed_experts: bool = False
 
 
+class _DeviceConfig(msgspec.Struct, frozen=True):
+    device: Any = None
+
+
+class _ParallelConfig(msgspec.Struct, frozen=True):
+    worker_extension_cls: str = ""
+
+
 class _Config(msgspec.Struct, frozen=True):
     model_config: _ModelConfig = _ModelConfig()
+    device_config: _DeviceConfig = _DeviceConfig()
+    parallel_config: _ParallelConfig = _ParallelConfig()
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -134,6 +151,7 @@ class VllmServer:
         self.max_model_len = 0
         #: It says which experts a token's computation went through.
         self.returns_routes = False
+        self._packs_experts = True
 
     def __repr__(self) -> str:
         kind = "attached" if self._attached else f"pid={self.pid}"
@@ -289,6 +307,17 @@ class VllmServer:
                 f"the vLLM server at {self.url} reports {model.logprobs_mode}: start it with --logprobs-mode raw_logprobs"
             )
         self.returns_routes = model.enable_return_routed_experts
+        config = info.vllm_config
+        worker = config.parallel_config.worker_extension_cls
+        self._packs_experts = config.device_config.device != "cpu" or worker == WORKER
+
+    def check_reload(self, *, experts: bool) -> None:
+        """Raises ServerFailed when weights that are loaded in place would not be computed with as they should be."""
+        if experts and not self._packs_experts:
+            raise self._failed(
+                f"the vLLM server at {self.url} runs on a CPU, where vLLM leaves reloaded experts in a form that it cannot "
+                f"compute with: start it with PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
+            )
 
     async def _get(self, path: str, kind: type[Any], hint: str = "", timeout_s: float = ANSWER_S_MAX) -> Any:
         where = f"the vLLM server at {self.url}: GET {path}"
