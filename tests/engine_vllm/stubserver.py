@@ -1,6 +1,6 @@
 """What a vLLM server looks like from outside, without vLLM: an interpreter to name in `vllm.python`.
 
-`fake_python` makes one. Run, it takes `-m MODULE --port N ...`, notes what it was given, and speaks the endpoints that
+`fake_python` makes one. Run, it takes `-P -m MODULE --port N ...`, notes what it was given, and speaks the endpoints that
 engine/vllm/server.py asks. Under it is an "engine core" that ignores SIGTERM, and under that a "worker" in a session of its
 own.
 """

@@ -98,7 +98,7 @@ class TestStart:
 
         async def check(server: VllmServer) -> None:
             given = fake.given()
-            assert given["argv"][1:4] == ["vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+            assert given["argv"][2:5] == ["vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
             assert given["argv"][-2:] == ["--dtype", "float32"]
             assert given["env"]["VLLM_SERVER_DEV_MODE"] == "1"
             assert given["env"]["DO_NOT_TRACK"] == "0"  # the user's settings win
@@ -431,7 +431,7 @@ class TestArguments:
 
     def test_ours(self) -> None:
         assert self.line() == [
-            *("python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)),
+            *("python", "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)),
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8001"),
             *("--generation-config", "vllm", "--enable-scale-out", "--enable-prompt-tokens-details"),
             *("--disable-uvicorn-access-log", "--structured-outputs-config", '{"backend": "guidance"}'),

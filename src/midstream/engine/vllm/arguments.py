@@ -53,6 +53,7 @@ ONLY = {
 SAME = {
     "asc": "api-server-count",
     "no-disable-uvicorn-access-log": "disable-uvicorn-access-log",
+    "enable-chunked-prefill": "no-enable-chunked-prefill",
 }
 
 
@@ -104,8 +105,10 @@ def command_line(
     }
     if is_cpu_build(python):
         ours[WORKER_FLAG] = WORKER
+        # A seeded request whose prompt is computed in pieces ends the whole server: a generator on the CPU has no offset to set.
+        ours["no-enable-chunked-prefill"] = None
     given = {name for name, _ in given_flags(args)}
-    command = [python, "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
+    command = [python, "-P", "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     for name, value in ours.items():
         if name not in given:
