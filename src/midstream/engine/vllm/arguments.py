@@ -105,7 +105,7 @@ def command_line(
     }
     if is_cpu_build(python):
         ours[WORKER_FLAG] = WORKER
-        # A seeded request whose prompt is computed in pieces ends the whole server: a generator on the CPU has no offset to set.
+        # A seeded request whose prompt is computed in pieces ends the server: a generator on the CPU has no offset to set.
         ours["no-enable-chunked-prefill"] = None
     given = {name for name, _ in given_flags(args)}
     command = [python, "-P", "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
