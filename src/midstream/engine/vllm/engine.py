@@ -213,6 +213,7 @@ class VllmEngine(Engine):
         salt, clean = self._salt(request)
         choice = ChoiceStream(request, index, self._epochs, self._shape, run.put, clean=clean, prompt=prompt)
         choice.salt = salt
+        choice.on_complaint = lambda: self._ended(run, choice, None)
         run.choices[index] = choice
         size = len(request.prompt) + len(request.emitted_of(index))
         data = wire.body(
@@ -241,13 +242,14 @@ class VllmEngine(Engine):
     def _ended(self, run: Run, choice: ChoiceStream, reason: str | None) -> None:
         if choice.over:
             return
-        if reason is None or not self._running:
+        doubt = reason or choice.complaint
+        if doubt is None or not self._running:
             choice.ended(reason)
             return
-        self._do_beside(self._lost(run, choice, reason), "whether vLLM died")
+        self._do_beside(self._lost(run, choice, doubt), "whether vLLM died")
 
     async def _lost(self, run: Run, choice: ChoiceStream, reason: str) -> None:
-        """A connection was: with the server, or alone."""
+        """A connection, or a request that the server complains of: with the server, or alone."""
         try:
             await self._died(reason)
         except EngineDied as error:

@@ -56,6 +56,8 @@ class ChoiceStream:
         self._cached: int | None = None
         self._spans: tuple[tuple[str, int, int], ...] | None = None
         self._error_body = b""
+        self._said: str | None = None  # an error event; nothing is taken behind it
+        self.on_complaint: Callable[[], None] = lambda: self.ended(None)  # what an error event leads to
         self.response: ResponseStream | None = None
 
     def __repr__(self) -> str:
@@ -82,8 +84,17 @@ class ChoiceStream:
         status = 0 if self.response is None else self.response.status
         if status >= 400:
             self.fail(wire.error_of(status, self._error_body))
+        elif self._said is not None:
+            self.fail(self._said)
         else:
             self.fail(f"vLLM's answer was cut short: {reason or 'it ended before the choice was complete'}")
+
+    @property
+    def complaint(self) -> str | None:
+        """What the server said went wrong in it: with this request, or because the server itself is dying."""
+        if self.response is not None and self.response.status >= 500:
+            return wire.error_of(self.response.status, self._error_body)
+        return self._said
 
     def switched(self) -> None:
         self.told.switched()
@@ -100,10 +111,11 @@ class ChoiceStream:
         self._emit(GenerationEvent(index=self._index, error=message))
 
     def _take(self, chunk: wire.Chunk) -> None:
-        if self.over:
+        if self.over or self._said is not None:
             return
         if chunk.error is not None:
-            self.fail(chunk.error)
+            self._said = chunk.error
+            self.on_complaint()
             return
         if (
             chunk.cached is not None
