@@ -310,6 +310,24 @@ def test_errors_end_the_request_with_words_and_the_others_go_on(tmp_path: Path) 
     asyncio.run(main())
 
 
+def test_an_error_of_a_server_whose_engine_core_died_is_the_servers_end(tmp_path: Path) -> None:
+    """Its streams can go on elsewhere then; an error event would end them."""
+
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            lost, (request,) = await begun(engine, fake, asking("lost"))
+            request.step()
+            await until(lambda: lost.records())
+            fake.healthy = False
+            request.event({"error": {"message": "EngineCore encountered an issue."}})
+            await lost.ended()
+            assert lost.errors == []
+            assert lost.died is not None
+            assert "EngineCore encountered an issue" in str(lost.died)
+
+    asyncio.run(main())
+
+
 def test_a_finish_without_its_last_lines_is_no_finish(tmp_path: Path) -> None:
     """The last tokens are told when all that vLLM says of the choice was read."""
 
