@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.conformance.answers import largest_difference
@@ -17,6 +19,7 @@ HOT_LOAD = f"{PROTOCOL}: Hot load"
 PUBLISH = ("publish",)
 PROBES = 6  # sessions that look at what serves, so that more than one replica is seen
 SOURCE_HEADER = "x-fireworks-hot-load-source-url"
+LEDGER_TRIES, LEDGER_POLL_S = 50, 0.1
 MIN_DIFFERENCE = 0.2  # nats: between other weights, on the average of a prompt's tokens
 
 
@@ -232,22 +235,36 @@ async def source_url(session: Session) -> Evidence:
 async def ledger(session: Session) -> Evidence:
     snapshots = session.snapshots
     identity = await snapshots.serve(snapshots.other())
-    name = session.target.deployment
-    response = await session.endpoint.request("GET", f"/v1/{name}/ledger")
-    expect(response.status_code == 200, refusal(response))
-    body = response.json()
+    body, entry = await _ledger(session, identity)
+    for _ in range(LEDGER_TRIES):  # it is written a moment after the replicas serve
+        if all(replica.get("ready_at") for replica in _replicas(entry)):
+            break
+        await asyncio.sleep(LEDGER_POLL_S)
+        body, entry = await _ledger(session, identity)
     expect(
         body["desired_snapshot_identity"] == identity,
         "the desired snapshot is another",
         desired=body["desired_snapshot_identity"],
     )
+    shown = _replicas(entry)
+    expect(entry["kind"] == "full", "its kind is not full", kind=entry["kind"])
+    expect(all(replica.get("ready_at") for replica in shown), "a replica has no ready_at", replicas=shown)
+    return {"snapshots": len(body["snapshots"]), "replicas": len(shown)}
+
+
+async def _ledger(session: Session, identity: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ledger, and the last row of `identity` in it."""
+    response = await session.endpoint.request("GET", f"/v1/{session.target.deployment}/ledger")
+    expect(response.status_code == 200, refusal(response))
+    body = response.json()
     rows = [entry for entry in body["snapshots"] if entry["identity"] == identity]
     expect(rows, f"{identity} is not in the ledger")
-    replicas = rows[-1]["replicas"]
-    shown = replicas.values() if isinstance(replicas, dict) else replicas
-    expect(rows[-1]["kind"] == "full", "its kind is not full", kind=rows[-1]["kind"])
-    expect(all(entry.get("ready_at") for entry in shown), "a replica has no ready_at", replicas=replicas)
-    return {"snapshots": len(body["snapshots"]), "replicas": len(replicas)}
+    return body, rows[-1]
+
+
+def _replicas(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    replicas = entry["replicas"]
+    return list(replicas.values() if isinstance(replicas, dict) else replicas)
 
 
 def _edit_config(directory: Path, edit: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
