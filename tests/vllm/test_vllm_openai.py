@@ -34,8 +34,11 @@ def ask(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
 def streamed(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
     fields = {"model": "default", "stream": True, "ignore_eos": True, **body}
     with http.stream("POST", f"/v1/{path}", json=fields) as answer:
-        data = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
-    assert data[-1] == "[DONE]"
+        lines = answer.read().split(
+            b"\n"
+        )  # a model that says any bytes says U+0085 too, where iter_lines() ends a line
+    data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+    assert data[-1] == b"[DONE]"
     return [json.loads(item) for item in data[:-1]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,12 +63,12 @@ class Stream:
         async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
             assert answer.status_code == 200, await answer.aread()
             self.replica = answer.headers["x-midstream-replica"]
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
+            async for data in events(answer):
+                if data == b"[DONE]":
                     assert not self.done
                     self.done = True
-                elif line.startswith("data: "):
-                    self._take(json.loads(line.removeprefix("data: ")))
+                else:
+                    self._take(json.loads(data))
                     moved()
         self.ended = True
         moved()
@@ -89,6 +89,16 @@ class Stream:
             assert label is not None
             self.tokens += [(entry["token_id"], entry["logprob"], label) for entry in entries]
             self.finish = choice["finish_reason"]
+
+
+async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of each event. A model that says any bytes says U+0085 too, where aiter_lines() ends a line."""
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ")
 
 
 async def under_way(
