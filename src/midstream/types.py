@@ -85,7 +85,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_kv_snapshots: tell which snapshots computed the KV (GenerationEvent.kv_snapshots).
     grammar: what the generated text must match, in llguidance's Lark dialect or JSON; None: anything. Only for an engine
         whose ModelInfo.grammars is true. Checked before (replica/grammar.py): one that does not compile ends in an error event.
-    stop_strings: the choice's text is cut at these by whoever asked; an engine that reads text may end there by itself.
     want_logprobs: False: nobody will look at them; an engine may leave `logprob` at 0.0 and alternatives out.
     reproducible: False: nobody chose the seed; an engine may draw in any way.
     urgent: goes before requests that wait, and beside as many as run already.
@@ -106,7 +105,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     kv_age_max: int | None = None
     emitted: tuple[tuple[int, ...] | None, ...] = ()
-    stop_strings: tuple[str, ...] = ()
     want_logprobs: bool = True
     reproducible: bool = True
     urgent: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.engine.vllm.routes import RoutesBroken, decode_routes
@@ -124,6 +124,7 @@ def test_a_cut_array_is_refused(cut: int) -> None:
         decode_routes(base64.b64encode(raw).decode(), first=0, count=4, **SHAPE)
 
 
+@settings(deadline=None)
 @given(place=st.integers(0, 127), bits=st.integers(1, 255))
 def test_a_damaged_header_gives_the_same_routes_or_none(place: int, bits: int) -> None:
     whole = base64.b64decode(npy(good()))
@@ -137,6 +138,7 @@ def test_a_damaged_header_gives_the_same_routes_or_none(place: int, bits: int) -
     assert found == expected
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
     with pytest.raises(RoutesBroken):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.engine.vllm.salts import Salts
@@ -12,6 +12,7 @@ REQUEST = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(REQUEST, max_size=60))
 def test_nothing_older_than_the_bound_and_nothing_of_another_namespace_is_found(
     requests: list[tuple[bytes, int | None, bool, int]],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.engine.vllm import wire
@@ -114,6 +114,7 @@ def test_alternatives_are_the_best_ones_best_first_whatever_was_sampled() -> Non
 
 
 @pytest.mark.parametrize("name", STREAMS)
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 1 << 13), max_size=12), crlf=st.booleans(), comments=st.booleans())
 def test_bytes_may_be_cut_anywhere(name: str, cuts: list[int], crlf: bool, comments: bool) -> None:
     data = stream(name)

@@ -86,7 +86,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedDetails
+    prompt_tokens_details: CachedDetails | UnsetType  # not there: nobody knows (vLLM, behind a stop string)
 
 
 class _ChoiceTail(msgspec.Struct, kw_only=True):

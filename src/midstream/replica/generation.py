@@ -378,15 +378,21 @@ class Generation:
     def _usage(self) -> Usage:
         prompt = sum(len(p.token_ids) for p in self._prompts)
         completion = sum(choice.generated for choice in self._choices)
-        cached = sum(self._cached.values())
-        return Usage(prompt, completion, prompt + completion, CachedDetails(cached))
+        return Usage(prompt, completion, prompt + completion, self._cached_details())
+
+    def _cached_details(self) -> CachedDetails | UnsetType:
+        """Not there when a stop string ended it before the engine said how much was cached."""
+        if len(self._cached) < len(self._prompts) and self.checked.stops:
+            return UNSET
+        return CachedDetails(sum(self._cached.values()))
 
     def _metrics(self, *, done: bool) -> dict[str, Any]:
         if self._final_metrics is not None:
             return self._final_metrics
         started, first_token = self._timings.started, self._timings.first_token
         metrics: dict[str, Any] = {"prompt-tokens": sum(len(p.token_ids) for p in self._prompts)}
-        if done or len(self._cached) == len(self._prompts):
+        details = self._cached_details()
+        if (done or len(self._cached) == len(self._prompts)) and details is not UNSET:
             metrics["cached-prompt-tokens"] = sum(self._cached.values())
         metrics["num-concurrent-requests"] = self._service.gate.inside
         if self._timings.queued_s is not None:

@@ -227,7 +227,6 @@ class Service:
                 # Without log-probabilities an echo shows nothing that the prompt itself does not say.
                 prompt_records=echoed_tokens(checked, prompt) if checked.logprobs else 0,
                 want_kv_snapshots=checked.perf_metrics,
-                stop_strings=checked.stops if checked.tools is None else (),
                 want_logprobs=checked.logprobs is not None,
                 reproducible=checked.seed is not None,
                 grammar=answer,

@@ -41,7 +41,7 @@ class Scorer:
         first = max(
             len(request.prompt) - request.prompt_records - 1, 0
         )  # the pass that scores the first of them
-        alone = replace(request, n=1, emitted=(), reproducible=False, grammar=None, stop_strings=())
+        alone = replace(request, n=1, emitted=(), reproducible=False, grammar=None)
         data = wire.body(
             alone,
             0,

@@ -337,11 +337,8 @@ def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
         "stop_token_ids": s.stop_token_ids,
         "ignore_eos": True,  # the request's own stop_token_ids have the end tokens, unless they are to be ignored
         "min_tokens": 0,
-        "detokenize": bool(request.stop_strings),
+        "detokenize": False,  # text, and what stops at it, is the replica's
     }
-    if request.stop_strings:
-        said["stop"] = request.stop_strings
-        said["include_stop_str_in_output"] = True
     if s.logit_bias:
         said["logit_bias"] = s.logit_bias
     if request.want_logprobs:
