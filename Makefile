@@ -23,6 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -32,7 +33,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-cookbook test-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -82,13 +83,16 @@ demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
 test: setup setup-fireworks setup-tinker
-	$(BIN)/python -m pytest --ignore tests/vllm $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook
 	$(BIN)/python -m pytest tests/tinker/test_tinker_cookbook.py $(TEST_ARGS)
 
 test-vllm: setup setup-vllm
 	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+
+test-ray-vllm: setup setup-vllm
+	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/launch_ray/test_ray_vllm.py $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
