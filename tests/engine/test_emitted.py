@@ -17,7 +17,7 @@ from midstream.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.process import EmbeddedEngine
 from midstream.models.tiny_moe import VOCAB_SIZE
-from midstream.types import GenerateRequest, GenerationEvent
+from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
 torch.set_num_threads(1)
 MAX_TOKENS = 40
@@ -25,9 +25,26 @@ MAX_TOKENS = 40
 
 @pytest.fixture(params=["native", "torch"])
 def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> tuple[Path, EngineSettings]:
-    """bfloat16: there a position's numbers do not depend on how many were computed with it."""
+    """With native kernels a position's numbers do not depend on how many were computed with it. With torch's they may, in
+    bfloat16 on some processors enough to draw another token: there it is float32, to 1e-4."""
     needs_compiler(request.param)
-    return tiny_model(dtype="bfloat16"), EngineSettings(kernels=request.param)
+    dtype = "bfloat16" if request.param == "native" else "float32"
+    return tiny_model(dtype=dtype), EngineSettings(kernels=request.param)
+
+
+def assert_same(
+    got: Sequence[TokenRecord] | None, expected: Sequence[TokenRecord] | None, kernels: str
+) -> None:
+    if kernels == "native" or not got or not expected:
+        assert got == expected
+        return
+    assert [(r.token_id, r.snapshot, r.route) for r in got] == [
+        (r.token_id, r.snapshot, r.route) for r in expected
+    ]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert ours.sampling_logprob == pytest.approx(theirs.sampling_logprob, abs=1e-4)
+        assert [t.token_id for t in ours.top_logprobs] == [t.token_id for t in theirs.top_logprobs]
 
 
 def variants() -> dict[str, GenerateRequest]:
@@ -74,16 +91,16 @@ def test_what_follows_the_emitted_tokens_is_what_would_have_followed(
         cuts = [max(cut - index, 0) for index in range(asked.n)]  # choices are not all as far
         after = resumed(model, asked, [ids[i][:at] for i, at in enumerate(cuts)])
         for at, choice, expected in zip(cuts, after, undisturbed, strict=True):
-            assert choice.tokens == expected.tokens[at:]
+            assert_same(choice.tokens, expected.tokens[at:], model[1].kernels)
             assert (choice.finish, choice.error) == (expected.finish, None)
-            assert choice.prompt == expected.prompt
+            assert_same(choice.prompt, expected.prompt, model[1].kernels)
 
 
 def test_choices_that_are_over_are_not_computed(model: tuple[Path, EngineSettings]) -> None:
     asked = variants()["sampled"]
     undisturbed = whole(model, asked)
     after = resumed(model, asked, [None, tuple(r.token_id for r in undisturbed[1].tokens[:9]), None])
-    assert after[1].tokens == undisturbed[1].tokens[9:]
+    assert_same(after[1].tokens, undisturbed[1].tokens[9:], model[1].kernels)
     assert [(choice.tokens, choice.finish) for choice in (after[0], after[2])] == [([], None)] * 2
 
 

@@ -189,7 +189,7 @@ def test_top_k_rows_of_the_prompt() -> None:
     [
         ({"num_samples": 2}, [choice(0, [entry(1, -1.0, -1.0)])], "1 sequences instead of 2"),
         ({}, [choice(0, [])], "without tokens"),
-        ({}, [choice(0, [entry(1, -1.0, None)])], "without tokens or log-probabilities"),
+        ({}, [choice(0, [entry(1, -1.0, None)])], "feature sampling_logprobs"),
         ({"prompt_logprobs": True}, [choice(0, [entry(1, -1.0, -1.0)] * 5)], "another prompt"),
         ({}, [{"index": 0}], "cannot be read"),
     ],

@@ -229,7 +229,7 @@ def _sequence(choice: _Choice, echoed: int) -> Sequence:
         raise Failed(
             "the server's engine cannot tell log-probabilities under this temperature and these filters (feature"
             " sampling_logprobs); use temperature 1 or 0 without filters",
-            "user",
+            "server",
         )
     return Sequence(
         tokens=tuple(entry.token_id for entry in entries),
