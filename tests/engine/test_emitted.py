@@ -23,13 +23,27 @@ torch.set_num_threads(1)
 MAX_TOKENS = 40
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", "torch in bfloat16"])
 def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> tuple[Path, EngineSettings]:
-    """With native kernels a position's numbers do not depend on how many were computed with it. With torch's they may, in
-    bfloat16 on some processors enough to draw another token: there it is float32, to 1e-4."""
-    needs_compiler(request.param)
-    dtype = "bfloat16" if request.param == "native" else "float32"
-    return tiny_model(dtype=dtype), EngineSettings(kernels=request.param)
+    """With native kernels a position's numbers do not depend on how many were computed with it. With torch's it is a matter of
+    the processor in bfloat16; in float32 they are the same to 1e-4."""
+    kernels = "native" if request.param == "native" else "torch"
+    needs_compiler(kernels)
+    settings = EngineSettings(kernels=kernels)
+    found = tiny_model(dtype="float32" if request.param == "torch" else "bfloat16"), settings
+    if request.param == "torch in bfloat16" and not rows_stand_alone(found):
+        pytest.skip("on this processor torch computes a bfloat16 row otherwise in a longer prefill")
+    return found
+
+
+def rows_stand_alone(model: tuple[Path, EngineSettings]) -> bool:
+    """Whether tokens have the very log-probabilities in one prefill that they had one by one; nothing is resumed for this."""
+    asked = replace(variants()["sampled"], n=1)
+    (one_by_one,) = whole(model, asked)
+    ids = tuple(record.token_id for record in one_by_one.tokens)
+    (at_once,) = whole(model, replace(asked, prompt=(*asked.prompt, *ids), prompt_records=len(ids)))
+    assert at_once.prompt is not None
+    return [r.logprob for r in at_once.prompt] == [r.logprob for r in one_by_one.tokens]
 
 
 def assert_same(
@@ -91,16 +105,16 @@ def test_what_follows_the_emitted_tokens_is_what_would_have_followed(
         cuts = [max(cut - index, 0) for index in range(asked.n)]  # choices are not all as far
         after = resumed(model, asked, [ids[i][:at] for i, at in enumerate(cuts)])
         for at, choice, expected in zip(cuts, after, undisturbed, strict=True):
-            assert_same(choice.tokens, expected.tokens[at:], model[1].kernels)
+            assert_same(choice.tokens, expected.tokens[at:], model)
             assert (choice.finish, choice.error) == (expected.finish, None)
-            assert_same(choice.prompt, expected.prompt, model[1].kernels)
+            assert_same(choice.prompt, expected.prompt, model)
 
 
 def test_choices_that_are_over_are_not_computed(model: tuple[Path, EngineSettings]) -> None:
     asked = variants()["sampled"]
     undisturbed = whole(model, asked)
     after = resumed(model, asked, [None, tuple(r.token_id for r in undisturbed[1].tokens[:9]), None])
-    assert_same(after[1].tokens, undisturbed[1].tokens[9:], model[1].kernels)
+    assert_same(after[1].tokens, undisturbed[1].tokens[9:], model)
     assert [(choice.tokens, choice.finish) for choice in (after[0], after[2])] == [([], None)] * 2
 
 
