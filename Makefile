@@ -4,7 +4,8 @@
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
-# make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 6 minutes, 8 GB
+# make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 minutes, 8 GB
+# make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, one of them lost; 2 minutes
 # make test   all other tests        make check  lint and types        make ci  what CI runs
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
@@ -119,7 +120,7 @@ bench-delta: setup setup-fireworks
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
 
-ci: check test test-vllm
+ci: check test test-vllm test-ray-vllm
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .pytest_cache .mypy_cache .ruff_cache

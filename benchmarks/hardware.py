@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
+
+
+@contextlib.contextmanager
+def without_autogroups() -> Iterator[None]:
+    """Within: processes share the cores, whatever session each is of; where this may not be set, as before.
+
+    With autogroups, processes of the root control group are first weighed by session, and one of a session of its own was
+    seen to wait seconds for a core beside vLLM's. What runs in a container or under systemd has no autogroup.
+    """
+    before = AUTOGROUPS.read_text() if AUTOGROUPS.exists() else ""
+    try:
+        if before:
+            with contextlib.suppress(OSError):  # not root, or /proc/sys is read-only
+                AUTOGROUPS.write_text("0")
+        yield
+    finally:
+        if before:
+            with contextlib.suppress(OSError):  # not root, or /proc/sys is read-only
+                AUTOGROUPS.write_text(before)
+
+
+def autogroups() -> bool:
+    """Whether the kernel weighs sessions before processes."""
+    return AUTOGROUPS.exists() and AUTOGROUPS.read_text().strip() != "0"
 
 
 def provenance(**configuration: Any) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """midstream in front of vLLM, beside vLLM asked directly and through vllm-router; rollouts on vLLM while weights change.
 
 Owns: `make bench-vllm`. vllm_front.py and vllm_rollout.py say what each part does and reports. The client shares the machine's
-cores with everything it measures; everything runs on loopback. About 25 minutes on two idle cores.
+cores with everything it measures; everything runs on loopback. About 35 minutes on two idle cores.
 
-    python vllm_bench.py [--parts front rollout] [--models tiny-moe dense-0.5b] [--rounds 3] [--trajectories 16] [--turns 8]
+    python vllm_bench.py [--parts front rollout] [--models tiny-moe dense-0.5b] [--rounds N] [--trajectories 16] [--turns 8]
                          [--swaps 5] [--ways NAME...] [--quick] [--write]
 
 (Not called vllm.py: vLLM's own server, started from this folder, would import that.)
@@ -24,7 +24,7 @@ import vllm_front
 import vllm_rollout
 from document import DOCUMENT, replaced
 from engine import vllm_versions, write_models
-from hardware import RESULTS, provenance, write_result
+from hardware import RESULTS, autogroups, provenance, without_autogroups, write_result
 from loadgen import take_priority
 from servers import VLLM_PYTHON
 from vllm_table import render, write_table
@@ -34,11 +34,15 @@ RESULT = "vllm"
 
 
 def front(options: argparse.Namespace, folder: Path, result: dict[str, Any]) -> None:
-    part = result["front"] = {**heading(options), "models": {}, "lines": []}
+    rounds = {name: options.rounds or vllm_front.ROUNDS[name] for name in options.models}
+    part = result["front"] = {**heading(options, rounds), "models": {}, "lines": []}
     for model in write_models(options.models, folder):
-        streams = options.concurrency or vllm_front.STREAMS[model.name]
+        shapes = vllm_front.NEW[model.name]
+        streams = [n for n in shapes if not options.concurrency or n in options.concurrency]
+        if not streams:
+            continue
         measured = vllm_front.measure_model(
-            model, folder, streams=streams, rounds=options.rounds, seed=options.seed, eager=options.quick
+            model, folder, streams=streams, rounds=rounds[model.name], seed=options.seed, eager=options.quick
         )
         part["models"][model.name] = measured["about"]
         part["lines"] += measured["lines"]
@@ -49,8 +53,9 @@ def rollout(options: argparse.Namespace, folder: Path, result: dict[str, Any]) -
     work = vllm_rollout.workload(options.trajectories, options.turns)
     ours = folder / "rollout"
     ours.mkdir()
-    about = heading(options)  # of what the servers load, whatever is committed while they run
-    measured = vllm_rollout.run(ours, work, options.ways, options.rounds, options.swaps)
+    rounds = options.rounds or vllm_rollout.ROUNDS
+    about = heading(options, rounds)  # of what the servers load, whatever is committed while they run
+    measured = vllm_rollout.run(ours, work, options.ways, rounds, options.swaps)
     result["rollout"] = {**about, "workload": asdict(work), **measured}
     save(options, result)
 
@@ -61,12 +66,11 @@ def save(options: argparse.Namespace, result: dict[str, Any]) -> None:
         write_table(result)
 
 
-def heading(options: argparse.Namespace) -> dict[str, Any]:
-    """Where a part comes from."""
-    found = provenance(
-        rounds=options.rounds, quick=options.quick, stream=True, logprobs=True, temperature=1.0
-    )
+def heading(options: argparse.Namespace, rounds: int | dict[str, int]) -> dict[str, Any]:
+    """Where a part comes from. rounds: of all, or of each model."""
+    found = provenance(rounds=rounds, quick=options.quick, stream=True, logprobs=True, temperature=1.0)
     found["versions"]["vllm environment"] = vllm_versions()
+    found["hardware"]["autogroups"] = autogroups()
     return found
 
 
@@ -82,13 +86,15 @@ def older(options: argparse.Namespace) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=list(vllm_front.NEW), default=list(vllm_front.NEW))
     parser.add_argument(
-        "--models", nargs="+", choices=list(vllm_front.STREAMS), default=list(vllm_front.STREAMS)
+        "--concurrency",
+        nargs="+",
+        type=int,
+        choices=sorted({n for shapes in vllm_front.NEW.values() for n in shapes}),
+        help="streams of the front's lines; default: all of the model's",
     )
-    parser.add_argument(
-        "--concurrency", nargs="+", type=int, help="streams of the front's lines; default: by model"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="of every measurement; default: by part and model")
     parser.add_argument("--trajectories", type=int, default=16)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--swaps", type=int, default=5)
@@ -117,7 +123,7 @@ def main() -> int:
         0.0005
     )  # the thread that swaps must not keep the one that looks at the clock waiting
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
+    with without_autogroups(), tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
         for part in options.parts:
             {"front": front, "rollout": rollout}[part](options, Path(folder), result)
     print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)

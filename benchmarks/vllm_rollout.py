@@ -41,6 +41,7 @@ from midstream.client import SnapshotPublisher
 from midstream.models.tiny_moe import write_tiny_moe
 
 REPLICAS = 2
+ROUNDS = 3
 BLOCK = 128  # tokens that vLLM caches together on a CPU
 KV_GIB = 1
 ARGS = ("--enforce-eager", "--max-model-len", str(CONTEXT), "--disable-log-stats")

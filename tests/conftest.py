@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from postgres import REQUIRED, Postgres, find_server, postgres_server
 from s3server import S3Server, s3_server
+
+hypothesis.settings.register_profile("unhurried", deadline=None)  # a busy machine is no reason to fail
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +31,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return written[name]
 
     return get
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """Of loopback, where nobody listens and the system lets nobody else; who reuses addresses, as all servers here do, can."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

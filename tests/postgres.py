@@ -19,7 +19,7 @@ import psycopg
 
 PASSWORD = "hush-hush-4711"
 REQUIRED = "MIDSTREAM_TEST_POSTGRES"  # set in CI: a missing server is then a failure, not a skip
-START_S = 60.0
+START_S = 120.0
 
 
 def find_server() -> Path | None:
@@ -86,30 +86,42 @@ def _run(command: list[str], user: pwd.struct_passwd | None, cwd: Path) -> None:
 
 @contextlib.contextmanager
 def _running(programs: Path, data: Path, root: Path, user: pwd.struct_passwd | None) -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    settings = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": "", "fsync": "off"}
-    command = [str(programs / "postgres"), "-D", str(data)]
-    command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
-    with (root / "log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=root, **_as(user))  # type: ignore[call-overload]
-    try:
-        _wait_until_it_answers(server, port, root / "log")
-        yield port
-    finally:
-        server.send_signal(signal.SIGINT)  # a fast shutdown
-        server.wait(30)
-
-
-def _wait_until_it_answers(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
+    for _ in range(5):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": port,
+            "unix_socket_directories": "",
+            "fsync": "off",
+        }
+        command = [str(programs / "postgres"), "-D", str(data)]
+        command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        with (root / "log").open("wb") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=root, **_as(user))  # type: ignore[call-overload]
         try:
-            psycopg.connect(Postgres(port).url("postgres"), connect_timeout=5).close()
-        except psycopg.OperationalError:
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"PostgreSQL did not start: {log.read_text()}") from None
-            time.sleep(0.05)
-        else:
-            return
+            if _answers(server, port, data, root / "log"):
+                yield port
+                return
+        finally:
+            server.send_signal(signal.SIGINT)  # a fast shutdown
+            server.wait(120)
+    raise AssertionError("somebody else took every port that was free")
+
+
+def _answers(server: subprocess.Popen[bytes], port: int, data: Path, log: Path) -> bool:
+    """Wait until it does; False: somebody else had taken the port, maybe another PostgreSQL of the same password."""
+    deadline = time.monotonic() + START_S
+    while server.poll() is None:
+        with (
+            contextlib.suppress(psycopg.OperationalError),
+            psycopg.connect(Postgres(port).url("postgres"), connect_timeout=5) as db,
+        ):
+            if db.execute("SHOW data_directory").fetchone() == (str(data),):
+                return True
+        assert time.monotonic() < deadline, f"PostgreSQL did not start: {log.read_text()}"
+        time.sleep(0.05)
+    said = log.read_text()
+    assert "Address already in use" in said, f"PostgreSQL did not start: {said}"
+    return False

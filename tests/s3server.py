@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
 import subprocess
 import sys
 import threading
@@ -61,10 +61,8 @@ class S3Server:
 
 @contextmanager
 def s3_server(keys_per_page: int = KEYS_PER_PAGE) -> Iterator[S3Server]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)],
+        [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", "0"],
         env={**os.environ, "PYTHONWARNINGS": "ignore", "MOTO_S3_DEFAULT_MAX_KEYS": str(keys_per_page)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -73,13 +71,13 @@ def s3_server(keys_per_page: int = KEYS_PER_PAGE) -> Iterator[S3Server]:
     try:
         assert process.stderr is not None
         for line in process.stderr:  # until it says that it listens
-            if "Running on" in line:
+            if running := re.search(r"Running on (http://127\.0\.0\.1:\d+)", line):
                 break
         else:
             raise RuntimeError(f"the S3 server ended with {process.wait()}")
         drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
-        yield S3Server(f"http://127.0.0.1:{port}")
+        yield S3Server(running[1])
         process.kill()
         drain.join()
     finally:

@@ -31,7 +31,7 @@ from gateway import peers
 from gateway.tools import pin
 from midstream.config import GatewaySettings
 from midstream.gateway.roster import Running, RunningReplica
-from midstream.launch.child import GatewaySpec
+from midstream.launch.child import GatewaySpec, Listening
 
 PR_SET_PDEATHSIG = 1
 START_S_MAX = 60.0
@@ -181,7 +181,7 @@ class Midstream(Router):
         assert self.process is not None
         spec = GatewaySpec(
             host="127.0.0.1",
-            port=self.port,
+            port=0,
             model="accounts/local/models/m",
             deployment=DEPLOYMENT,
             replicas=len(self.urls),
@@ -196,7 +196,11 @@ class Midstream(Router):
         (self.folder / "bucket").mkdir(exist_ok=True)
         self._say(msgspec.json.encode(spec))
         assert self.process.stdout is not None
-        self.process.stdout.readline()  # it listens; a line said before that is not heard
+        said = self.process.stdout.readline()  # it listens; a line said before that is not heard
+        told = msgspec.json.decode(said, type=Listening) if said else Listening()
+        if not told.port:
+            raise RouterFailed(self.name)
+        self.port = told.port
         threading.Thread(target=_read_out, args=(self.process.stdout,), daemon=True).start()
         self.apply()
 

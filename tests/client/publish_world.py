@@ -71,7 +71,7 @@ class World:
         if self.away:
             return httpx.Response(503, json={"error": {"message": "the gateway is starting"}})
         if request.method == "GET":
-            self.open.wait(10)
+            self.open.wait(120)
             return self.read(request.url.path)
         body = json.loads(request.content)
         if request.url.path.endswith("/hint"):

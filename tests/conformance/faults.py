@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from typing import Any
 
@@ -196,9 +197,16 @@ class LateLabel(Fault):
 
 
 class BackAndForth(Fault):
+    """The fifth chunk of every other stream has a label of its own."""
+
+    def __init__(self) -> None:
+        self._streams = 0
+
     def chunk(self, request: Json, chunk: Json, memory: Json) -> None:
         memory["chunks"] = memory.get("chunks", 0) + 1
-        if memory["chunks"] == 5:
+        self._streams += memory["chunks"] == 1
+        memory.setdefault("odd", self._streams % 2)
+        if memory["odd"] and memory["chunks"] == 5:
             chunk["model"] = chunk["model"].partition("@")[0] + "@another"
 
 
@@ -275,6 +283,60 @@ class OnePrefix(Fault):
         ):
             return JSONResponse({"error": {"message": "there is nothing", "code": "not_found_error"}}, 404)
         return None
+
+
+class OneName(Fault):
+    """No name but the model's, and none in fireworks-model."""
+
+    def request(self, path: str, headers: dict[str, str], body: Json) -> Response | None:
+        if "completions" in path:
+            headers.pop("fireworks-model", None)
+            if "/deployments/" in body.get("model", ""):
+                return JSONResponse({"error": {"message": "no such model", "code": "not_found_error"}}, 404)
+        return None
+
+
+class BareStreams(Fault):
+    """Chunks have no perf_metrics, and those of chats no ids."""
+
+    def chunk(self, request: Json, chunk: Json, memory: Json) -> None:
+        chunk.pop("perf_metrics", None)
+        if "messages" in request:
+            for place in (chunk, *chunk["choices"]):
+                place.pop("prompt_token_ids", None)
+
+
+class Nothing(Fault):
+    """No log-probability and no id: nothing that could differ from anything."""
+
+    def answer(self, request: Json, body: Json) -> None:
+        for choice in body["choices"]:
+            if (choice.get("logprobs") or {}).get("content"):
+                choice["logprobs"]["content"] = []
+            if choice.get("raw_output"):
+                choice["raw_output"]["completion_token_ids"] = []
+
+    def chunk(self, request: Json, chunk: Json, memory: Json) -> None:
+        self.answer(request, chunk)
+
+
+class OneLayer(Fault):
+    """Routes of the first layer only: its two experts."""
+
+    def answer(self, request: Json, body: Json) -> None:
+        for entry in _entries(body):
+            if entry.get("routing_matrix"):
+                first = base64.b64decode(entry["routing_matrix"])[:2]
+                entry["routing_matrix"] = base64.b64encode(first).decode()
+
+
+class ForgetsAnswers(Fault):
+    """Only the 64 tokens of a first turn's prompt are cached, and not what was generated."""
+
+    def answer(self, request: Json, body: Json) -> None:
+        details = body["usage"]["prompt_tokens_details"]
+        if len(request.get("prompt", "")) >= 64:
+            details["cached_tokens"] = min(details["cached_tokens"], 64)
 
 
 class OtherChat(Fault):
@@ -386,8 +448,6 @@ class NullState(Fault):
     def other(self, method: str, path: str, body: Json) -> None:
         for replica in body.get("replicas", ()) if path.endswith("/hot_load") else ():
             replica["loading_state"] = None
-        for snapshot in body.get("snapshots", ()) if path.endswith("/ledger") else ():
-            snapshot["replicas"] = [{"ready_at": None}]
 
 
 class Quiet(Fault):

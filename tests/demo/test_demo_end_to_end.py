@@ -107,12 +107,12 @@ def test_the_server_is_gone_after_the_block(tiny_model, tmp_path):
         str(tmp_path / "s"),
     ]
     with ServerProcess(arguments, tmp_path / "log") as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         process = server._process
         assert process is not None
     assert process.returncode == 0
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/health")
+        httpx.get(f"{server.url}/health", timeout=60)
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
 

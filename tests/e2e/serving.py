@@ -34,7 +34,7 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=120)
 
 
 def descendants(pid: int) -> list[int]:
@@ -63,7 +63,7 @@ def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

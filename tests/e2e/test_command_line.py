@@ -11,7 +11,7 @@ from serving import command
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=150)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from serving import Server, serve
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 KEYS = [f"trajectory-{number}" for number in range(12)]
 
 
@@ -37,7 +37,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def metric(server: Server, pattern: str) -> float:
     """The sum of the samples whose line matches."""
-    text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{server.url}/metrics", timeout=60, trust_env=False).text
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 
@@ -61,7 +61,7 @@ def turn(client: HTTPConnection, server: Server, key: str) -> str:
 
 def fresh(server: Server) -> HTTPConnection:
     """A client of one connection, which it does not open again."""
-    client = HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    client = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     client.connect()
     client.auto_open = 0
     return client

@@ -40,7 +40,9 @@ def label(server: Server) -> str:
 
 
 def ledger(server: Server) -> dict[str, Any]:
-    got: dict[str, Any] = httpx.get(f"{server.url}{DEPLOYMENT}/ledger", trust_env=False).json()
+    got: dict[str, Any] = httpx.get(
+        f"{server.url}{DEPLOYMENT}/ledger", timeout=WITHIN_S, trust_env=False
+    ).json()
     return got
 
 
@@ -53,7 +55,10 @@ def test_what_was_published_outlives_the_server_and_its_state_directory(
         assert publish(server, bucket, "step-1", tiny_model(seed=1)) == 1
         assert label(server) == "step-1"
         patched = httpx.patch(
-            f"{server.url}{DEPLOYMENT}", json={"hotLoadTransitionType": "SYNC"}, trust_env=False
+            f"{server.url}{DEPLOYMENT}",
+            json={"hotLoadTransitionType": "SYNC"},
+            timeout=WITHIN_S,
+            trust_env=False,
         )
         assert patched.status_code == 200, patched.text
         with psycopg.connect(postgres_process.url("postgres"), autocommit=True) as db:
@@ -71,7 +76,7 @@ def test_what_was_published_outlives_the_server_and_its_state_directory(
         assert [[row[name] for name in kept] for row in after["snapshots"]] == [
             [row[name] for name in kept] for row in before["snapshots"]
         ]
-        row = httpx.get(f"{server.url}{DEPLOYMENT}", trust_env=False).json()
+        row = httpx.get(f"{server.url}{DEPLOYMENT}", timeout=WITHIN_S, trust_env=False).json()
         assert row["hotLoadTransitionType"] == "SYNC"
         assert publish(server, bucket, "step-3", tiny_model(seed=3)) == 3
         assert label(server) == "step-3"

@@ -52,7 +52,8 @@ def test_snapshots_are_hot_loaded_from_s3_and_no_credential_is_shown(
         with pytest.raises(SnapshotFailed, match=r"model\.safetensors: truncated"):
             publisher.wait_until_ready("step-4")
         assert served(server) == (f"{server.model}@step-3", tokens)
-    shown = [server.log.read_text(), httpx.get(f"{server.url}/hot_load/v1/models/hot_load").text]
+    status = httpx.get(f"{server.url}/hot_load/v1/models/hot_load", timeout=60).text
+    shown = [server.log.read_text(), status]
     with sqlite3.connect(server.state_dir / "ledger.db") as ledger:
         shown += ledger.iterdump()
     ledger.close()

@@ -42,7 +42,7 @@ def test_one_replica_at_a_time_is_closed_and_their_weights_agree(
                 for step in range(1, 3):
                     shutil.copytree(tiny_model(seed=step, dtype="bfloat16"), server.bucket / f"step-{step}")
                     publisher.signal(f"step-{step}")
-                    publisher.wait_until_ready(f"step-{step}", timeout_s=90)
+                    publisher.wait_until_ready(f"step-{step}", timeout_s=150)
         finally:
             stop.set()
             for thread in asking:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from serving import Server, serve
 
 from midstream.client import SnapshotPublisher, snapshot_of
 
-DRAIN_S = 120.0
-LONG = 3000
+DRAIN_S = 300.0
+DEADLINE_S = 150.0
+ATTEMPTS = 4
+LONG = 3000  # tokens
+ENDLESS = 30_000
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +46,14 @@ def http(server: Server) -> Iterator[httpx.Client]:
 class Steps:
     """Snapshots of this module's server, signalled one after another."""
 
-    def __init__(self, server: Server, tiny_model: Callable[..., Path]) -> None:
-        self.server, self.tiny_model, self.count = server, tiny_model, 0
+    def __init__(self, server: Server, tiny_model: Callable[..., Path], **options: int) -> None:
+        self.server, self.tiny_model, self.options, self.count = server, tiny_model, options, 0
 
     def put(self) -> str:
         self.count += 1
         identity = f"step-{self.count}"
-        shutil.copytree(self.tiny_model(seed=self.count, dtype="bfloat16"), self.server.bucket / identity)
+        made = self.tiny_model(seed=self.count, dtype="bfloat16", **self.options)
+        shutil.copytree(made, self.server.bucket / identity)
         return identity
 
 
@@ -127,9 +132,15 @@ def stages(publisher: SnapshotPublisher) -> dict[str, str]:
     return {replica.name: replica.stage for replica in publisher.status().replicas}
 
 
+def switched_or_staged(publisher: SnapshotPublisher, replica: str, step: str) -> bool:
+    (row,) = [row for row in publisher.status().replicas if row.name == replica]
+    return row.stage == "staged" or row.snapshot == step
+
+
 def until(holds: Callable[[], bool]) -> None:
-    for _ in iter(holds, True):
-        pass
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to be"
 
 
 def test_requests_are_served_by_what_they_ask_for_from_the_signal_on(
@@ -140,14 +151,14 @@ def test_requests_are_served_by_what_they_ask_for_from_the_signal_on(
     for session in range(6):  # right after the signal: they wait for the swap
         headers = wanting(min_snapshot=step) | {"x-session-id": f"early-{session}"}
         assert label(ask(http, server, headers)) == step
-    publisher.wait_until_ready(step, timeout_s=60)
+    publisher.wait_until_ready(step, timeout_s=150)
     assert label(ask(http, server, wanting(snapshot=step, max_staleness=0))) == step
     assert label(ask(http, server, model=f"{server.model}@{step}")) == step
     assert label(ask(http, server, midstream={"min_snapshot": "base", "max_staleness": 0})) == step
     assert label(ask(http, server, wanting(min_snapshot="base"), midstream={"snapshot": step})) == step
     newer = steps.put()
     publisher.signal(newer)
-    publisher.wait_until_ready(newer, timeout_s=60)
+    publisher.wait_until_ready(newer, timeout_s=150)
     answer = ask(http, server, wanting(snapshot=step))
     assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
     body = answer.json()
@@ -173,49 +184,55 @@ def test_requests_are_served_by_what_they_ask_for_from_the_signal_on(
 def test_a_replica_waits_for_its_pinned_stream_while_the_other_one_switches(
     server: Server, publisher: SnapshotPublisher, http: httpx.Client, steps: Steps
 ) -> None:
-    before = next(iter(serving(publisher).values()))
-    assert before is not None
-    pinned = Stream(server, wanting(snapshot=before), LONG).begin()
-    free = Stream(server, {}, LONG).begin()
-    step = steps.put()
-    publisher.signal(step)
-    until(lambda: step in serving(publisher).values())
-    at = serving(publisher)
+    for _ in range(ATTEMPTS):
+        before = next(iter(serving(publisher).values()))
+        assert before is not None
+        step = steps.put()
+        pinned = Stream(server, wanting(snapshot=before), LONG).begin()
+        free = Stream(server, {}, LONG).begin()
+        publisher.signal(step)
+        until(lambda: step in serving(publisher).values())  # noqa: B023
+        at = serving(publisher)
+        # Here the old one serves, there the new one; who asks for the old one would hold the swap off for ever.
+        asked = [ask(http, server, wanting(min_snapshot=step)), ask(http, server, wanting(max_staleness=0))]
+        either = [ask(http, server, wanting(max_staleness=1)) for _ in range(4)]
+        until(lambda: switched_or_staged(publisher, pinned.replica, step))  # noqa: B023
+        refused = ask(http, server, model=f"{server.model}@{before}")
+        waited = stages(publisher)[pinned.replica] == "staged"
+        pinned.join()
+        publisher.wait_until_ready(step, timeout_s=150)
+        free.join()
+        assert (pinned.error, pinned.done, set(pinned.labels), len(pinned.labels)) == (
+            None,
+            True,
+            {before},
+            LONG,
+        )
+        assert (free.error, free.done, len(free.labels)) == (None, True, LONG)
+        assert free.labels == sorted(free.labels, key=[before, step].index)
+        assert [label(answer) for answer in asked] == [step, step]
+        assert {label(answer) for answer in either} <= {before, step}
+        assert refused.status_code == 409, refused.text
+        if waited:
+            break  # otherwise the stream ended before one had looked
+    assert waited
     assert at[pinned.replica] == before
-    assert pinned.is_alive(), "too short a stream for this test"
-    # Here the old one serves, there the new one; who asks for the old one would hold the swap off for ever.
-    assert label(ask(http, server, wanting(min_snapshot=step))) == step
-    assert label(ask(http, server, wanting(max_staleness=0))) == step
-    assert {label(ask(http, server, wanting(max_staleness=1))) for _ in range(4)} <= {before, step}
-    until(lambda: stages(publisher)[pinned.replica] == "staged")
-    refused = ask(http, server, model=f"{server.model}@{before}")
-    assert refused.status_code == 409, refused.text
     assert (pinned.replica, before, "staged") in [
         (row["replica"], row["snapshot"], row["stage"]) for row in refused.json()["serving"]
     ]
-    pinned.join()
-    publisher.wait_until_ready(step, timeout_s=60)
-    free.join()
-    assert (pinned.error, pinned.done, set(pinned.labels), len(pinned.labels)) == (
-        None,
-        True,
-        {before},
-        LONG,
-    )
-    assert (free.error, free.done, len(free.labels)) == (None, True, LONG)
-    assert free.labels == sorted(free.labels, key=[before, step].index)
 
 
 def test_a_pinned_stream_that_takes_too_long_is_ended_and_never_crossed(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    with serve(tmp_path / "state", "--replicas", "1", "--pin-drain-s", "0.2") as server:
-        steps = Steps(server, tiny_model)
-        stream = Stream(server, {}, LONG * 10, model=f"{server.model}@base").begin()
+    model = tiny_model(dtype="bfloat16", max_positions=ENDLESS + 8)
+    arguments = ("--model", str(model), "--replicas", "1", "--pin-drain-s", "0.2")
+    with serve(tmp_path / "state", *arguments) as server:
+        step = Steps(server, tiny_model, max_positions=ENDLESS + 8).put()
+        stream = Stream(server, {}, ENDLESS, model=f"{server.model}@base").begin()
         with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
-            step = steps.put()
             publisher.signal(step)
-            publisher.wait_until_ready(step, timeout_s=60)
+            publisher.wait_until_ready(step, timeout_s=150)
         stream.join()
         assert set(stream.labels) == {"base"}
         assert not stream.done

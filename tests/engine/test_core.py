@@ -12,17 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import transformers
 from engine_helpers import Collected, Reference, needs_compiler, reference, request, run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.fused import FusedDecoder
-from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.modules import UnsupportedModel
-from midstream.engine.embedded.runner import dispose
 from midstream.errors import ConfigError
 from midstream.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams
 
@@ -445,35 +441,3 @@ def test_kv_of_a_forward_pass_that_was_not_finite_is_never_reused(
     fresh = EngineCore(tiny_model(), settings())
     expected = run(fresh, [request("again", prompt, echo=0)])["again", 0].tokens
     assert [r.token_id for r in again.tokens] == [r.token_id for r in expected]
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
-def test_swapping_again_and_again_does_not_grow_the_process(tmp_path: Path) -> None:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        moe_intermediate_size=256,
-        num_experts=16,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    size = 2 * model.num_parameters()
-    model.save_pretrained(tmp_path)
-    core = EngineCore(tmp_path, settings(kv_cache_tokens=64))
-    held: list[int] = []
-    for number in range(8):
-        loaded: list[LoadedModel] = []
-        loader = threading.Thread(target=lambda into=loaded: into.append(core.stage(tmp_path)))
-        loader.start()
-        loader.join()
-        core.set_staged(loaded.pop())
-        core.commit(f"step-{number}")
-        dispose(core.take_retired())
-        lines = Path("/proc/self/status").read_text().splitlines()
-        held.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")))
-    assert max(held) - held[0] < 3 * size, [n / size for n in held]

@@ -7,9 +7,12 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from engine_helpers import request
+import torch
+import transformers
+from engine_helpers import needs_compiler, request
 
 from midstream.config import EngineSettings
 from midstream.engine.base import EngineDied, StagingFailed
@@ -18,9 +21,13 @@ from midstream.engine.embedded.process import EmbeddedEngine
 from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
 
-def with_engine(model: Path, body: Callable[[EmbeddedEngine], Awaitable[None]]) -> None:
+def with_engine(
+    model: Path,
+    body: Callable[[EmbeddedEngine], Awaitable[None]],
+    settings: EngineSettings | None = None,
+) -> None:
     async def main() -> None:
-        engine = EmbeddedEngine(model, EngineSettings(kv_cache_tokens=8192))
+        engine = EmbeddedEngine(model, settings or EngineSettings(kv_cache_tokens=8192))
         await engine.start()
         try:
             await body(engine)
@@ -41,20 +48,26 @@ async def blocks_in_use(engine: EmbeddedEngine, expected: int) -> None:
         await asyncio.sleep(0.01)
 
 
+def anonymous_bytes(pid: int | None) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
 def test_a_stream_crosses_a_swap_and_an_unstaged_commit_is_refused(tiny_model: Callable[..., Path]) -> None:
     async def body(engine: EmbeddedEngine) -> None:
-        stream = engine.generate(request("r", [1, 2, 3], max_tokens=1500, echo=0))
+        other = tiny_model(seed=1)
+        stream = engine.generate(request("r", [1, 2, 3], max_tokens=3500, echo=0))
         first = await anext(stream)
         with pytest.raises(StagingFailed, match="not the staged snapshot"):
             await engine.commit("step-1")
-        await engine.stage("step-1", tiny_model(seed=1))
+        await engine.stage("step-1", other)
         timing = await engine.commit("step-1")
         assert (timing.snapshot, timing.streams_crossed) == ("step-1", 1)
         rest: list[GenerationEvent] = [event async for event in stream]
         labels = [r.snapshot for event in (first, *rest) for r in event.tokens]
-        assert len(labels) == 1500
+        assert len(labels) == 3500
         switch = labels.index("step-1")
-        assert labels == ["base"] * switch + ["step-1"] * (1500 - switch)
+        assert labels == ["base"] * switch + ["step-1"] * (3500 - switch)
         assert rest[-1].finish == "length"
 
     with_engine(tiny_model(), body)
@@ -90,8 +103,8 @@ def test_closing_a_stream_frees_its_blocks_and_leaves_the_others_alone(
 
 def test_a_pause_stops_steps_and_a_resume_loses_nothing(tiny_model: Callable[..., Path]) -> None:
     async def body(engine: EmbeddedEngine) -> None:
-        expected = await records(engine, request("a", [4, 4], max_tokens=200, echo=0))
-        task = asyncio.create_task(records(engine, request("b", [4, 4], max_tokens=200, echo=0)))
+        expected = await records(engine, request("a", [4, 4], max_tokens=1500, echo=0))
+        task = asyncio.create_task(records(engine, request("b", [4, 4], max_tokens=1500, echo=0)))
         await asyncio.sleep(0)
         await engine.pause()
         assert not task.done()
@@ -202,9 +215,55 @@ def test_a_choice_that_is_ended_gives_no_further_event_and_the_iterator_ends_wit
     with_engine(tiny_model(), body)
 
 
+def test_events_that_have_arrived_of_a_choice_that_is_ended_are_not_given(
+    tiny_model: Callable[..., Path],
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        stream = engine.generate(request("r", [1, 2], n=2, max_tokens=2000, echo=0))
+        await anext(stream)
+        await engine.stage("step-1", tiny_model())  # steps go on: their events wait for the iterator
+        engine.end_choice("r", 1)
+        assert {event.index async for event in stream} == {0}
+
+    with_engine(tiny_model(), body)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the engine's memory from /proc")
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_swapping_again_and_again_does_not_grow_the_process(
+    tmp_path: Path, kernels: Literal["native", "torch"]
+) -> None:
+    needs_compiler(kernels)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=256,
+        num_experts=16,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    size = 2 * model.num_parameters()
+    model.save_pretrained(tmp_path)
+    held: list[float] = []  # models
+
+    async def body(engine: EmbeddedEngine) -> None:
+        for number in range(16):
+            await engine.stage(f"step-{number}", tmp_path)
+            await engine.commit(f"step-{number}")
+            held.append(anonymous_bytes(engine.pid) / size)
+
+    with_engine(tmp_path, body, EngineSettings(kernels=kernels, kv_cache_tokens=64))
+    assert min(held[8:]) - min(held[:8]) < 3, held
+
+
 def test_an_engine_that_goes_silent_is_killed(tiny_model: Callable[..., Path]) -> None:
     async def main() -> None:
-        engine = EmbeddedEngine(tiny_model(), EngineSettings(kv_cache_tokens=8192, silence_s_max=2.0))
+        engine = EmbeddedEngine(tiny_model(), EngineSettings(kv_cache_tokens=8192, silence_s_max=15.0))
         await engine.start()
         stream = engine.generate(request("r", [1, 2, 3], max_tokens=4000, echo=0))
         await anext(stream)

@@ -270,6 +270,10 @@ class FakeVllm:
         hang: no answer; done-close, done-hang: after it was done; odd: done, and answered with what is no JSON; None: none."""
         self._faults.setdefault(path, deque()).extend(kinds)
 
+    def heal(self) -> None:
+        """No fault that was asked for happens any more."""
+        self._faults.clear()
+
     def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
         found = []
         for end in range(BLOCK, len(tokens), BLOCK):  # the last token is always computed

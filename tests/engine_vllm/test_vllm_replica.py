@@ -132,8 +132,6 @@ def test_a_refused_snapshot_leaves_the_old_one_and_an_error_row(tmp_path: Path) 
 def test_a_server_that_is_lost_is_taken_over_in_a_new_boot(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_module, "CALL_S_MAX", 0.2)
-
     async def main() -> None:
         async with serving(tmp_path) as (here, fake):
             await here.swapped("step-1")
@@ -144,7 +142,11 @@ def test_a_server_that_is_lost_is_taken_over_in_a_new_boot(
             fake.requests[0].step()
             if how == "in doubt":
                 fake.fault("/update_weight_version", "done-hang")
-                await here.swap("step-2")
+                with monkeypatch.context() as patch:
+                    patch.setattr(swap_module, "CALL_S_MAX", 0.3)
+                    await here.swap("step-2")
+                    await here.until(lambda: not here.replica.ready or here.replica.boot != boot)
+                fake.heal()
             elif how == "restarted":
                 await fake.restart()
             else:

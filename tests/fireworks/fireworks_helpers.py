@@ -39,7 +39,7 @@ class Endpoint:
         return self.server.bucket
 
     def run(
-        self, script: str, *, timeout_s: float = 150, env: dict[str, str] | None = None, **arguments: Any
+        self, script: str, *, timeout_s: float = 350, env: dict[str, str] | None = None, **arguments: Any
     ) -> Any:
         """What `client/SCRIPT.py` prints as JSON, run by the Python that has the real client."""
         told = {

@@ -315,8 +315,10 @@ def test_a_replica_that_does_not_accept_in_time_is_passed_over() -> None:
         async def connect(factory: object) -> object:
             return await asyncio.Event().wait()
 
-        async with staged(respond_ok, respond_ok, connect_timeout_s=0.05) as stage:
-            stage.pool(stage.views[0])._connect = connect  # type: ignore[assignment]
+        async with staged(respond_ok, respond_ok) as stage:
+            pool = stage.pool(stage.views[0])
+            pool._connect = connect  # type: ignore[assignment]
+            pool._connect_timeout_s = 0.05
             for _ in range(3):
                 assert (await stage.ask(post())).headers["x-midstream-replica"] == "replica-1"
 

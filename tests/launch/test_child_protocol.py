@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,52 @@ def test_a_child_may_print_as_much_as_it_likes_before_and_after_it_answers(modul
         child = Child("noisy", module, Script(READY))
         await child.start()
         assert child.port == 7
+        await child.stop(grace_s=10)
+
+    asyncio.run(main())
+
+
+class Settings(msgspec.Struct):
+    code: str
+    port: int
+
+
+BIND = """
+import socket
+say = Announcer()
+try:
+    sock = socket.create_server(("127.0.0.1", spec["port"]))
+except OSError as error:
+    say(Listening(error=error.strerror))
+else:
+    say(Listening(port=sock.getsockname()[1]))
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("movable", [True, False])
+def test_a_free_port_is_kept_until_somebody_else_has_it(module: str, movable: bool) -> None:
+    async def main() -> None:
+        child = Child("child", module, Settings(BIND, 0), movable=movable)
+        await child.start()
+        port = child.port
+        for _ in range(2):
+            child.kill()
+            await child.ended()
+            await child.start()
+            assert child.port == port
+        child.kill()
+        await child.ended()
+        with socket.create_server(("127.0.0.1", port)):
+            with pytest.raises(StartFailed, match="in use"):
+                await child.start()
+            child.renew()
+            if movable:
+                await child.start()
+                assert child.port not in (0, port)
+            else:
+                with pytest.raises(StartFailed, match="in use"):
+                    await child.start()
         await child.stop(grace_s=10)
 
     asyncio.run(main())
@@ -107,7 +154,7 @@ def test_what_a_child_started_ends_with_it_however_it_ends(module: str, tmp_path
     def runs(pid: str) -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     async def main() -> None:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from midstream.gateway.roster import Wanted, WantedReplica
+from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.crew import Crew
-from midstream.launch.local import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.process import Child, ignore
 
 SCRIPTED = """
@@ -32,6 +32,7 @@ def mark_own_pid(path):
     mark.write_text(str(os.getpid()))
 
 spec = json.loads(sys.stdin.readline())
+port = spec["port"] or int(pathlib.Path(__file__).with_name("free port").read_text())
 say = Announcer()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 exec(spec["code"])
@@ -40,9 +41,10 @@ exec(spec["code"])
 
 class Script(msgspec.Struct):
     code: str
+    port: int = 0
 
 
-LISTEN = "say(Listening(port=7)); sys.stdin.read()"
+LISTEN = "say(Listening(port=port)); sys.stdin.read()"
 DEADLINE_S = 60
 
 
@@ -51,6 +53,7 @@ class Scene:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        (path / "free port").write_text("7")
         self.codes: dict[str, str] = {}
         self.cleaned: list[tuple[str, Set[str]]] = []
         self._changed = asyncio.Event()
@@ -64,8 +67,7 @@ class Scene:
     async def _make(self, wanted: WantedReplica) -> Child:
         mark = self.path / wanted.name  # who runs notes its pid: two at once would be seen
         code = f"mark_own_pid({str(mark)!r})\n{self.codes.get(wanted.name, LISTEN)}"
-        elsewhere = Script(code.replace("port=7", "port=8"))
-        return Child(wanted.name, "scripted_replica", Script(code), host="h", renew=lambda: elsewhere)
+        return Child(wanted.name, "scripted_replica", Script(code), host="h", movable=True)
 
     def want(self, *names: str) -> None:
         """Names are DEPLOYMENT-NUMBER."""
@@ -227,6 +229,7 @@ def test_one_that_died_and_cannot_be_started_again_says_why_until_it_can(scene) 
                     here._changed.clear()
                     await here._changed.wait()
 
+        (here.path / "free port").write_text("8")
         (here.path / "broken").touch()
         os.kill(here.pid("a-0"), signal.SIGKILL)
         await until_error_is("a-0: no memory")

@@ -10,10 +10,11 @@ import pytest
 
 from midstream.config import GatewaySettings, Settings
 from midstream.errors import ConfigError
+from midstream.launch import gateway
 from midstream.launch.child import GatewaySpec
-from midstream.launch.gateway import default_deployment
+from midstream.launch.gateway import default_deployment, first_answer
 from midstream.launch.models import known_models, model_directory
-from midstream.ledger import Ledger, sqlite_url
+from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable, sqlite_url
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def test_the_command_lines_model_the_settings_and_the_built_in_one_are_known(
     assert known == {"policy": policy, "other": policy, "tiny-moe": built_in}
     assert known_models(msgspec.structs.replace(settings, model="other"))[0] == "other"
     assert known_models(Settings(state_dir=str(tmp_path))) == ("tiny-moe", {"tiny-moe": built_in})
-    assert model_directory(known, "other") == policy
+    assert model_directory(known, "other", tmp_path) == policy
     with pytest.raises(ConfigError, match=r"models\.gone"):
-        model_directory(known, "gone")
+        model_directory(known, "gone", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,9 @@ def test_a_model_that_cannot_be_is_named(
         known_models(settings)
 
 
-def test_the_command_line_counts_when_it_changed_and_the_api_otherwise(tmp_path: Path) -> None:
-    spec = GatewaySpec(
+@pytest.fixture
+def spec(tmp_path: Path) -> GatewaySpec:
+    return GatewaySpec(
         host="h",
         port=1,
         model="accounts/a/models/m",
@@ -78,6 +80,8 @@ def test_the_command_line_counts_when_it_changed_and_the_api_otherwise(tmp_path:
         log_level="info",
     )
 
+
+def test_the_command_line_counts_when_it_changed_and_the_api_otherwise(spec: GatewaySpec) -> None:
     async def main() -> None:
         ledger = Ledger(spec.ledger)
 
@@ -105,3 +109,32 @@ def test_the_command_line_counts_when_it_changed_and_the_api_otherwise(tmp_path:
         ledger.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("refusals", [2, 99])
+def test_a_ledger_that_does_not_answer_at_the_start_is_asked_again(
+    spec: GatewaySpec, refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [refusals]
+
+    class Busy(Ledger):
+        async def deployment(self, name: str) -> DeploymentRow:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise LedgerUnavailable("the ledger cannot be used now: canceling statement")
+            return await super().deployment(name)
+
+    async def main() -> str:
+        ledger = Busy(spec.ledger)
+        try:
+            return (await first_answer(ledger, spec)).name
+        finally:
+            ledger.close()
+
+    monkeypatch.setattr(gateway, "LEDGER_PAUSE_S", 0.0)
+    if refusals == 2:
+        assert asyncio.run(main()) == spec.deployment
+    else:
+        monkeypatch.setattr(gateway, "LEDGER_WAIT_S", 0.0)
+        with pytest.raises(ConfigError, match="canceling statement, for 0 s"):
+            asyncio.run(main())

@@ -51,15 +51,15 @@ def test_a_replica_that_has_no_room_says_so_and_starts_when_there_is(nodes: Node
 
 
 @slow
-def test_a_gateway_that_is_an_actor_is_replaced_also_on_another_node(nodes: Nodes, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+def test_a_gateway_that_is_an_actor_is_replaced_also_on_another_node(
+    nodes: Nodes, tmp_path: Path, free_port: int
+) -> None:
     database = f"sqlite:///{tmp_path / 'ledger.db'}"  # that all nodes reach, being one machine
-    arguments = ("--replicas", "1", "--no-tinker", "--database", database, "--port", port)
+    arguments = ("--replicas", "1", "--no-tinker", "--database", database, "--port", str(free_port))
     nodes.add(6, gate=1)
     nodes.add(7, gate=1)
     with serving(tmp_path, nodes, *arguments, config=GATEWAY) as server:
-        assert server.url == f"http://127.0.0.1:{port}"
+        assert server.url == f"http://127.0.0.1:{free_port}"
         first = nodes.node_of("gateway")
         assert first in (6, 7)
         [pid] = nodes.children("gateway")

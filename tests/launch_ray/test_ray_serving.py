@@ -6,6 +6,8 @@ import asyncio
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +17,20 @@ import httpx
 import pytest
 from raycluster import Nodes, RayServer, kill, serving, until
 
-TOKENS = 200
+TOKENS = 2000
 STREAMS = 16
 UNDER_WAY = 8  # events of every stream that have come when something happens
 STRANGE = (
     "snapshots/127.0.0.4/gone-replica-0"  # a cache on a node, of a deployment that nobody knows any more
 )
+GROUPS = """
+import sys
+import ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+for group in ray.util.placement_group_table().values():
+    if group["state"] != "REMOVED":
+        print(group["name"])
+"""
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 
 pytestmark = pytest.mark.timeout(900)
@@ -32,6 +42,7 @@ def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     (path / "state" / STRANGE / "step-1").mkdir(parents=True)
     with serving(path, nodes, "--replicas", "2", "--no-tinker") as running:
         yield running
+    until(lambda: groups(nodes) == [], lambda: f"left: {groups(nodes)}")
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +124,14 @@ def snapshots(server: RayServer) -> dict[str, str]:
     return {r["name"]: r["snapshot"] for r in server.health()["replicas"]}
 
 
+def groups(nodes: Nodes) -> list[str]:
+    """Names of the placement groups that the cluster has, of any server."""
+    command = [sys.executable, "-c", GROUPS, nodes.address]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    return sorted(said.stdout.split())
+
+
 def test_replicas_are_on_nodes_of_their_own_and_serve(server: RayServer, nodes: Nodes) -> None:
     assert set(server.places) == {"replica-0", "replica-1"}
     for name, address in server.places.items():
@@ -185,6 +204,30 @@ def test_caches_of_deployments_that_are_gone_go_from_the_nodes(server: RayServer
     assert len(list((server.state_dir / "snapshots").glob("*/replica-[01]"))) >= 2
 
 
+def test_where_a_replica_cannot_start_is_not_the_only_node_it_is_tried_on(
+    server: RayServer, nodes: Nodes
+) -> None:
+    nodes.add(6, slots=1)
+    free = {3, 4, 5, 6} - {nodes.node_of("replica-0"), nodes.node_of("replica-1")}
+    assert len(free) == 2
+    caches = {number: server.state_dir / "snapshots" / f"127.0.0.{number}" for number in free}
+    for number, directory in caches.items():
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.write_text(f"no directory: nothing can start on node {number}")
+    server.scale(3)
+    said = "replica-2: on node 127.0.0."
+    until(lambda: all(f"{said}{number}: " in server.text() for number in free), server.state)
+    caches[6].unlink()
+    server.wait_serving("replica-0", "replica-1", "replica-2")
+    assert nodes.node_of("replica-2") == 6
+    server.scale(2)
+    server.wait_serving("replica-0", "replica-1")
+    for number in free - {6}:
+        caches[number].unlink()
+    until(lambda: not nodes.children("replica-2"), server.state)
+    nodes.remove(6)
+
+
 def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
     undisturbed = asyncio.run(streamed(server))
     lost, left = nodes.node_of("replica-0"), nodes.node_of("replica-1")
@@ -208,7 +251,10 @@ def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
 def test_a_server_that_stops_leaves_nothing_on_the_cluster(
     nodes: Nodes, server: RayServer, tmp_path: Path
 ) -> None:
-    others = set(nodes.children())
+    others, held = set(nodes.children()), groups(nodes)
+    assert [name.rpartition("-")[0] for name in held] == ["replica-0", "replica-1"], (
+        "all that is left of the others"
+    )
     for number in (signal.SIGTERM, signal.SIGKILL):
         with serving(tmp_path / number.name, nodes, "--replicas", "1", "--no-tinker") as short:
             assert set(nodes.children()) > others
@@ -216,3 +262,4 @@ def test_a_server_that_stops_leaves_nothing_on_the_cluster(
             code = short.process.wait(timeout=60)
             assert code == (0 if number == signal.SIGTERM else -number), short.text()[-3000:]
             until(lambda: set(nodes.children()) <= others, lambda: f"left: {nodes.children()}, had {others}")
+            until(lambda: groups(nodes) == held, lambda: f"left: {groups(nodes)}, had {held}")

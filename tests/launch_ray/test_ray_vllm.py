@@ -29,7 +29,7 @@ STREAMS = 8
 
 pytestmark = [
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(ASKED not in os.environ or not PYTHON.exists(), reason="part of make test-vllm"),
+    pytest.mark.skipif(ASKED not in os.environ or not PYTHON.exists(), reason="run `make test-ray-vllm`"),
 ]
 
 

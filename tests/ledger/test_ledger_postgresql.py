@@ -18,7 +18,7 @@ from ledger_helpers import DEPLOYMENT, MODEL, on_ledger, opened, signal
 from postgres import PASSWORD, Postgres
 
 from midstream.errors import ConfigError
-from midstream.ledger import Ledger, LedgerUnavailable, database
+from midstream.ledger import Ledger, LedgerUnavailable
 
 
 def test_the_password_is_in_no_message(
@@ -57,10 +57,8 @@ def test_a_lost_connection_is_a_retryable_error_or_none(
     on_ledger(postgres_url, work)
 
 
-def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
+def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(postgres_url: str) -> None:
+    """Only waiting for a lock is made short: any statement can take long on a busy machine."""
 
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
@@ -75,7 +73,7 @@ def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(
             holder.rollback()
         assert (await signal(ledger, "b")).changed
 
-    on_ledger(postgres_url, work)
+    on_ledger(f"{postgres_url}?options=-clock_timeout%3D200", work)
 
 
 def test_processes_that_come_at_once_make_one_ledger_and_number_their_signals_together(
@@ -96,7 +94,7 @@ asyncio.run(main())
     children = [
         subprocess.Popen([sys.executable, "-c", script, str(i)], stdout=subprocess.PIPE) for i in range(3)
     ]
-    generations = [int(line) for child in children for line in child.communicate(timeout=90)[0].split()]
+    generations = [int(line) for child in children for line in child.communicate(timeout=300)[0].split()]
     assert [child.returncode for child in children] == [0, 0, 0]
     assert sorted(generations) == list(range(1, 31))
 
@@ -118,11 +116,11 @@ def test_what_a_url_asks_for_holds_and_its_secrets_are_shown_nowhere(
     user, _, rest = postgres_url.partition(f":{PASSWORD}")
     with psycopg.connect(postgres_url, autocommit=True) as db:
         db.execute("CREATE SCHEMA apart")
-    url = f"{user}{rest}?password={PASSWORD}&options=-csearch_path%3Dapart%20-cstatement_timeout%3D4321"
+    url = f"{user}{rest}?password={PASSWORD}&options=-csearch_path%3Dapart%20-cstatement_timeout%3D43210"
     with opened(url) as ledger:
         assert PASSWORD not in repr(ledger)
         with ledger._core.database.read() as db:
-            assert db.exec_driver_sql("SHOW statement_timeout").scalar() == "4321ms"
+            assert db.exec_driver_sql("SHOW statement_timeout").scalar() == "43210ms"
             assert db.exec_driver_sql("SHOW lock_timeout").scalar() == "10s"
     with psycopg.connect(postgres_url) as db:
         tables = "SELECT schemaname FROM pg_tables WHERE tablename = 'snapshots'"
@@ -175,18 +173,18 @@ def wire(postgres_process: Postgres) -> Iterator[Wire]:
     made.close()
 
 
-@pytest.mark.timeout(60)
 def test_a_database_that_says_nothing_any_more_holds_up_nobody(
     postgres_process: Postgres, postgres_url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.ledger.ANSWER_S", 1.0)
     url = postgres_url.replace(f":{postgres_process.port}/", f":{wire.port}/")
 
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
         wire.silent()
-        asked = [asyncio.create_task(ledger.state(DEPLOYMENT)) for _ in range(3)]
-        await asyncio.wait(asked)
+        with monkeypatch.context() as patch:
+            patch.setattr("midstream.ledger.ANSWER_S", 1.0)
+            asked = [asyncio.create_task(ledger.state(DEPLOYMENT)) for _ in range(3)]
+            await asyncio.wait(asked)
         for task in asked:
             assert isinstance(task.exception(), LedgerUnavailable), "a 503, and the next look tries again"
         wire.heard_again()
@@ -196,6 +194,7 @@ def test_a_database_that_says_nothing_any_more_holds_up_nobody(
                 break
         assert (await signal(ledger, "b")).changed
         wire.silent()
+        monkeypatch.setattr("midstream.ledger.ANSWER_S", 1.0)
         with pytest.raises(LedgerUnavailable):
             await ledger.state(DEPLOYMENT)
 

@@ -392,8 +392,8 @@ async def running(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = ReplicaServer(replica, listener, token)
     await server.start()
-    http = httpx.AsyncClient(base_url=url, timeout=20)
-    sdk = openai.AsyncOpenAI(api_key="k", base_url=f"{url}/v1", max_retries=0, timeout=20)
+    http = httpx.AsyncClient(base_url=url, timeout=120)
+    sdk = openai.AsyncOpenAI(api_key="k", base_url=f"{url}/v1", max_retries=0, timeout=120)
     try:
         yield Running(replica, server, engine, source, url, http, sdk)
     finally:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
 
-from midstream.types import GenerateRequest, GenerationEvent, ReplicaReport
+from midstream.types import GenerateRequest, GenerationEvent, ReplicaReport, Stage
 
 Scenario = Callable[[Running], Awaitable[None]]
 BASE = f"{MODEL}@base"
@@ -714,7 +714,7 @@ def test_the_event_stream_sends_whole_reports_at_once_and_on_change(tmp_path: Pa
             assert (first.snapshot, first.boot) == ("base", here.replica.boot)
             await here.swap("v1")
             report = first
-            while report.snapshot != "v1":
+            while report.snapshot != "v1" or report.stage is not Stage.IDLE:
                 report = msgspec.json.decode(await anext(lines), type=ReplicaReport)
             assert [t.stage.value for t in report.transitions][-1] == "idle"
 

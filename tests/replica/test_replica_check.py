@@ -25,7 +25,7 @@ def wanted(snapshot: str, generation: int, **more: object) -> Desired:
 def play(directory: Path, scenario: Scenario, engine: FakeEngine | None = None) -> None:
     async def main() -> None:
         used, source = engine or FakeEngine(), FakeSource()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             replica = make_replica(directory, used, source)
             await replica.start()
             try:

@@ -15,7 +15,7 @@ from replica_fakes import MODEL, FakeEngine, Running, running, sse
 from midstream.types import Stage
 from midstream.versions import HEADER_ADMITTED, HEADER_REFUSED, Admitted, as_header
 
-DEADLINE_S = 20
+DEADLINE_S = 120
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -69,7 +69,7 @@ def test_a_session_that_begins_is_told_of_at_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(app, "SESSIONS_GAP_S", 3600.0)
 
     async def main() -> None:
-        async with asyncio.timeout(20), running(tmp_path, FakeEngine()) as here, events(here) as lines:
+        async with asyncio.timeout(120), running(tmp_path, FakeEngine()) as here, events(here) as lines:
             assert "kind" not in [await anext(lines), await anext(lines)][1]
             await turn(here, "a", placed=5)
             assert (await next_of_kind(lines, "sessions"))["held"] == [[["", "a"], 5]]

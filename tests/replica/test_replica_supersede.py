@@ -24,7 +24,7 @@ def wanted(snapshot: str, generation: int, **more: object) -> Desired:
 
 def play(directory: Path, engine: FakeEngine, source: FakeSource, scenario: Scenario) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             replica = make_replica(directory, engine, source)
             await replica.start()
             try:

@@ -31,7 +31,7 @@ def delta(snapshot: str, generation: int, **more: object) -> Desired:
 def play(directory: Path, scenario: Scenario, **more: object) -> None:
     async def main() -> None:
         engine, source = FakeEngine(), FakeSource()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             replica = make_replica(directory, engine, source, **more)
             await replica.start()
             try:

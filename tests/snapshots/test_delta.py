@@ -611,8 +611,8 @@ def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 root = Path(sys.argv[1])
 for act in (
-    lambda: encode_delta(root / "parent", root / "child", root / "delta"),
-    lambda: rebuild(root / "parent", root / "delta", root / "out", "arc_v2"),
+    lambda: encode_delta(root / "parent", root / "child", root / "delta", threads=2),
+    lambda: rebuild(root / "parent", root / "delta", root / "out", "arc_v2", threads=2),
 ):
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = status("VmRSS")

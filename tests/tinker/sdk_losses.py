@@ -22,22 +22,25 @@ async def sample(number: int) -> list[int]:
     return list(response.sequences[0].tokens)
 
 
-async def under_way() -> None:
-    async with httpx.AsyncClient() as http:
-        name = "midstream_replica_kv_blocks_used{"
-        while True:
-            lines = (
-                await http.get(f"{given.url}/metrics", headers={"x-api-key": given.api_key})
-            ).text.splitlines()
-            if any(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)):
-                return
+async def at_work(http: httpx.AsyncClient) -> bool:
+    name = "midstream_replica_kv_blocks_used{"
+    lines = (await http.get(f"{given.url}/metrics", headers={"x-api-key": given.api_key})).text.splitlines()
+    return any(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 async def main() -> dict[str, Any]:
-    running = [asyncio.create_task(sample(number)) for number in range(given.count)]
-    await under_way()
-    unfinished = sum(not task.done() for task in running)
-    os.kill(given.victim, signal.SIGKILL)
+    async with httpx.AsyncClient(timeout=60) as http:
+        unfinished = 0
+        for _ in range(20):  # a slow client may be told of all the ends before it sees the work
+            while await at_work(http):
+                pass  # for others
+            running = [asyncio.create_task(sample(number)) for number in range(given.count)]
+            while not await at_work(http) and not all(task.done() for task in running):
+                pass
+            if unfinished := sum(not task.done() for task in running):
+                break
+            await asyncio.gather(*running)
+        os.kill(given.victim, signal.SIGKILL)
     return {"unfinished": unfinished, "tokens": await asyncio.gather(*running)}
 
 

@@ -21,7 +21,7 @@ status = f"{given.url}/hot_load/v1/models/hot_load"
 headers = {"x-api-key": given.api_key}
 httpx.post(status, json={"identity": given.identity}, headers=headers, timeout=60).raise_for_status()
 while True:
-    replicas = httpx.get(status, headers=headers).json()["replicas"]
+    replicas = httpx.get(status, headers=headers, timeout=60).json()["replicas"]
     if all(r["readiness"] and r["current_snapshot_identity"] == given.identity for r in replicas):
         break
 answer({"before": before, "after": refusal(sample)})

@@ -24,7 +24,7 @@ def sdk_python(version: str) -> Path:
     return venv / "bin" / "python"
 
 
-def run_sdk(version: str, script: Path, told: dict[str, Any], timeout_s: float = 150) -> Any:
+def run_sdk(version: str, script: Path, told: dict[str, Any], timeout_s: float = 400) -> Any:
     """What a script prints as JSON, run by the Python that has the real SDK of that version."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER", "PYTHON", "HF_"))}
     done = subprocess.run(

@@ -17,6 +17,7 @@ from serving import serve
 VENV = ROOT / ".venv-cookbook"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not (VENV / ".installed").exists(), reason="run `make test-cookbook`")
 def test_the_cookbooks_loop_learns(tmp_path: Path) -> None:
     inherited = {

@@ -16,6 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from serving import Server, serve
 
+pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+
 DEMO = ROOT / "examples" / "session_routing" / "demo.py"
 TRAJECTORIES, TURNS = 6, 4
 
@@ -30,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_client_and_server_agree_on_every_key_and_trajectories_stay(version: str, server: Server) -> None:
     arguments = ["--url", server.url, "--trajectories", str(TRAJECTORIES), "--turns", str(TURNS)]
     done = subprocess.run(
-        [sdk_python(version), "-W", "ignore", DEMO, *arguments], capture_output=True, text=True, timeout=120
+        [sdk_python(version), "-W", "ignore", DEMO, *arguments], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
     dispatched = re.findall(r"^client: dispatch routing-key=(\S+)$", done.stdout, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
 from serving import Server, serve
+
+pytestmark = pytest.mark.timeout(600)  # scripts may take 400
 
 HERE = Path(__file__).parent
 PROMPT = list(b"Count to ten: one, two, three,")
@@ -83,8 +86,8 @@ def test_a_key_that_is_kept_over_turns_stays_on_its_replica(
             if turn:
                 assert answer.headers["x-midstream-route-reason"] == "sticky"
         assert len(set(replicas)) == 1, replicas
-        known = httpx.get(f"{server.url}/v1/sessions/{key}", headers=KEY).raise_for_status().json()
-        assert known["turns"] == 3
+        known = httpx.get(f"{server.url}/v1/sessions/{key}", headers=KEY, timeout=60)
+        assert known.raise_for_status().json()["turns"] == 3
         assert f"model={server.model} session_id={key}" in server.log.read_text()
 
 
@@ -131,27 +134,18 @@ def test_another_keys_sampling_session_is_unknown(api: httpx.Client, sampling_se
 
 def test_a_sample_that_is_given_up_ends_on_its_replica(server: Server) -> None:
     """By the client's own word: the sample would have run to its 4000 tokens otherwise."""
-    arguments = {"url": server.url, "api_key": API_KEY, "base_model": server.model}
-    made_before = generated(server)
-    told = run_sdk(VERSIONS[0], HERE / "sdk_cancel.py", {**arguments, "prompt": PROMPT, "max_tokens": 4000})
-    assert told["cancelled"]
+    arguments = {"url": server.url, "api_key": API_KEY, "base_model": server.model, "prompt": PROMPT}
+    told = run_sdk(VERSIONS[0], HERE / "sdk_cancel.py", {**arguments, "max_tokens": 4000, "replicas": 2})
+    assert told["generated"] < 4000
     assert len(told["tokens"]) == 4
-    assert generated(server) - made_before < 4000
-
-
-def generated(server: Server) -> float:
-    name = "midstream_replica_generated_tokens_total{"
-    lines = httpx.get(f"{server.url}/metrics", headers=KEY).text.splitlines()
-    values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
-    assert values, f"no metric {name}"
-    return sum(values)
 
 
 def pid_of(server: Server, named: str) -> int:
     """The process whose command line has this word."""
     for pid in server.children():
-        if named.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            return pid
+        with contextlib.suppress(OSError):  # it has just ended
+            if named.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                return pid
     raise AssertionError(f"no process is called {named}")
 
 

@@ -46,7 +46,7 @@ def run(directory: Path, answers: Any, scenario: Scenario, **options: Any) -> No
             return left.pop(0) or completion(asked, 4, 5)
 
         async with fake_gateway(answering) as gateway, front(gateway.url, directory, **options) as made:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await scenario(made, gateway)
 
     asyncio.run(main())

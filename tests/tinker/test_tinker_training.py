@@ -661,7 +661,7 @@ def test_nothing_is_held_of_a_model_whose_session_expired_unfinished(tmp_path: P
 
     async def run() -> None:
         nonlocal now
-        async with world(tmp_path, clock=lambda: now) as at, asyncio.timeout(10):
+        async with world(tmp_path, clock=lambda: now) as at, asyncio.timeout(120):
             old = await at.model(0)
             worker = at.training._models[old].worker
             assert worker is not None

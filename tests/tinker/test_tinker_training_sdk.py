@@ -15,6 +15,8 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
 from serving import Server, serve
 
+pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+
 HERE = Path(__file__).parent
 ALIAS = "Qwen/Qwen3-8B-Base"
 PROMPT, TARGET = list(b"The capital of France is"), list(b" Paris.")
@@ -44,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
 def ledger(server: Server) -> dict[str, dict[str, Any]]:
     """The snapshots that were signalled, by identity."""
     url = f"{server.url}/v1/{server.deployment}/ledger"
-    answer = httpx.get(url, headers={"x-api-key": API_KEY}, timeout=30).raise_for_status().json()
+    answer = httpx.get(url, headers={"x-api-key": API_KEY}, timeout=60).raise_for_status().json()
     return {row["identity"]: row for row in answer["snapshots"]}
 
 

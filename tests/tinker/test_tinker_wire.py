@@ -25,6 +25,8 @@ from midstream.tinker.types import (
     decode,
 )
 
+pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+
 SAMPLE = SampleResult(
     sequences=(
         Sequence(tokens=(5, 2**31 - 1), logprobs=(-0.5, -1.25), stopped=True),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm_bed import BLOCK, Bed, cmdline, load, logprobs_of
-from vllm_streams import Stream, expected_logprobs, random_prompt, under_way
+from vllm_streams import Stream, expected_logprobs, kept_up, random_prompt, under_way
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.engine.vllm.swap import Control, Unchanged, switch
 
 STREAMS = 32
-TOKENS = 1950
-CROSSING = 3  # streams of each replica, at least, that are under way at each swap
+TOKENS = (700, 1900)  # of a stream: the least and the most, so that they do not end together
+CROSSING = 3  # streams of each replica, at least, that have tokens of both sides of each swap
 PROMPT = 5 * BLOCK + 3  # of those who ask what is cached
 CACHED = 5 * BLOCK
 TOLERANCE = 2e-3  # nats, in float32; KV of 1500 positions, some of them of other weights
@@ -71,6 +74,19 @@ class Askers:
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def crossing() -> Iterator[Stream]:
+    """New sessions without end."""
+    least, most = TOKENS
+    for i in itertools.count():
+        tokens = random.Random(f"tokens {i}").randint(least, most)
+        yield Stream(random_prompt(i, 20 + i % 100), tokens, f"crossing {i}", seed=i)
+
+
+def in_a_row(names: Sequence[str]) -> list[Sequence[str]]:
+    """Every run of names that follow each other."""
+    return [names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1)]
+
+
 @pytest.fixture(scope="module")
 def checkpoints(
     checkpoint: Path, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -84,7 +100,6 @@ def checkpoints(
 def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
     bed: Bed, checkpoints: dict[str, Path]
 ) -> None:
-    streams = [Stream(random_prompt(i, 20 + i), TOKENS, f"crossing {i}", seed=i) for i in range(STREAMS)]
     cached: dict[str, Cached] = {}
     kinds: list[str] = []
     models = {name: load(directory) for name, directory in checkpoints.items()}
@@ -102,7 +117,7 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
                 kinds.append(done.kind)
                 cached[policy] = askers.after()
 
-        asyncio.run(under_way(bed.server.url, bed.model, streams, 10, publish))
+        streams = asyncio.run(kept_up(bed.server.url, bed.model, crossing(), STREAMS, publish))
     assert kinds == ["full", "delta", "full"]
     assert cached == {"all": (0, 0), "new_session": (CACHED, 0), "none": (CACHED, CACHED)}
     broken = [
@@ -111,15 +126,11 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
     assert broken == []
     assert {stream.replica for stream in streams} == {"replica-0", "replica-1"}
     order = list(checkpoints)
-    assert [s.labels for s in streams if s.labels != order[: len(s.labels)]] == [], (
-        "each once, in their order"
-    )
-    for name in order[1:]:
-        crossed = [stream.replica for stream in streams if name in stream.labels]
-        assert min(crossed.count(replica) for replica in ("replica-0", "replica-1")) >= CROSSING, (
-            name,
-            crossed,
-        )
+    assert [s.labels for s in streams if s.labels not in in_a_row(order)] == [], "each once, in their order"
+    for before, name in pairwise(order):
+        crossed = [stream.replica for stream in streams if {before, name} <= set(stream.labels)]
+        least = min(crossed.count(replica) for replica in ("replica-0", "replica-1"))
+        assert least >= CROSSING, (name, crossed)
     off = np.concatenate(
         [np.subtract([t[1] for t in s.tokens], expected_logprobs(s, models)) for s in streams]
     )

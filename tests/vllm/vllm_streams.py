@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,16 +111,48 @@ async def under_way(
         if all(stream.ended or len(stream.tokens) >= tokens for stream in streams):
             begun.set()
 
-    limits = httpx.Limits(max_connections=None)
-    async with (
-        asyncio.timeout(2 * DEADLINE_S),
-        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, limits=limits, trust_env=False) as http,
-        asyncio.TaskGroup() as group,
-    ):
+    async with asyncio.timeout(2 * DEADLINE_S), client(url) as http, asyncio.TaskGroup() as group:
         for stream in streams:
             group.create_task(stream.run(http, model, moved))
         await begun.wait()
         await asyncio.to_thread(happen)
+
+
+async def kept_up(
+    url: str, model: str, streams: Iterator[Stream], count: int, happen: Callable[[], Any]
+) -> list[Stream]:
+    """Runs `count` streams at any time, the next for each that ended, until `happen`, called in a thread once `count` of them
+    have begun, has returned; then those under way to their ends. All that ran.
+
+    However slow or fast the engine is beside `happen`, there are streams for it to happen to.
+    """
+    ran: list[Stream] = []
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    def moved() -> None:
+        if sum(bool(stream.tokens) for stream in ran) >= count:
+            begun.set()
+
+    async def one_after_the_other(http: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            stream = next(streams)
+            ran.append(stream)
+            await stream.run(http, model, moved)
+
+    async with asyncio.timeout(2 * DEADLINE_S), client(url) as http, asyncio.TaskGroup() as group:
+        for _ in range(count):
+            group.create_task(one_after_the_other(http))
+        await begun.wait()
+        try:
+            await asyncio.to_thread(happen)
+        finally:
+            over.set()
+    return ran
+
+
+def client(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, limits=limits, trust_env=False)
 
 
 def expected_logprobs(stream: Stream, models: dict[str, Any]) -> list[float]:

@@ -52,7 +52,7 @@ def _replica(options: argparse.Namespace) -> int:
     with local.locked(Path(settings.state_dir)):
         local.check_port(settings.host, settings.port)
         name, models = known_models(settings)
-        spec = alone.replica_spec(settings, name, model_directory(models, name))
+        spec = alone.replica_spec(settings, name, model_directory(models, name, Path(settings.state_dir)))
         try:
             asyncio.run(alone.run(spec, lambda line: print(line, flush=True)))
         except StartFailed as error:

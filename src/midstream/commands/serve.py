@@ -137,7 +137,7 @@ def _serve(options: argparse.Namespace) -> int:
             local.check_port(settings.host, settings.port)
         bucket = local.bucket_url(settings)
         name, models = known_models(settings)
-        model_directory(models, name)
+        model_directory(models, name, Path(settings.state_dir))
         out = sys.stdout
         with _places(settings, bucket) as places:
             try:

@@ -6,6 +6,7 @@ Always holds: nothing is guessed: what an answer lacks is an Odd error that says
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 from midstream.client import snapshot_of
 
 Json = dict[str, Any]
+
+MISS_TOKENS = (
+    16  # fewer are no hit: two prompts may begin alike by chance, and some caches count single tokens
+)
 
 
 class Odd(ValueError):
@@ -165,8 +170,19 @@ def _token(entry: Mapping[str, Any], label: str | None, position: int) -> Token:
     return Token(token, float(logprob), entry.get("sampling_logprob"), label, entry)
 
 
+def is_hit(found: int, length: int) -> bool:
+    """Whether `found` cached tokens of a prompt's `length` are its prefix: half of it at least, as caches keep whole blocks."""
+    return found * 2 >= length
+
+
+def is_miss(found: int, length: int) -> bool:
+    """Whether nothing was cached, but for a few tokens that are equal by chance; never together with is_hit."""
+    return found < MISS_TOKENS and not is_hit(found, length)
+
+
 def largest_difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """max |a - b|; infinite when they are not equally many."""
-    if len(first) != len(second):
-        return float("inf")
-    return max((abs(a - b) for a, b in zip(first, second, strict=True)), default=0.0)
+    """max |a - b|; infinite when they are not equally many, when there are none, and when one is no number."""
+    if len(first) != len(second) or not first:
+        return math.inf
+    apart = [abs(a - b) for a, b in zip(first, second, strict=True)]
+    return math.inf if any(map(math.isnan, apart)) else max(apart)

@@ -1,19 +1,22 @@
 """The endpoint under test, over HTTP: completions plain and streamed, and everything else as raw requests.
 
 Always holds: a request is sent once, never retried: what a retry would hide is what is looked for. A key is sent to the
-endpoint only, and is in no message.
+endpoint only, and is in no message. A request of the hot-load API names the model and the deployment, so that it is for
+them also where the endpoint has several.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
+from midstream.client.server import HOT_LOAD_PATH
 from midstream.conformance.answers import Answer, Json, Odd, data_of, plain_answer
 from midstream.conformance.rows import Failed
 from midstream.errors import ConfigError
@@ -22,26 +25,45 @@ TIMEOUT_S = 120.0
 ISOLATION_HEADER = "x-prompt-cache-isolation-key"
 TRAJECTORY_HEADER = "x-multi-turn-session-id"
 AFFINITY_HEADER = "x-session-affinity"
+NO_KEY = ""
+_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can have, and is no blank
 
 
 class Endpoint:
     """`url`: with or without /v1 or /inference/v1. Also an asynchronous context manager."""
 
-    def __init__(self, url: str, *, api_key: str | None, deployment: str | None, model: str = "") -> None:
-        parsed = httpx.URL(url)
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        deployment: str | None,
+        model: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """Raises ConfigError on an address or a key that cannot be one; the key is not in its message."""
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"URL {url!r}: write http://HOST:PORT: {error}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"URL {url!r}: write http://HOST:PORT")
         if parsed.userinfo or parsed.query or parsed.fragment:
             raise ConfigError("URL: must not hold a user, password or query; give a key as --api-key")
+        if api_key is not None and not _KEY.fullmatch(api_key):  # whoever sends it would show it in an error
+            raise ConfigError(
+                "--api-key: holds characters that a header cannot have, or blanks (a line's end?)"
+            )
         plain = url.rstrip("/").removesuffix("/v1")
         self.root = plain.removesuffix("/inference")
         self.prefix = "/inference/v1" if plain.endswith("/inference") else "/v1"
         self.model = model
         self.deployment = deployment
+        self.hot_load_headers: dict[str, str] = {}  # which model and deployment a signal is for
         self._key = api_key
         headers = {"fireworks-deployment": deployment} if deployment else {}
         limits = httpx.Limits(max_connections=256)
-        self._http = httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, limits=limits)
+        self._http = httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, limits=limits, transport=transport)
 
     async def __aenter__(self) -> Endpoint:
         return self
@@ -61,17 +83,24 @@ class Endpoint:
         headers: Mapping[str, str] | None = None,
         *,
         key: str | None = None,
+        x_api_key: bool = False,
     ) -> httpx.Response:
-        """The response, whatever its status. path: from the root. key: instead of the endpoint's own."""
-        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        return await self._http.request(
-            method, self.root + path, content=content, headers=self._headers(headers, key)
-        )
+        """The response, whatever its status. path: from the root.
 
-    def _headers(self, headers: Mapping[str, str] | None, key: str | None = None) -> dict[str, str]:
+        key: instead of the endpoint's own; NO_KEY for none. x_api_key: in that header instead of as a Bearer token.
+        """
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        named = self.hot_load_headers if path.startswith(HOT_LOAD_PATH) else {}
+        sent = self._headers({**named, **(headers or {})}, key, x_api_key)
+        return await self._http.request(method, self.root + path, content=content, headers=sent)
+
+    def _headers(
+        self, headers: Mapping[str, str] | None, key: str | None = None, x_api_key: bool = False
+    ) -> dict[str, str]:
         own = {"content-type": "application/json"}
-        if (key or self._key) is not None:
-            own["authorization"] = f"Bearer {key or self._key}"
+        sent = self._key if key is None else key
+        if sent:
+            own |= {"x-api-key": sent} if x_api_key else {"authorization": f"Bearer {sent}"}
         return own | dict(headers or {})
 
     async def post(
@@ -105,13 +134,17 @@ class Endpoint:
 
     async def score(self, ids: Sequence[int], headers: Mapping[str, str] | None = None) -> list[float]:
         """The logprob of each token of `ids` under what serves now, computed without cached KV; nats."""
+        return (await self.scored(ids, headers)).choice.logprobs
+
+    async def scored(self, ids: Sequence[int], headers: Mapping[str, str] | None = None) -> Answer:
+        """The answer that has the scores, as `choice.logprobs`. Raises Failed unless its tokens are `ids`."""
         apart = {ISOLATION_HEADER: f"score-{secrets.token_hex(8)}", **(headers or {})}
         fields: Json = {"max_tokens": 0, "echo": True, "logprobs": True, "prompt_cache_max_len": 0}
         answer = await self.complete(ids, headers=apart, **fields)
         content = answer.choice.tokens
         if [token.id for token in content] != list(ids):
             raise Failed(f"echo gave {len(content)} tokens that are not the {len(ids)} of the prompt")
-        return answer.choice.logprobs
+        return answer
 
     def streaming(self) -> httpx.AsyncClient:
         return self._http
@@ -152,7 +185,7 @@ class Flight:
                     return
                 self.answer = Answer(response.headers)
                 await self._read(response, self.answer)
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             self.why = f"the connection broke: {type(error).__name__} {error}"
         finally:
             self.begun.set()

@@ -1,19 +1,24 @@
 """Results for people and for programs. Pure.
 
 Always holds: a line of the table says what was seen, and for a failure what was expected; the exit code follows from the
-verdicts alone.
+verdicts, and from whether the deployment was put back. The JSON is strict: a number that is none is null.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from midstream.client.server import HOT_LOAD_PATH
 from midstream.commands.table import plain, seconds
 from midstream.conformance.rows import Evidence, Result
 from midstream.conformance.target import Target
+from midstream.types import BASE_SNAPSHOT
 
+INTERRUPTED = 130  # exit code
 SHOWN_CHARS = 160  # of evidence in a line
 _MARKS = {"pass": "pass", "fail": "FAIL", "skip": "skip"}
 
@@ -47,15 +52,35 @@ def summary(results: Sequence[Result], strict: bool) -> str:
     return f"{text} (--strict: a skip is a failure)" if strict and found["skip"] else text
 
 
-def exit_code(results: Sequence[Result], strict: bool) -> int:
+@dataclass(frozen=True)
+class Left:
+    """How the deployment was left. on_snapshot: one of ours, None if none ever served or it is unknown. put_back: it has the
+    checkpoint's weights and the transition of before.
+    """
+
+    on_snapshot: str | None
+    put_back: bool
+
+
+def exit_code(results: Sequence[Result], strict: bool, put_back: bool) -> int:
     found = counts(results)
-    return int(found["fail"] > 0 or (strict and found["skip"] > 0))
+    return int(found["fail"] > 0 or (strict and found["skip"] > 0) or not put_back)
 
 
-def as_json(
-    results: Sequence[Result], target: Target, url: str, left_on: str | None, code: int
-) -> dict[str, Any]:
-    """The whole run as JSON's types."""
+def had_before(target: Target) -> str:
+    """What served before the run, and how to have it back; empty when that is unknown."""
+    if not target.serving:
+        return ""
+    signals = [
+        f'POST {HOT_LOAD_PATH} {{"identity": "{name}"}}' for name in target.serving if name != BASE_SNAPSHOT
+    ]
+    if BASE_SNAPSHOT in target.serving:
+        signals.append(f"DELETE /v1/{target.deployment}/ledger")
+    return f"{', '.join(target.serving)} served before: to have it back, {' or '.join(signals)}"
+
+
+def as_json(results: Sequence[Result], target: Target, url: str, left: Left, code: int) -> dict[str, Any]:
+    """The whole run as JSON's types, or what was done of it when it was interrupted."""
     return {
         "url": url,
         "model": target.model,
@@ -63,7 +88,10 @@ def as_json(
         "engine": target.engine,
         "features": None if target.features is None else list(target.features),
         "replicas": target.replicas,
-        "left_on_snapshot": left_on,
+        "served_before": list(target.serving),
+        "left_on_snapshot": left.on_snapshot,
+        "put_back": left.put_back,
+        "interrupted": code == INTERRUPTED,
         "counts": counts(results),
         "exit_code": code,
         "rows": [
@@ -75,9 +103,18 @@ def as_json(
                 "needs": list(result.row.needs),
                 "verdict": result.verdict,
                 "why": result.why,
-                "evidence": dict(result.evidence),
+                "evidence": _finite(result.evidence),
                 "seconds": round(result.seconds, 3),
             }
             for result in results
         ],
     }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinity nor NaN."""
+    if isinstance(value, Mapping):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

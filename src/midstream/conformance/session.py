@@ -5,11 +5,14 @@ Always holds: two calls never give the same prompt or the same key; what is reme
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
+
+import httpx
 
 from midstream.conformance.answers import Answer
 from midstream.conformance.endpoint import TRAJECTORY_HEADER, Endpoint, refusal
@@ -23,11 +26,14 @@ FIRST_ID, LAST_ID = (
     20,
     190,
 )  # token ids that every vocabulary has; plain ASCII and its neighbours in byte-level ones
-SIGHTINGS = 16  # sessions asked, at most, until every replica was seen
+SIGHTINGS = 16  # sessions asked for each replica, at most, until every one was seen
+UNNAMED = ""  # the replica of an answer that names none
 
 
 class Session:
-    """tolerance: nats by which two computations of one log-probability may differ. limit_s: of a row."""
+    """tolerance: nats by which two computations of one log-probability may differ. limit_s: of a row, in which several
+    snapshots are loaded.
+    """
 
     def __init__(
         self,
@@ -45,6 +51,9 @@ class Session:
         self.limit_s = limit_s
         self._random = random.Random(secrets.randbits(64))
         self._once: dict[str, Any] = {}
+        self._transition_before: str | None = (
+            None  # what a row found and changed; None: nothing is changed now
+        )
 
     @property
     def snapshots(self) -> Snapshots:
@@ -63,15 +72,21 @@ class Session:
     def shuffled(self, items: Sequence[T]) -> list[T]:
         return self._random.sample(items, len(items))
 
+    def between(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
     def seed(self) -> int:
         return self._random.getrandbits(31)
 
     async def once(self, name: str, find_out: Callable[[Session], Awaitable[T]]) -> T:
-        """What `find_out` gave, or raised, the first time."""
+        """What `find_out` gave, or raised, the first time; whatever it raised, so that no row waits for it again."""
         if name not in self._once:
             try:
                 self._once[name] = (await find_out(self), None)
-            except (Failed, Skipped) as error:
+            except asyncio.CancelledError:  # the row's time is over, or the run's
+                self._once[name] = (None, Failed(f"the {name} was not done within a row's limit"))
+                raise
+            except Exception as error:  # noqa: BLE001 - the runner says what it means
                 self._once[name] = (None, error)
         found, failure = self._once[name]
         if failure is not None:
@@ -84,34 +99,71 @@ class Session:
         asked = {"max_tokens": 1, "ignore_eos": True, **fields}
         return await self.endpoint.complete(prompt, headers=headers, **asked)
 
-    async def prime(self, prompt: Sequence[int]) -> list[str]:
-        """Have every replica cache `prompt`, asked by sessions of its own; the replicas that were seen."""
-        wanted = self.target.replicas or 1
-        seen: set[str] = set()
-        for _ in range(SIGHTINGS):
-            answer = await self.turn(prompt, self.key())
-            seen.add(answer.replica or "the endpoint")
-            if len(seen) >= wanted and answer.replica is not None:
+    async def on_every_replica(self, ask: Callable[[str], Awaitable[Answer]]) -> dict[str, list[Answer]]:
+        """The answers of `ask(key)` for session keys nobody used, by replica: until every replica has answered.
+
+        At most SIGHTINGS times as often as there are replicas, and so often where the endpoint does not say which replica
+        answers (UNNAMED) or how many there are. The first quarter is asked one by one; then several at once, for one by one
+        new sessions may all go where the fewest are.
+        """
+        wanted = self.target.replicas
+        found: dict[str, list[Answer]] = {}
+        several = SIGHTINGS // 4 * (wanted or 1)
+        for count in [1] * several + [several] * 3:
+            asked = await asyncio.gather(*(ask(self.key()) for _ in range(count)), return_exceptions=True)
+            for answer in asked:
+                if isinstance(answer, BaseException):
+                    raise answer
+                found.setdefault(answer.replica or UNNAMED, []).append(answer)
+            if wanted == 1 or (wanted and len(found.keys() - {UNNAMED}) >= wanted):
                 break
-        return sorted(seen)
+        return found
+
+    async def labels(self) -> list[str | None]:
+        """The snapshots that the replicas' answers name now, each once."""
+        found = await self.on_every_replica(lambda key: self.turn([FIRST_ID, FIRST_ID + 1], key))
+        return list(dict.fromkeys(answer.label for answers in found.values() for answer in answers))
 
     @contextlib.asynccontextmanager
     async def transition(self, wanted: str) -> AsyncIterator[None]:
-        """Within: the deployment's transition is `wanted`. Raises Skipped when it is not and cannot be made so."""
-        name, before = self.target.deployment, self.target.transition
+        """Within: the deployment's transition is `wanted`. Raises Skipped when it is not and cannot be made so, and Failed
+        when it cannot be set back; `restore_transition` may then try it again.
+        """
+        before = self.target.transition
         if before == wanted or (before is None and wanted == "ASYNC"):
             yield
             return
-        if name is None or before is None:
+        if self.target.deployment is None or before is None:
             raise Skipped(f"the transition is {before or 'unknown'} and cannot be changed")
-        await self._set_transition(name, wanted)
+        known, self._transition_before = self._transition_before, self._transition_before or before
+        if refused := await self._set_transition(wanted):
+            self._transition_before = known
+            raise Skipped(refused)
         try:
             yield
-        finally:
-            await self._set_transition(name, before)
+        except BaseException:
+            with contextlib.suppress(
+                Failed, httpx.HTTPError
+            ):  # what the row found comes first; tried again at the end
+                await self.restore_transition()
+            raise
+        await self.restore_transition()
 
-    async def _set_transition(self, name: str, wanted: str) -> None:
-        path = f"/v1/{name}?updateMask=hot_load_transition_type"
+    async def restore_transition(self) -> str | None:
+        """Set it to what it was before any row; to what, None when it is that. Raises Failed when it is refused."""
+        before = self._transition_before
+        if before is None:
+            return None
+        if refused := await self._set_transition(before):
+            raise Failed(refused)
+        self._transition_before = None
+        return before
+
+    async def _set_transition(self, wanted: str) -> str | None:
+        """Why it was refused; None when it was not."""
+        path = f"/v1/{self.target.deployment}?updateMask=hot_load_transition_type"
         response = await self.endpoint.request("PATCH", path, {"hotLoadTransitionType": wanted})
         if response.status_code != 200:
-            raise Skipped(f"the transition cannot be set to {wanted}: {refusal(response)}")
+            return f"the transition cannot be set to {wanted}: {refusal(response)}"
+        self.target.transition = wanted
+        return None

@@ -1,7 +1,8 @@
 """Snapshots that rows publish: variants of the served checkpoint, put into the bucket and signalled.
 
 Always holds: identities begin with a random prefix, so that no other snapshot is touched; a variant is uploaded once and
-signalled again by its name, unless a new name is asked for; `leave` ends on weights equal to the checkpoint's.
+signalled again by its name, unless a new name is asked for; `leave` ends on weights equal to the checkpoint's. What serves is
+unknown from the moment another signal is sent until every replica is ready on it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from midstream.snapshots.delta import encode_delta
 POLL_S = 0.02
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"
 UNSAID = "unsaid"  # a policy that the signal does not mention
+AT_REST = ("idle", "done", "error")  # stages of a replica that loads nothing
 
 
 class Snapshots:
@@ -41,7 +43,13 @@ class Snapshots:
         self._count = 0
         self._known: dict[Variant, str] = {}
         self.variants: dict[str, Variant] = {}  # of every identity that was put here
-        self.serving: str | None = None  # the identity that was made ready last
+        self.serving: str | None = None  # the identity that every replica serves; None: unknown
+        self.loaded = False  # whether anything of ours ever served
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory that all variants are made of."""
+        return self._checkpoint
 
     def name(self) -> str:
         self._count += 1
@@ -131,12 +139,13 @@ class Snapshots:
         return await self._send(body, {})
 
     async def _send(self, body: Json, headers: Mapping[str, str]) -> httpx.Response:
-        return await self._endpoint.request("POST", HOT_LOAD_PATH, body, {**self._named(), **headers})
-
-    def _named(self) -> Mapping[str, str]:
-        return (
-            {"fireworks-model": self._endpoint.model.partition("@")[0]} if self._endpoint.deployment else {}
-        )
+        before = self.serving
+        if body["identity"] != before:
+            self.serving = None
+        response = await self._endpoint.request("POST", HOT_LOAD_PATH, body, headers)
+        if response.is_client_error:  # refused: nothing has changed
+            self.serving = before
+        return response
 
     async def signal(self, identity: str, policy: Any = "all", *, previous: str | None = None) -> None:
         """Raises Failed when it is refused."""
@@ -145,7 +154,7 @@ class Snapshots:
             raise Failed(f"the signal for {identity} was refused: {refusal(response)}")
 
     async def status(self) -> Status:
-        response = await self._endpoint.request("GET", HOT_LOAD_PATH, headers=self._named())
+        response = await self._endpoint.request("GET", HOT_LOAD_PATH)
         if response.status_code != 200:
             raise Failed(f"GET {HOT_LOAD_PATH}: {refusal(response)}")
         try:
@@ -155,19 +164,25 @@ class Snapshots:
 
     async def wait(self, identity: str) -> None:
         """Until every replica is ready on `identity`. Raises Failed when one fails on it, and after `ready_s`."""
-        status = await self._until(lambda now: now.serves(identity) or now.failed(identity) is not None)
+        status = await self._until(lambda now: _settled(now, identity) or now.failed(identity) is not None)
         if failed := status.failed(identity):
             raise Failed(f"{failed.name} could not load {identity}: {failed.error}")
-        if not status.serves(identity):
+        if not _settled(status, identity):
             raise Failed(f"{identity} was not ready after {self._ready_s:g} s: {status}")
-        self.serving = identity
+        self.serving, self.loaded = identity, True
 
     async def wait_failed(self, identity: str) -> str:
-        """Until a replica has failed on `identity`; its message. Raises Failed when it serves instead."""
-        status = await self._until(lambda now: now.serves(identity) or now.failed(identity) is not None)
+        """Until a replica has failed on `identity` and none still loads; its message. Raises Failed when it serves instead."""
+
+        def ended(now: Status) -> bool:
+            return now.failed(identity) is not None and all(r.stage in AT_REST for r in now.replicas)
+
+        status = await self._until(lambda now: now.serves(identity) or ended(now))
         failed = status.failed(identity)
         if failed is None:
             raise Failed(f"{identity} should have failed: {status}")
+        if not ended(status):
+            raise Failed(f"replicas still load after {self._ready_s:g} s: {status}")
         return failed.error or ""
 
     async def _until(self, holds: Callable[[Status], bool]) -> Status:
@@ -180,11 +195,16 @@ class Snapshots:
             await asyncio.sleep(POLL_S)
 
     async def leave(self) -> str | None:
-        """Serve the checkpoint's own weights; their identity, None when nothing was ever published here."""
-        if self.serving is None and not self.variants:
+        """Serve the checkpoint's own weights; their identity, None when nothing of ours ever served. Raises Failed."""
+        if not self.loaded:
             return None
-        if self.variants.get(self.serving or "") == "same":
-            status = await self.status()
-            if self.serving is not None and status.serves(self.serving):
-                return self.serving
+        serving = self.serving or ""
+        if self.variants.get(serving) == "same" and _settled(await self.status(), serving):
+            return serving
         return await self.serve("same")
+
+
+def _settled(status: Status, identity: str) -> bool:
+    """Whether every replica serves `identity`, and none is on its way to anything else."""
+    away = (r.target not in (None, identity) and r.stage not in AT_REST for r in status.replicas)
+    return status.serves(identity) and not any(away)

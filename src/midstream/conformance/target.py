@@ -6,6 +6,7 @@ a row would have to change to find out (publishing, transitions).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import httpx
 
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import read_status
-from midstream.conformance.answers import Json, Odd
+from midstream.conformance.answers import Answer, Json, Odd
 from midstream.conformance.endpoint import Endpoint, Flight, refusal
 from midstream.conformance.rows import NEEDS, Failed
 from midstream.errors import ConfigError
@@ -26,14 +27,17 @@ PROMPT_TOKENS = 416  # long enough for every engine's cache blocks, short enough
 CONTEXT_TOKENS = 448  # taken when nothing says more
 WARM_UP_TOKENS = 48
 STREAM_S = 1.0  # how long a stream that is to cross a swap shall take when it is alone
+#: Of config.json: how many experts a layer has.
+EXPERTS_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
+_UNKNOWN_FIELD = "Extra inputs are not permitted"  # what an endpoint says that lacks a field, not the model
 _CONTEXT_FIELDS = ("max_model_len", "context_length", "contextLength", "max_context", "context")
 
 
 @dataclass
 class Target:
-    """features: of the engine; None: it does not say. replicas: ready ones; None: unknown. why_no_moe, why_no_keys, ...: empty
-    when it is there. context, stream_tokens: tokens; stream_tokens is what a stream that shall cross a swap asks for, and
-    stream_tokens_max the most that it may.
+    """features: of the engine; None: it does not say. replicas: ready ones; None: unknown. serving: the snapshots that they
+    serve at the beginning. context, stream_tokens: tokens; stream_tokens is what a stream that shall cross a swap asks for,
+    and stream_tokens_max the most that it may.
     """
 
     model: str
@@ -41,6 +45,7 @@ class Target:
     engine: str = "unknown"
     features: tuple[str, ...] | None = None
     replicas: int | None = None
+    serving: tuple[str, ...] = ()
     context: int = CONTEXT_TOKENS
     deployment: str | None = None  # in full, if known
     transition: str | None = None  # ASYNC or SYNC; None: unknown
@@ -62,14 +67,15 @@ async def look(endpoint: Endpoint, checkpoint: Path | None, publish: bool) -> Ta
     """Asks the endpoint. Raises ConfigError when it cannot be tested at all."""
     try:
         entry = await _model(endpoint)
-        endpoint.model = entry["id"]
-        target = _of_entry(entry, checkpoint)
+        target = _of_entry(entry, endpoint.deployment, checkpoint)
+        _name(endpoint, target)
         if not publish:
             target.absent["publish"] = f"needs {NEEDS['publish']}"
         if not target.midstream:
             target.absent["midstream"] = f"needs {NEEDS['midstream']}"
         await _replicas(endpoint, target)
-        await _keys(endpoint, target)
+        if not endpoint.has_key:
+            target.absent["keys"] = "it serves without a key: none are set"
         await _deployment(endpoint, target)
         await _warm_up(endpoint, target)
         await _moe(endpoint, target)
@@ -77,6 +83,9 @@ async def look(endpoint: Endpoint, checkpoint: Path | None, publish: bool) -> Ta
         raise ConfigError(f"{endpoint.root}: cannot be reached: {error or type(error).__name__}") from error
     except (Odd, Failed) as error:
         raise ConfigError(f"{endpoint.root}: serves no completion: {error}") from error
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{endpoint.root}: an answer is not of the API's form: {what}") from error
     return target
 
 
@@ -105,8 +114,11 @@ async def _model(endpoint: Endpoint) -> Json:
     return dict(entries[0])
 
 
-def _of_entry(entry: Json, checkpoint: Path | None) -> Target:
-    own = _object(entry.get("midstream"))
+def _of_entry(entry: Json, named: str | None, checkpoint: Path | None) -> Target:
+    """named: the deployment that was asked for, if one was; the entry may be of another one of the same model."""
+    listed = entry.get("deployment")
+    deployment = _deployment_name(named, listed)
+    own = _object(entry.get("midstream")) if deployment == listed else {}
     engine = _object(own.get("engine"))
     features = engine.get("features")
     target = Target(
@@ -114,7 +126,7 @@ def _of_entry(entry: Json, checkpoint: Path | None) -> Target:
         midstream="midstream" in entry or "snapshots" in entry,
         engine=f"{engine.get('kind', 'unknown')} {engine.get('version', '')}".strip(),
         features=tuple(features) if isinstance(features, list) else None,
-        deployment=entry.get("deployment"),
+        deployment=deployment,
     )
     if checkpoint is not None:
         target.config = _config(checkpoint)
@@ -122,6 +134,22 @@ def _of_entry(entry: Json, checkpoint: Path | None) -> Target:
     said.append(target.config.get("max_position_embeddings"))
     target.context = next((n for n in said if isinstance(n, int) and n > 0), CONTEXT_TOKENS)
     return target
+
+
+def _deployment_name(named: str | None, listed: Any) -> str | None:
+    """In full, if that is known."""
+    listed = listed if isinstance(listed, str) and "/" in listed else None
+    if named is None or "/" in named:
+        return named or listed
+    return f"{listed.rpartition('/')[0]}/{named}" if listed else None
+
+
+def _name(endpoint: Endpoint, target: Target) -> None:
+    """Signals are for the model and the deployment that rows look at, however many the endpoint has."""
+    endpoint.model = target.model
+    endpoint.hot_load_headers = {"fireworks-model": target.model.partition("@")[0]}
+    if deployment := target.deployment or endpoint.deployment:
+        endpoint.hot_load_headers["fireworks-deployment"] = deployment
 
 
 def _object(value: Any) -> Json:
@@ -145,27 +173,20 @@ async def _replicas(endpoint: Endpoint, target: Target) -> None:
         status = None  # the rows of the hot-load API say so
     if status is not None:
         target.replicas = sum(replica.ready for replica in status.replicas)
+        target.serving = tuple(sorted({replica.snapshot for replica in status.replicas if replica.snapshot}))
         if target.replicas < 2:
             target.absent["replicas>=2"] = f"needs {NEEDS['replicas>=2']}; {target.replicas} is ready"
     elif target.absent.get("publish") is None:
         raise ConfigError(f"{endpoint.root}{HOT_LOAD_PATH}: {refusal(response)}; leave --bucket out")
 
 
-async def _keys(endpoint: Endpoint, target: Target) -> None:
-    fields = {"model": endpoint.model, "prompt": "a", "max_tokens": 1}
-    response = await endpoint.request("POST", f"{endpoint.prefix}/completions", fields, key="no-such-key")
-    if response.status_code == 200:
-        target.absent["keys"] = "the endpoint serves any key: none are set"
-
-
 async def _deployment(endpoint: Endpoint, target: Target) -> None:
-    name = target.deployment or (endpoint.deployment if "/" in (endpoint.deployment or "") else None)
-    target.deployment = name
-    if name is not None:
-        response = await endpoint.request("GET", f"/v1/{name}")
+    if target.deployment is not None:
+        response = await endpoint.request("GET", f"/v1/{target.deployment}")
         if response.status_code == 200:
-            found = response.json().get("hotLoadTransitionType")
-            target.transition = found if found in ("ASYNC", "SYNC") else None
+            with contextlib.suppress(ValueError):  # a page for people: there is no Deployments API
+                found = _object(response.json()).get("hotLoadTransitionType")
+                target.transition = found if found in ("ASYNC", "SYNC") else None
     if "publish" in target.absent:
         target.absent["sync"] = target.absent["publish"]
     elif target.transition is None:
@@ -177,13 +198,22 @@ async def _warm_up(endpoint: Endpoint, target: Target) -> None:
     body: Json = {"prompt": [20, 21, 22, 23], "max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
     for _ in range(2):
         flight = await _flown(endpoint, body)
+    if not flight.at:
+        raise Failed("a stream without an event")
     span = max(flight.at[-1] - flight.at[0], 1e-3)
     target.stream_tokens_max = target.context - 96
     target.stream_tokens = max(96, min(int(STREAM_S * WARM_UP_TOKENS / span), target.stream_tokens_max))
     body |= {"prompt": [20] * 32, "max_tokens": target.stream_tokens, "logprobs": True}
-    answer = (await _flown(endpoint, body)).whole()  # a context may be shorter than it says
-    if len(answer.choice.tokens) < target.stream_tokens:
-        target.stream_tokens = target.stream_tokens_max = len(answer.choice.tokens)
+    answer = (await _flown(endpoint, body)).whole()
+    got = _generated(answer)
+    if got is not None and got < target.stream_tokens:  # a context may be shorter than it says
+        target.stream_tokens = target.stream_tokens_max = got
+
+
+def _generated(answer: Answer) -> int | None:
+    """How many tokens it has; None when nothing says."""
+    said = (answer.usage or {}).get("completion_tokens")
+    return len(answer.choice.tokens) or (said if isinstance(said, int) and said > 0 else None)
 
 
 async def _flown(endpoint: Endpoint, body: Json) -> Flight:
@@ -194,10 +224,15 @@ async def _flown(endpoint: Endpoint, body: Json) -> Flight:
 
 
 async def _moe(endpoint: Endpoint, target: Target) -> None:
-    """Asks for routes where the engine can give them; a model that has none says so in a 400."""
-    if target.missing("routes"):
+    """A checkpoint with experts settles it. Else routes are asked for, where the engine can give them: a dense model says so
+    in a 400. What an endpoint says that does not know the field counts only where the checkpoint has no experts.
+    """
+    counts = [target.config.get(name) for name in EXPERTS_FIELDS]
+    if target.missing("routes") or any(isinstance(count, int) and count > 0 for count in counts):
         return
     fields = {"prompt": [20, 21], "max_tokens": 1, "logprobs": True, "include_routing_matrix": True}
     response = await endpoint.post("/completions", fields)
-    if response.status_code == 400 and "include_routing_matrix" in response.text:
+    if response.status_code != 400 or "include_routing_matrix" not in response.text:
+        return
+    if target.config or _UNKNOWN_FIELD not in response.text:
         target.absent["moe"] = refusal(response)

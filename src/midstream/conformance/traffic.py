@@ -1,15 +1,17 @@
 """Rollouts that run while a snapshot is switched, and what became of each.
 
 Always holds: when a `traffic` begins, every long stream has generated a token; when it ends, nothing is in flight. A new
-request follows each that ended, so that there are streams in flight and newcomers at whatever moment the switch comes.
+request follows each that ended, so that there are streams in flight and newcomers at whatever moment the switch comes; the
+long streams are of unlike lengths, so that a batch of them does not end together and each next turn finds others in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from midstream.conformance.answers import Answer
 from midstream.conformance.endpoint import TRAJECTORY_HEADER, Flight
@@ -58,9 +60,9 @@ class Attempt:
 
 class Traffic:
     def __init__(self, session: Session, longer: int = 1) -> None:
-        """longer: how many times as many tokens a long stream has, as far as the context goes."""
+        """longer: how many times as many tokens the longest streams have, as far as the context goes."""
         self._session = session
-        self._tokens = min(session.target.stream_tokens * longer, session.target.stream_tokens_max)
+        self._tokens_max = min(session.target.stream_tokens * longer, session.target.stream_tokens_max)
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self.attempts: list[Attempt] = []
@@ -99,7 +101,11 @@ class Traffic:
 
     async def _attempt(self, session: str, begun: asyncio.Event | None) -> Attempt:
         prompt = self._session.prompt(PROMPT)
-        count = NEWCOMERS_TOKENS if begun is None else self._tokens
+        count = (
+            NEWCOMERS_TOKENS
+            if begun is None
+            else self._session.between(self._tokens_max // 3, self._tokens_max)
+        )
         body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "logprobs": True}
         body |= {"seed": self._session.seed(), "perf_metrics_in_response": True}
         flight = Flight(self._session.endpoint, body, {TRAJECTORY_HEADER: session})
@@ -124,18 +130,24 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A switch of snapshots under traffic. scores: of each attempt that crossed, all its tokens' logprobs under the old and
-    under the new snapshot, prompt included; empty where the engine cannot tell.
+    """A switch of snapshots under traffic. later: the labels of requests that every replica got afterwards, each once.
+    scores: of each attempt that crossed, all its tokens' logprobs under the old and under the new snapshot, prompt included;
+    empty where the engine cannot tell.
     """
 
     old: str
     new: str
     attempts: Sequence[Attempt]
-    scores: Sequence[tuple[Attempt, list[float], list[float]]]
+    later: Sequence[str | None]
+    scores: Sequence[tuple[Attempt, list[float], list[float]]] = ()
 
     @property
     def crossed(self) -> list[Attempt]:
         return [attempt for attempt in self.attempts if attempt.labels == [self.old, self.new]]
+
+    @property
+    def held_off(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.status == 425]
 
     @property
     def summary(self) -> dict[str, object]:
@@ -144,27 +156,36 @@ class Crossing:
 
 
 async def cross(session: Session, old: Variant, new: Variant) -> Crossing:
-    """Switch from `old` to `new` under traffic, and score what crossed.
-
-    An engine that is far ahead of its clients may have nothing in flight at the switch: then again, with longer streams.
-    """
-    for longer in LONGER:
-        crossing = await _switch(session, old, new, longer)
-        if crossing.crossed or not all(attempt.whole for attempt in crossing.attempts):
-            break
+    """Switch from `old` to `new` under traffic, and score what crossed."""
+    crossing = await switch(session, old, new, lambda found: found.crossed)
     if session.target.missing("prompt_logprobs") or not crossing.crossed:
         return crossing
     return await _scored(session, session.snapshots, crossing, old)
 
 
-async def _switch(session: Session, old: Variant, new: Variant, longer: int) -> Crossing:
+async def switch(
+    session: Session, old: Variant, new: Variant, enough: Callable[[Crossing], object], policy: Any = "all"
+) -> Crossing:
+    """Switch from `old` to `new` under traffic, signalled with `policy`; nothing is scored.
+
+    An engine that is far ahead of its clients may have nothing in flight at the switch: then again, with longer streams,
+    until what was found is `enough` or a request failed.
+    """
+    for longer in LONGER:
+        found = await _switch(session, old, new, longer, policy)
+        if enough(found) or not all(attempt.whole for attempt in found.attempts):
+            break
+    return found
+
+
+async def _switch(session: Session, old: Variant, new: Variant, longer: int, policy: Any) -> Crossing:
     snapshots = session.snapshots
     before = await snapshots.hold(old)
     after = await snapshots.ready(new)
     async with Traffic(session, longer).running() as traffic:
-        await snapshots.signal(after)
+        await snapshots.signal(after, policy)
         await snapshots.wait(after)
-    return Crossing(before, after, traffic.attempts, ())
+    return Crossing(before, after, traffic.attempts, await session.labels())
 
 
 async def _scored(session: Session, snapshots: Snapshots, crossing: Crossing, old: Variant) -> Crossing:
@@ -178,4 +199,4 @@ async def _scored(session: Session, snapshots: Snapshots, crossing: Crossing, ol
     await snapshots.hold(old)
     under_old = [await session.endpoint.score(ids(attempt)) for attempt in crossed]
     scores = tuple(zip(crossed, under_old, under_new, strict=True))
-    return Crossing(crossing.old, crossing.new, crossing.attempts, scores)
+    return replace(crossing, scores=scores)

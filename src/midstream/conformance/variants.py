@@ -23,7 +23,7 @@ VARIANTS: tuple[Variant, ...] = ("same", "head", "all")
 FLIPPED = 0.25  # of the numbers
 PIECE = 1 << 22  # numbers at once
 _FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-_FINAL_NORM = re.compile(r"(^|\.)(norm|ln_f|final_layernorm|final_norm|norm_f)\.weight$")
+_FINAL_NORM = re.compile(r"(^|\.)(norm|ln_f|final_layer_?norm|final_norm|norm_f)\.weight$")
 _OF_A_LAYER = re.compile(r"\.\d+\.")
 
 

@@ -15,7 +15,7 @@ from midstream.config import Settings, deployment_resource, model_resource, pars
 from midstream.errors import ConfigError
 from midstream.launch.child import STOP_GRACE_S, ReplicaSpec
 from midstream.launch.engines import engine_fields
-from midstream.launch.local import KILL_AFTER_S, engine_settings, free_port
+from midstream.launch.local import KILL_AFTER_S, engine_settings
 from midstream.launch.process import Child
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,10 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         raise ConfigError(
             f"--host {settings.host}: needs the setting replica_token, the same as its gateways have: whoever knows it may ask"
         )
-    port = settings.port or free_port(settings.host)
     size = settings.snapshot_cache
     return ReplicaSpec(
-        name=f"{settings.host}:{port}",
         host=settings.host,
-        port=port,
+        port=settings.port,
         model_dir=str(directory),
         model=model_resource(settings, model),
         deployment=deployment_resource(settings),
@@ -71,5 +69,5 @@ async def run(spec: ReplicaSpec, on_ready: Callable[[str], None]) -> None:
 
 async def _serve(child: Child, spec: ReplicaSpec, on_ready: Callable[[str], None]) -> None:
     await child.start()
-    on_ready(f"midstream replica ready on http://{spec.host}:{spec.port} (model {spec.model})")
+    on_ready(f"midstream replica ready on http://{spec.host}:{child.port} (model {spec.model})")
     await child.supervise()

@@ -34,9 +34,9 @@ STOP_GRACE_S = 10.0  # how long streams may go on after a request to stop
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
+    name: str = ""  # as answers and logs say it; "": HOST:PORT
     host: str
-    port: int
+    port: int  # 0: any free one
     model_dir: str
     model: str  # accounts/A/models/M
     deployment: str  # accounts/A/deployments/D

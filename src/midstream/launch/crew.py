@@ -4,7 +4,8 @@ Owns: one task per replica that starts it, keeps it running, and ends it when it
 Always holds:
 - A replica that cannot be started is tried again, with a growing pause, for as long as it is wanted; no other waits for it.
 - Two processes of one name never run at once: they would share a cache directory.
-- When a deployment is not wanted any more, what its replicas left on disk goes with them.
+- When a deployment is not wanted any more, what its replicas left on disk goes with them; if it cannot, the deployment goes
+  nevertheless.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from dataclasses import dataclass
 
 from midstream.errors import ConfigError
 from midstream.gateway.roster import Running, RunningReplica, Wanted, WantedReplica
-from midstream.launch.process import RESTART_PAUSE_S_MAX, RESTART_PAUSE_S_MIN, StartFailed, Supervised
+from midstream.launch.process import (
+    RESTART_PAUSE_S_MAX,
+    RESTART_PAUSE_S_MIN,
+    HostUnwell,
+    StartFailed,
+    Supervised,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +53,7 @@ class Crew:
         stop_s: float,
     ) -> None:
         """make: a replica's process, not started. Raises ConfigError. clean: removes what a replica of a deployment that is not
-        wanted any more left on disk, and what earlier ones did, but nothing of those named; in a thread.
+        wanted any more left on disk, and what earlier ones did, but nothing of those named; in a thread, within seconds.
 
         on_change: called when `running` is another. stop_s: how long one may take to end.
         """
@@ -142,23 +149,58 @@ class Crew:
 
     async def _live(self, member: _Member, before: _Member | None) -> None:
         try:
-            if before is not None and before.task is not None:
-                await asyncio.wait((before.task,))
-            await self._start(member)
-            assert member.child is not None
-            await member.child.supervise(
-                lambda why: self._restarted(member, why),
-                lambda why: self._set(member, member.url, why, failed=False),
-            )
+            await _ended(before)
+            pause_s = RESTART_PAUSE_S_MIN
+            while True:
+                try:
+                    await self._run(member)
+                except Exception as error:  # whatever it is: nobody else looks after the replica
+                    name, pause_s = member.wanted.name, min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                    logger.exception("%s: unforeseen; starting it again in %.1f s", name, pause_s)
+                    self._set(member, member.url, f"{name}: {error!r}", failed=True)
+                    await self._end(member)
+                    await asyncio.sleep(pause_s)
         finally:
-            if member.child is not None:
-                await member.child.stop(self._stop_s)
-            if member.forget:
-                others = {name for name, other in self._alive.items() if other is not member}
-                await asyncio.to_thread(self._clean, member.wanted, others)
-            if self._alive.get(member.wanted.name) is member:
-                del self._alive[member.wanted.name]
-                self._on_change()
+            try:
+                await _ended(before)  # it was not, if this one was dismissed while it waited
+                await self._end(member)
+                if member.forget:
+                    await self._forget(member)
+            finally:
+                if self._alive.get(member.wanted.name) is member:
+                    del self._alive[member.wanted.name]
+                    self._on_change()
+
+    async def _run(self, member: _Member) -> None:
+        """Until cancelled."""
+        await self._start(member)
+        assert member.child is not None
+        await member.child.supervise(
+            lambda why: self._restarted(member, why),
+            lambda why: self._set(member, member.url, why, failed=False),
+        )
+
+    async def _end(self, member: _Member) -> None:
+        """Its process, if there is one. Does not raise: the replica could not be started again then, nor go."""
+        child, name = member.child, member.wanted.name
+        if child is None:
+            return
+        try:
+            await child.stop(self._stop_s)
+        except Exception:  # whatever it is: see above
+            logger.exception("%s: cannot be ended in order; killing it", name)
+            try:
+                child.kill()
+            except Exception:  # the same
+                logger.exception("%s: cannot be killed", name)
+
+    async def _forget(self, member: _Member) -> None:
+        """Remove what is left of it. Does not raise: what stays on a disk must not keep its deployment from going."""
+        others = {name for name, other in self._alive.items() if other is not member}
+        try:
+            await asyncio.to_thread(self._clean, member.wanted, others)
+        except Exception:  # whatever it is: see above
+            logger.exception("%s: what it left on disk was not removed", member.wanted.name)
 
     def _restarted(self, member: _Member, why: str | None) -> None:
         assert member.child is not None
@@ -178,10 +220,16 @@ class Crew:
                 member.child = await self._make(member.wanted)
                 await member.child.start(lambda why: self._set(member, None, why, failed=False))
             except (StartFailed, ConfigError, OSError) as error:
-                self._set(member, None, str(error) or repr(error), failed=True)
+                self._set(member, None, str(error) or repr(error), failed=not isinstance(error, HostUnwell))
                 pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
                 logger.error("%s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
             else:
                 self._set(member, member.child.url, None, failed=False)
                 return
+
+
+async def _ended(member: _Member | None) -> None:
+    """Until the process of one that is dismissed has ended."""
+    if member is not None and member.task is not None:
+        await asyncio.wait((member.task,))

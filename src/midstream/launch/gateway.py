@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -37,18 +38,22 @@ from midstream.launch.child import (
     stop_requested,
 )
 from midstream.launch.workers import Workers
-from midstream.ledger import DeploymentRow, Ledger
+from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.records import DeploymentChange
 from midstream.names import ServedNames
 from midstream.types import TransitionType
 
+logger = logging.getLogger(__name__)
+
+LEDGER_WAIT_S = 60.0  # a ledger that does not answer at the start is asked again for so long
+LEDGER_PAUSE_S = 1.0
 LEARN_S = 1.5  # requests of unknown sessions wait so long at most for replicas to say what they hold
 _SAID = "_settings"  # of the default deployment: what the settings said of it when it was last started
 
 
 async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     ledger = Ledger(spec.ledger)
-    row = await default_deployment(ledger, spec)
+    row = await first_answer(ledger, spec)
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)
     metrics = GatewayMetrics(deployments)
     workers = Workers(spec, deployments, metrics)
@@ -113,6 +118,19 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     return 0
 
 
+async def first_answer(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:
+    """default_deployment(), of a database that may be busy with others when the server starts. Raises ConfigError."""
+    until = time.monotonic() + LEDGER_WAIT_S
+    while True:
+        try:
+            return await default_deployment(ledger, spec)
+        except LedgerUnavailable as error:
+            if time.monotonic() >= until:
+                raise ConfigError(f"{error}, for {LEDGER_WAIT_S:g} s") from error
+            logger.warning("%s; asking again", error)
+            await asyncio.sleep(LEDGER_PAUSE_S)
+
+
 async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:
     """The row of the deployment of the command line.
 
@@ -140,7 +158,7 @@ async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow
 
 
 def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployment:
-    replicas = ReplicaSet(token=spec.token, learn_s=LEARN_S)
+    replicas = ReplicaSet(token=spec.token, learn_s=LEARN_S, silence_s=spec.settings.replica_silence_s)
     return Deployment(
         ServedNames(row.model, row.name),
         replicas,

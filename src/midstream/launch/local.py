@@ -18,9 +18,9 @@ import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import httpx
 import msgspec
@@ -35,11 +35,20 @@ from midstream.config import (
 from midstream.errors import ConfigError
 from midstream.gateway.appserver import socket_directory
 from midstream.gateway.roster import Running, Wanted, WantedReplica
+from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.child import STOP_GRACE_S, GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.crew import Crew
 from midstream.launch.engines import engine_fields, number_of
 from midstream.launch.models import model_directory
-from midstream.launch.process import LOOPBACK, Child, StartFailed, Supervised
+from midstream.launch.process import (
+    LOOPBACK,
+    RESTART_PAUSE_S_MAX,
+    RESTART_PAUSE_S_MIN,
+    Child,
+    HostUnwell,
+    StartFailed,
+    Supervised,
+)
 from midstream.ledger import sqlite_url
 from midstream.snapshots.bucket import check_settings
 from midstream.snapshots.identity import parse_bucket
@@ -48,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 SECOND_SIGNAL_AFTER_S = 1.0  # sooner, it is the same request to stop, delivered twice
 READY_POLL_S = 0.05
-GONE = ".gone-"  # begins the names of caches that are being removed
+NOT_READY_S = 10.0  # a server that is not ready by then says what it waits for
 KILL_AFTER_S = 5.0
 REPLICA_STOP_S = (
     7.0  # without a gateway there is nobody to finish anything for: time for its engine to end, no more
@@ -97,30 +106,6 @@ def bucket_url(settings: Settings) -> str:
     return bucket
 
 
-def remove_caches(cache: Path, others: Set[str]) -> None:
-    """Remove a replica's cache directory and those of its deployment's other numbers, but of none of `others`."""
-    deployment = cache.name.rpartition("-")[0]
-    for directory in cache.parent.glob("*"):
-        prefix, _, number = directory.name.rpartition("-")
-        if prefix == deployment and number.isdecimal() and directory.name not in others:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def set_strange_caches_aside(root: Path, wanted: Set[str]) -> list[Path]:
-    """Caches of deployments none of whose replicas is wanted, since they went while no server ran: to be removed, renamed."""
-    deployments = {name.rpartition("-")[0] for name in wanted}
-    for directory in list(root.glob("*replica-*")):
-        deployment, _, number = directory.name.rpartition("-")
-        if number.isdecimal() and deployment not in deployments and not directory.name.startswith(GONE):
-            directory.rename(root / f"{GONE}{directory.name}-{secrets.token_hex(4)}")
-    return list(root.glob(f"{GONE}*"))
-
-
-def remove_all(directories: Iterable[Path]) -> None:
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def gateway_url(settings: Settings, host: str, port: int) -> str:
     scheme = "http" if settings.gateway.tls_cert is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -129,12 +114,6 @@ def gateway_url(settings: Settings, host: str, port: int) -> str:
 def own_address(host: str) -> str:
     """Where this machine reaches what listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Places(Protocol):
@@ -153,11 +132,11 @@ class Places(Protocol):
 
     def clean(self, replica: str, others: Set[str]) -> None:
         """Remove the caches of a replica whose deployment is gone, and of its deployment's other numbers, but of none of
-        `others`. In a thread."""
+        `others`, nor any that a process uses. In a thread; whoever stops waits for it, so it takes seconds at most."""
 
     def forget_strange(self, wanted: Set[str]) -> Callable[[], None]:
-        """Caches of deployments none of whose replicas is wanted are in nobody's way from now on; removed by what is returned,
-        in a thread."""
+        """Have the caches removed of deployments none of whose replicas is wanted, but none that a process uses: by what is
+        returned, which is for a thread, as clean() is. One wanted only later may lose a cache that it does not use yet."""
 
 
 class ThisMachine:
@@ -171,20 +150,14 @@ class ThisMachine:
         settings = self._settings
         here = msgspec.structs.replace(
             spec,
-            port=free_port(REPLICA_HOST),
             engine=engine_settings(settings, replicas),
             **engine_fields(settings, number_of(spec.name), replicas),
         )
-
-        def elsewhere() -> ReplicaSpec:
-            return msgspec.structs.replace(here, port=free_port(REPLICA_HOST))
-
-        return Child(spec.name, "midstream.launch.replica", here, host=REPLICA_HOST, renew=elsewhere)
+        return Child(spec.name, "midstream.launch.replica", here, host=REPLICA_HOST, movable=True)
 
     def gateway(
         self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
     ) -> Supervised:
-        spec = msgspec.structs.replace(spec, port=spec.port or free_port(spec.host))
         return Child(
             "gateway", "midstream.launch.gateway", spec, host=spec.host, on_line=on_line, greeting=greeting
         )
@@ -220,7 +193,7 @@ class Supervisor:
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
         self.crew.want(self._first())
-        await self.gateway.start(lambda why: logger.warning("%s", why))
+        await self._start_gateway()
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
             self.front = Child("tinker", "midstream.launch.tinker", spec)
@@ -255,6 +228,17 @@ class Supervisor:
 
     # -- inside
 
+    async def _start_gateway(self) -> None:
+        """Raises StartFailed. A host that is not well is waited for, or another one."""
+        pause_s = RESTART_PAUSE_S_MIN
+        while True:
+            try:
+                return await self.gateway.start(lambda why: logger.warning("%s", why))
+            except HostUnwell as error:
+                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                logger.warning("%s; trying again in %.1f s", error, pause_s)
+                await asyncio.sleep(pause_s)
+
     def _first(self) -> Wanted:
         """What is most likely wanted, before the gateway is there to say."""
         names = (f"replica-{number}" for number in range(self._settings.replicas))
@@ -263,7 +247,11 @@ class Supervisor:
         )
 
     def _hear(self, line: bytes) -> None:
-        wanted = msgspec.json.decode(line, type=Wanted)
+        try:
+            wanted = msgspec.json.decode(line, type=Wanted)
+        except msgspec.DecodeError as error:  # cut short by the gateway's end; the next one says all again
+            logger.warning("the gateway said %r: %s", line[:200], error)
+            return
         self.crew.want(wanted)
         if not self._cleaning:
             remove = self._places.forget_strange({replica.name for replica in wanted.replicas})
@@ -275,7 +263,7 @@ class Supervisor:
     async def _replica(self, wanted: WantedReplica) -> Supervised:
         settings = self._settings
         name = wanted.model.rpartition("/")[2]
-        directory = await asyncio.to_thread(model_directory, self._models, name)
+        directory = await asyncio.to_thread(model_directory, self._models, name, self._state)
         size = settings.snapshot_cache
         spec = ReplicaSpec(
             name=wanted.name,
@@ -346,20 +334,41 @@ class Supervisor:
         for room is waited for. Another deployment's trouble is that deployment's alone.
         """
         own = False  # its own gateway's certificate need not be for this address
+        loop = asyncio.get_running_loop()
+        since, said = loop.time(), ""
         async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=own) as client:
             while True:
                 if (why := self.crew.failure(self.deployment)) is not None:
                     raise StartFailed(why)
-                with contextlib.suppress(httpx.TransportError):
+                try:
                     health = (await client.get(f"{self._url()}/health")).json()
-                    deployments = health["deployments"]
+                except (httpx.TransportError, ValueError) as error:
+                    lacks = f"the gateway does not answer at {self._url()}: {error or repr(error)}"
+                else:
                     waiting = self.crew.waiting(self.deployment)
-                    if health["gateway_workers_ready"] >= self._settings.gateway.workers and all(
-                        d["usable"] - d["elsewhere"] + len(set(d["failed"]) - waiting) >= d["wanted"]
-                        for d in deployments
-                    ):
-                        return int(deployments[0]["wanted"])
+                    lacks = lacking(health, self._settings.gateway.workers, waiting)
+                    if not lacks:
+                        return int(health["deployments"][0]["wanted"])
+                if lacks != said and loop.time() - since >= NOT_READY_S:
+                    logger.warning("not ready yet: %s", lacks)
+                    said = lacks
                 await asyncio.sleep(READY_POLL_S)
+
+
+def lacking(health: Mapping[str, Any], workers: int, waiting: Set[str]) -> str:
+    """What a server lacks to be ready, by the gateway's `/health`; empty: nothing. workers: processes of the gateway.
+
+    waiting: replicas that wait for something, and are not to be counted as those that failed.
+    """
+    if (error := health.get("error")) is not None:
+        return f"the gateway cannot say: {error}"
+    if (ready := health["gateway_workers_ready"]) < workers:
+        return f"{ready} of {workers} gateway processes are ready"
+    for deployment in health["deployments"]:
+        usable, wanted = deployment["usable"] - deployment["elsewhere"], deployment["wanted"]
+        if usable + len(set(deployment["failed"]) - waiting) < wanted:
+            return f"{deployment['name']}: {usable} of {wanted} replicas are usable"
+    return ""
 
 
 async def run(

@@ -1,7 +1,8 @@
 """Which models this server knows: their names, and the directories they are loaded from.
 
 Owns: the built-in model's directory, made on first use.
-Always holds: the name of a model is fixed while the server runs, and names one directory.
+Always holds: the name of a model is fixed while the server runs, and names one directory; nothing is made but in the state
+directory, so a model whose storage is not mounted is missing, whatever it is called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def known_models(settings: Settings) -> tuple[str, dict[str, Path]]:
     known = {name: _checkpoint(f"models.{name}", directory) for name, directory in settings.models.items()}
     for name in known:
         check_name("models: the key is the model's name;", name)
-    built_in = Path(settings.state_dir).absolute() / "models" / BUILT_IN
+    built_in = built_in_directory(Path(settings.state_dir))
     if settings.model in known:
         return settings.model, {BUILT_IN: built_in, **known}
     if settings.model == BUILT_IN:
@@ -36,16 +37,25 @@ def known_models(settings: Settings) -> tuple[str, dict[str, Path]]:
     return name, {BUILT_IN: built_in, **known, name: directory}
 
 
-def model_directory(known: Mapping[str, Path], name: str) -> Path:
+def built_in_directory(state_dir: Path) -> Path:
+    return state_dir.absolute() / "models" / BUILT_IN
+
+
+def model_directory(known: Mapping[str, Path], name: str, state_dir: Path) -> Path:
     """Where the model lies; the built-in one is made if it is not there. Raises ConfigError."""
     directory = known.get(name)
     if directory is None:
         raise ConfigError(f"model {name} is not known any more: give it in the setting models.{name}")
-    if name == BUILT_IN and not directory.is_dir():
+    make_built_in(directory, state_dir)
+    return directory
+
+
+def make_built_in(directory: Path, state_dir: Path) -> None:
+    """Write the built-in model if the directory is its own and is not there. Others belong to those who gave them."""
+    if directory == built_in_directory(state_dir) and not directory.is_dir():
         from midstream.models.tiny_moe import write_tiny_moe
 
         write_tiny_moe(directory)
-    return directory
 
 
 def _checkpoint(what: str, path: str) -> Path:

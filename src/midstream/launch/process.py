@@ -2,7 +2,8 @@
 
 Owns: what is asked of a child wherever it runs (`Supervised`), and the one on this machine (`Child`).
 Always holds: a child that dies after it was ready is started again, on the same port if that can be, with a growing pause;
-neither a child nor what it started outlives stop(), nor does what one that died had started.
+a port that nobody names is chosen by the child as it begins to listen, so nobody takes it in between; neither a child nor what
+it started outlives stop(), nor does what one that died had started.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class StartFailed(Exception):
     """A child could not start; the message is its own."""
 
 
+class HostUnwell(StartFailed):
+    """Not for what it is: its host, or what leads there, is not well. That may pass, so it is a wait and not a failure."""
+
+
 def ignore(_why: str) -> None:
     pass
 
@@ -55,7 +60,7 @@ class Supervised(ABC):
 
     @abstractmethod
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
-        """Returns when the child listens. Raises StartFailed.
+        """Returns when the child listens. Raises StartFailed, HostUnwell where another host might do.
 
         on_waiting: told what it cannot be started without yet, if that is something that may still come.
         """
@@ -87,7 +92,8 @@ class Supervised(ABC):
     ) -> None:
         """Start it again whenever it ends; runs until cancelled.
 
-        on_restart: called after each attempt, with why it failed, None when it did not. on_waiting: as that of start().
+        on_restart: called after each attempt, with why it failed, None when it did not. on_waiting: as that of start(), and
+        told why a host is unwell.
         """
         loop = asyncio.get_running_loop()
         pause_s = RESTART_PAUSE_S_MIN
@@ -102,6 +108,9 @@ class Supervised(ABC):
                 pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
                 try:
                     await self.start(on_waiting)
+                except HostUnwell as error:
+                    logger.warning("%s; trying again in %.1f s", error, pause_s)
+                    on_waiting(str(error))
                 except StartFailed as error:
                     logger.error("%s; trying again in %.1f s", error, pause_s)
                     on_restart(str(error))
@@ -124,12 +133,13 @@ class Child(Supervised):
         python: str | None = None,
         on_line: Callable[[bytes], None] | None = None,
         greeting: Callable[[], msgspec.Struct] | None = None,
-        renew: Callable[[], msgspec.Struct] | None = None,
+        movable: bool = False,
     ) -> None:
-        """host: where the child listens. python: its interpreter, this process's if None. on_line: gets what the child says
-        after it has answered. greeting: what it is told whenever it has started.
+        """spec: its settings; a `port` of 0 is a free one, the same one whenever it is started again. host: where the child
+        listens. python: its interpreter, this process's if None. on_line: gets what the child says after it has answered.
+        greeting: what it is told whenever it has started.
 
-        renew: other settings, after it could not be started again with those it had: its port may be somebody else's by now.
+        movable: another free port will do after it could not be started again, as its own may be somebody else's by now.
         """
         self.name = name
         self.host = host
@@ -138,7 +148,8 @@ class Child(Supervised):
         self._spec = spec
         self._on_line = on_line
         self._greeting = greeting
-        self._renew = renew
+        self._movable = movable
+        self._port_before = 0  # that it chose, to be taken again; 0: none, or the settings name it
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
         self._answered = False  # the process that runs now has said where it listens
@@ -167,7 +178,7 @@ class Child(Supervised):
             raise StartFailed(f"{self.name} cannot be started: {error}") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(self._spec_now()) + b"\n")
         line = await self._process.stdout.readline()
         try:
             self.port = _port(self.name, line)
@@ -175,6 +186,8 @@ class Child(Supervised):
             await self._end(self._process)
             raise
         self._answered = True
+        if getattr(self._spec, "port", None) == 0:
+            self._port_before = self.port
         if self._on_line is not None:
             self._listening = asyncio.create_task(self._listen(self._process.stdout, self._on_line))
         if self._greeting is not None:
@@ -201,8 +214,13 @@ class Child(Supervised):
         return f"(pid {self._process.pid}) ended with code {code}"
 
     def renew(self) -> None:
-        if self._renew is not None:
-            self._spec = self._renew()
+        if self._movable:
+            self._port_before = 0
+
+    def _spec_now(self) -> msgspec.Struct:
+        return (
+            msgspec.structs.replace(self._spec, port=self._port_before) if self._port_before else self._spec
+        )
 
     async def stop(self, grace_s: float) -> None:
         process = self._process

@@ -1,8 +1,8 @@
 """What runs on a node of a Ray cluster: an actor that has one child process there.
 
 Owns: the child's process, and what of its settings only the node knows: its address, its caches, whether its files are there.
-Always holds: the child's standard input is this actor's, so the child ends when the actor's process does, however that ends;
-an actor has one child at a time.
+Always holds: the child's standard input is this actor's, so the child ends when the actor's process does, however that ends, a
+replica, whose GPUs are others' then, at once; an actor has one child at a time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import msgspec
 import ray
 
 from midstream.errors import ConfigError
+from midstream.launch.caches import take_over
 from midstream.launch.child import GatewaySpec, Listening, ReplicaSpec
-from midstream.launch.models import BUILT_IN
+from midstream.launch.models import make_built_in
 from midstream.launch.process import Child, StartFailed
+
+REPLICA = "midstream.launch.ray_replica"  # the module `replica`, and it ends with the actor
 
 
 class ChildActor:
@@ -29,8 +32,10 @@ class ChildActor:
         self._python = python
         self._directories = directories
         self._child: Child | None = None
-        self._lines: list[bytes] = []
+        self._line = b""  # what the child said last, and how many lines that makes
+        self._number = 0
         self._heard = asyncio.Event()
+        self._told = 0  # the number of the message that the child was told last
 
     async def where(self) -> str:
         """The node's address."""
@@ -42,7 +47,8 @@ class ChildActor:
         port = 0 if self._child is None else self._child.port
         try:
             here = await asyncio.to_thread(on_node, spec, address, port, self._directories)
-            self._child = Child(self._name, self._module, here, python=self._python, on_line=self._hear)
+            module = REPLICA if isinstance(spec, ReplicaSpec) else self._module
+            self._child = Child(self._name, module, here, python=self._python, on_line=self._hear)
             await self._child.start()
         except (StartFailed, ConfigError, OSError) as error:
             return Listening(error=f"on node {address}: {error}")
@@ -53,28 +59,30 @@ class ChildActor:
         assert self._child is not None
         return await self._child.ended()
 
-    async def lines(self) -> list[bytes]:
-        """What the child said since the last call, when it has said something. One call at a time."""
-        await self._heard.wait()
-        self._heard.clear()
-        said, self._lines = self._lines, []
-        return said
+    async def newest(self, seen: int) -> tuple[int, bytes]:
+        """The number and the text of the line that the child said last, when it has said more than `seen` lines.
 
-    async def tell(self, message: msgspec.Struct) -> None:
-        if self._child is not None:
+        Whoever asks hears of it, so an answer that gets lost on its way can be asked for again.
+        """
+        while self._number <= seen:
+            await self._heard.wait()
+        return self._number, self._line
+
+    async def tell(self, number: int, message: msgspec.Struct) -> None:
+        """number: one sent before has a lower one, and is left out if it comes later."""
+        if self._child is not None and number > self._told:
+            self._told = number
             self._child.tell(message)
 
     async def stop(self, grace_s: float) -> None:
         if self._child is not None:
             await self._child.stop(grace_s)
 
-    async def kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-
     def _hear(self, line: bytes) -> None:
-        self._lines.append(line)
+        self._number += 1
+        self._line = line
         self._heard.set()
+        self._heard = asyncio.Event()
 
 
 def on_node(
@@ -90,16 +98,13 @@ def on_node(
     if isinstance(spec, GatewaySpec):
         return msgspec.structs.replace(spec, port=spec.port or port)
     model_dir = Path(spec.model_dir)
-    if not model_dir.is_dir() and spec.model.endswith(f"/{BUILT_IN}"):
-        from midstream.models.tiny_moe import write_tiny_moe
-
-        write_tiny_moe(model_dir)
+    snapshots = Path(spec.cache_dir).parent
+    make_built_in(model_dir, snapshots.parent)
     if not (model_dir / "config.json").is_file():
         raise ConfigError(
             f"there is no model in {model_dir}: the nodes need it at the same path as `midstream serve`"
         )
-    cache_dir = cache_root(Path(spec.cache_dir).parent, address) / spec.name
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    cache_dir = take_over(cache_root(snapshots, address), spec.name)
     return msgspec.structs.replace(spec, host=address, port=port, cache_dir=str(cache_dir))
 
 

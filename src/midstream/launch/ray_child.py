@@ -2,36 +2,41 @@
 
 Owns: the child's placement group and actor, and what is said through the actor.
 Always holds: a child that ends on a living actor is started again there; when its actor or its node is lost, or it cannot be
-started where it is, group and actor are given up and made anew, wherever there is room; neither outlives stop().
+started where it is, group and actor are given up and made anew, wherever there is room, where it could not be started only if
+there is no other; what is given up goes at once, or with the next child placed or stopped after Ray can be reached again; what
+was said last, either way, arrives, also if the actor could not be reached for a while; the event loop never waits for Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from midstream.launch.process import StartFailed, Supervised, ignore
+from midstream.launch.process import HostUnwell, StartFailed, Supervised, ignore
 from midstream.launch.ray_actor import ChildActor
 from midstream.launch.ray_demand import Demand, waiting_for
 
 logger = logging.getLogger(__name__)
 
-PLACED_WITHIN_S = 5.0  # a child that has no room by then says so
+PLACED_WITHIN_S = 5.0  # a child that has no place by then says so
+ELSEWHERE_S = 2  # for a group to find room beside the one in which its child could not be started; Ray takes whole seconds
 LOOK_AGAIN_S = 2.0
 UNREACHABLE_S = 5.0  # an actor that cannot be reached for so long is given up
 REACH_AGAIN_S = 0.5
 #: What Ray's calls raise when the cluster, or a part of it, is not well.
 UNWELL = (RayError, OSError, RuntimeError)
 ANSWER_S = 5.0  # for an actor to say that its child was stopped, beside the time that may take
+#: Groups that were given up and may still be there: of the process, as its connection to the cluster is.
+_given_up: list[Any] = []
 
 
 class RayChild(Supervised):
@@ -51,6 +56,7 @@ class RayChild(Supervised):
         greeting: Callable[[], msgspec.Struct] | None = None,
     ) -> None:
         """spec: what differs by node is filled in there. host: where it listens, if that is not the node's own address.
+        on_line: gets the newest line that the child said; one that was not the newest for long may be left out.
 
         The others: as those of Child and ChildActor.
         """
@@ -69,6 +75,7 @@ class RayChild(Supervised):
         self._listening: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._message: msgspec.Struct | None = None
+        self._number = 0  # of the message
         self._to_tell = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -80,15 +87,15 @@ class RayChild(Supervised):
 
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
         try:
-            if self._actor is None or self.place is None:
-                self._leave()
+            if self._actor is None:
                 await self._take_place(on_waiting)
             answer = await _result(self._actor.start.remote(self._spec))
         except (*UNWELL, ValueError) as error:
-            self._leave()
-            raise StartFailed(f"{self.name}: {_said(error)}") from error
+            await self._leave(elsewhere=True)
+            kind = HostUnwell if _of_the_host(error) else StartFailed
+            raise kind(f"{self.name}: {_said(error)}") from error
         if answer.error is not None:
-            self._leave()
+            await self._leave(elsewhere=True)
             raise StartFailed(f"{self.name}: {answer.error}")
         self.port = answer.port
         logger.info("%s is up on %s, at %s:%d", self.name, self.place, self.host, self.port)
@@ -109,13 +116,14 @@ class RayChild(Supervised):
                 if unreachable_since is None or now - asked_at > UNREACHABLE_S:  # it was there in between
                     unreachable_since = now
                 if now - unreachable_since > UNREACHABLE_S:
-                    return self._lost(error)
+                    return await self._lost(error)
                 await asyncio.sleep(REACH_AGAIN_S)
-            except RayError as error:
-                return self._lost(error)
+            except UNWELL as error:
+                return await self._lost(error)
 
     def tell(self, message: msgspec.Struct) -> None:
         self._message = message
+        self._number += 1
         self._to_tell.set()
         if self._actor is not None and self._telling is None:
             self._telling = asyncio.create_task(self._pass_on(self._actor))
@@ -125,13 +133,14 @@ class RayChild(Supervised):
             try:
                 async with asyncio.timeout(grace_s + ANSWER_S):
                     await _result(self._actor.stop.remote(grace_s))
-            except (RayError, TimeoutError) as error:
+            except UNWELL as error:  # TimeoutError is an OSError
                 logger.warning("%s on %s did not say that it ended: %s", self.name, self.place, _said(error))
-        self._leave()
+        await self._leave()
 
     def kill(self) -> None:
-        if self._actor is not None and self.place is not None:
-            self._actor.kill.remote()
+        """What runs in the actor ends with it, which need not be reached for that."""
+        if self._actor is not None:
+            asyncio.get_running_loop().run_in_executor(None, self._end, self._actor)
 
     def renew(self) -> None:
         """Nothing to do: what could not be started has left its place."""
@@ -139,10 +148,31 @@ class RayChild(Supervised):
     # -- inside
 
     async def _take_place(self, on_waiting: Callable[[str], None]) -> None:
-        """A group and an actor in it, when there is room. Raises RayError."""
-        demand = self._demand
-        self._group = placement_group(demand.bundles(), strategy=demand.strategy, name=self.name)
-        resources = dict(demand.bundle)
+        """A group and an actor in it, when there is room. Raises what UNWELL names; ValueError for what Ray never has."""
+        await _all_of(asyncio.to_thread(self._make_group))
+        if _given_up:  # else Ray would choose the same node again
+            await asyncio.to_thread(self._group.wait, ELSEWHERE_S)
+            await _remove_given_up()
+        await _all_of(asyncio.to_thread(self._make_actor))
+        where = _result(self._actor.where.remote())
+        try:
+            said = await self._wait_for(where, on_waiting)
+            address = where.result()
+        finally:
+            where.cancel()
+        self.place = f"node {address}"
+        self.host = self._fixed_host or address
+        if said:
+            on_waiting(f"{self.name}: starts on {self.place}")
+
+    def _make_group(self) -> None:
+        """In a thread. Its name is for those who look at the cluster; Ray wants it to be unique."""
+        demand, name = self._demand, f"{self.name}-{secrets.token_hex(4)}"
+        self._group = placement_group(demand.bundles(), strategy=demand.strategy, name=name)
+
+    def _make_actor(self) -> None:
+        """In a thread."""
+        resources = dict(self._demand.bundle)
         options = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
@@ -154,58 +184,115 @@ class RayChild(Supervised):
         }
         made = ray.remote(ChildActor).options(**options)
         self._actor = made.remote(self.name, self._module, self._python, self._directories)
-        where = _result(self._actor.where.remote())
+
+    async def _wait_for(self, where: asyncio.Future[str], on_waiting: Callable[[str], None]) -> bool:
+        """Until the actor is there; whether anything was said of why it is not."""
+        said = ""
         timeout_s = PLACED_WITHIN_S
         while not (await asyncio.wait((where,), timeout=timeout_s))[0]:
             timeout_s = LOOK_AGAIN_S
-            if (why := await asyncio.to_thread(self._unplaced)) is not None:
+            if (why := await asyncio.to_thread(self._waits_for, self._group)) != said:
+                said = why
                 logger.warning("%s", why)
                 on_waiting(why)
-        address = where.result()
-        self.place = f"node {address}"
-        self.host = self._fixed_host or address
+        return bool(said)
 
-    def _unplaced(self) -> str | None:
-        """What there is no room for; None when there is."""
-        if placement_group_table(self._group).get("state") == "CREATED":
-            return None
-        nodes = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        return waiting_for(self.name, self._demand, nodes, ray.available_resources())
+    def _waits_for(self, group: Any) -> str:
+        """In one line. In a thread."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        table = placement_group_table(group)
+        if table.get("state") == "CREATED":
+            there = table["bundles_to_node_id"].get(0)
+            where = "".join(f" on node {n['NodeManagerAddress']}" for n in nodes if n["NodeID"] == there)
+            return f"{self.name}: has room{where}, but its actor is not up: Ray's log files there say why"
+        resources = {node["NodeManagerAddress"]: node["Resources"] for node in nodes}
+        return waiting_for(self.name, self._demand, resources, ray.available_resources())
 
-    def _lost(self, error: RayError) -> str:
+    async def _lost(self, error: Exception) -> str:
         how = f"is lost with its actor on {self.place}: {_said(error)}"
-        self._leave()
+        await self._leave()
         return how
 
-    def _leave(self) -> None:
-        """Give up actor and group, if there are any. What ran there ends with the actor."""
+    async def _leave(self, *, elsewhere: bool = False) -> None:
+        """Give up actor and group, if there are any. What ran there ends with the actor.
+
+        elsewhere: the group keeps its room until it is known whether there is other room.
+        """
         actor, group = self._actor, self._group
         self._actor = self._group = self.place = None
         for task in (self._listening, self._telling):
             if task is not None:
                 task.cancel()
         self._listening = self._telling = None
+        if group is not None:
+            _given_up.append(group)
+        if actor is not None:
+            await _all_of(asyncio.to_thread(self._end, actor))
+        if not elsewhere:
+            await _remove_given_up()
+
+    def _end(self, actor: Any) -> None:
+        """In a thread."""
         try:
-            if actor is not None:
-                ray.kill(actor, no_restart=True)
-            if group is not None:
-                remove_placement_group(group)
-        except UNWELL as error:  # they go with this process's job then
-            logger.warning("%s: its actor or its group may still be there: %s", self.name, _said(error))
+            ray.kill(actor, no_restart=True)
+        except UNWELL as error:  # it goes with its group
+            logger.warning("%s: its actor may still be there: %s", self.name, _said(error))
 
     async def _listen(self, actor: Any, on_line: Callable[[bytes], None]) -> None:
-        with contextlib.suppress(RayError):  # ended() tells of it
-            while True:
-                for line in await _result(actor.lines.remote()):
-                    on_line(line)
+        seen = 0
+        while self._actor is actor:
+            try:
+                seen, line = await _result(actor.newest.remote(seen))
+            except UNWELL:  # ended() says whether it is lost
+                await asyncio.sleep(REACH_AGAIN_S)
+            else:
+                on_line(line)
 
     async def _pass_on(self, actor: Any) -> None:
         """The newest message, one after another: an older one never comes later."""
-        with contextlib.suppress(RayError):  # ended() tells of it
-            while True:
-                await self._to_tell.wait()
-                self._to_tell.clear()
-                await _result(actor.tell.remote(self._message))
+        while self._actor is actor:
+            await self._to_tell.wait()
+            self._to_tell.clear()
+            try:
+                await _result(actor.tell.remote(self._number, self._message))
+            except UNWELL:  # ended() says whether it is lost
+                self._to_tell.set()
+                await asyncio.sleep(REACH_AGAIN_S)
+
+
+async def _remove_given_up() -> None:
+    """All that were given up before; those that cannot be removed now stay among them."""
+
+    async def remove() -> None:
+        for group in _given_up.copy():
+            if group not in _given_up:  # somebody else is at it
+                continue
+            _given_up.remove(group)
+            try:
+                await asyncio.to_thread(remove_placement_group, group)
+            except UNWELL as error:  # at the latest it goes with this process's job
+                _given_up.append(group)
+                logger.warning("a placement group may still be there: %s", _said(error))
+
+    if _given_up:
+        await _all_of(remove())
+
+
+async def _all_of(work: Coroutine[Any, Any, None]) -> None:
+    """It has ended when this returns, raises or is cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise
+
+
+def _of_the_host(error: Exception) -> bool:
+    """Not something that would be the same wherever the child is: what the actor's own code raised, a demand that is none."""
+    if isinstance(error, RayActorError):
+        return not error.actor_init_failed
+    return isinstance(error, UNWELL) and not isinstance(error, RayTaskError)
 
 
 def _result(reference: Any) -> asyncio.Future[Any]:

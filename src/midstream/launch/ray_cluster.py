@@ -6,6 +6,7 @@ Always holds: actors belong to this process's job, so they are gone when this pr
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # each line of each replica; read when Ray is imported
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -21,18 +24,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from midstream.config import Settings
 from midstream.errors import ConfigError
 from midstream.gateway.roster import Running
+from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.child import GatewaySpec, ReplicaSpec
 from midstream.launch.engines import engine_fields, number_of
-from midstream.launch.local import ThisMachine, remove_all, remove_caches, set_strange_caches_aside
+from midstream.launch.local import ThisMachine
 from midstream.launch.process import Supervised
 from midstream.launch.ray_actor import cache_root
-from midstream.launch.ray_child import RayChild
+from midstream.launch.ray_child import UNWELL, RayChild
 from midstream.launch.ray_demand import gateway_demand, replica_demand
 from midstream.snapshots.identity import parse_bucket
 
 logger = logging.getLogger(__name__)
 
-CLEAN_S = 60.0
+CLEAN_S = 5.0  # whoever stops waits for it; what takes longer goes on without
 CONNECT_S = 5.0
 WILDCARDS = ("0.0.0.0", "::", "")
 
@@ -48,7 +52,7 @@ class RayPlaces:
         place = parse_bucket(bucket)
         self._shared = (place.path,) if place.kind == "file" else ()
         _connect(settings)
-        if settings.ray.gateway and settings.host.startswith("127."):
+        if settings.ray.gateway and is_loopback(settings.host):
             _all_on_this_machine(settings.host)
 
     async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
@@ -122,10 +126,21 @@ def _connect(settings: Settings) -> None:
         ) from error
 
 
+def is_loopback(host: str) -> bool:
+    """Whatever listens there is reached from its own machine only. A name that is not known is none: who listens says so."""
+    if host in WILDCARDS:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
 def _all_on_this_machine(host: str) -> None:
     """Raises ConfigError when a gateway that listens on a loopback address could be on another machine."""
     addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    elsewhere = [address for address in addresses if not address.startswith("127.")]
+    elsewhere = [address for address in addresses if not is_loopback(address)]
     if elsewhere:
         raise ConfigError(
             f"--host {host}: a gateway that Ray places must listen on an address that other nodes "
@@ -135,17 +150,24 @@ def _all_on_this_machine(host: str) -> None:
 
 def _on_every_node(function: Callable[..., None], *arguments: Any) -> None:
     """Run it on each node there is. What fails is logged: caches that stay take room, and nothing else."""
-    running = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
-            running.append(remote.remote(*arguments))
-    done, late = ray.wait(running, num_returns=len(running), timeout=CLEAN_S)
+    try:
+        running = [_on_node(node["NodeID"], function, *arguments) for node in ray.nodes() if node["Alive"]]
+        done, late = ray.wait(running, num_returns=len(running), timeout=CLEAN_S) if running else ([], [])
+    except UNWELL as error:
+        logger.warning("caches of nodes were not removed: %s", error)
+        return
     for reference in done:
         try:
             ray.get(reference)
-        except RayError as error:
+        except UNWELL as error:
             logger.warning("caches of a node were not removed: %s", str(error).splitlines()[-1:])
     if late:
-        logger.warning("caches of %d nodes were not removed within %s s", len(late), CLEAN_S)
+        logger.warning(
+            "%d nodes have not removed caches within %s s; they may still do so", len(late), CLEAN_S
+        )
+
+
+def _on_node(node_id: str, function: Callable[..., None], *arguments: Any) -> Any:
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+    return remote.remote(*arguments)

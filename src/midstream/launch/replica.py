@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import socket
 import time
@@ -19,6 +18,7 @@ import uvloop
 
 from midstream.engine.base import EngineDied
 from midstream.errors import ConfigError, SnapshotError
+from midstream.launch.caches import held
 from midstream.launch.child import (
     STOP_GRACE_S,
     Announcer,
@@ -49,12 +49,11 @@ def alone(cache_dir: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
 
     Raises ConfigError when it does not end within `wait_s`.
     """
-    cache_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + wait_s
-    with (cache_dir / ".lock").open("w") as lock:
+    with contextlib.ExitStack() as holding:
         while True:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                holding.enter_context(held(cache_dir))
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
@@ -69,7 +68,7 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
     model_dir = Path(spec.model_dir)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     replica = Replica(
-        name=spec.name,
+        name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
         engine=make_engine(spec),
         text=TextModel.load(model_dir),
         session_idle_s=spec.session_idle_s,
@@ -105,7 +104,7 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
 def main() -> int:
     announce = Announcer()
     spec = read_spec(ReplicaSpec)
-    configure_logging(spec.name, spec.log_level)
+    configure_logging(spec.name or "replica", spec.log_level)
     raise_file_limit()
     try:
         with alone(Path(spec.cache_dir)):

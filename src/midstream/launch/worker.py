@@ -103,7 +103,9 @@ class Worker:
     def _make(self, state: DeploymentState) -> Deployment:
         return Deployment(
             ServedNames(state.model, state.name),
-            ReplicaSet(token=self._spec.token, learn_s=LEARN_S),
+            ReplicaSet(
+                token=self._spec.token, learn_s=LEARN_S, silence_s=self._spec.settings.replica_silence_s
+            ),
             None,
             SessionTable(self._spec.settings.max_sessions),
         )

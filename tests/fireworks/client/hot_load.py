@@ -21,7 +21,7 @@ def hot_load(signal: dict[str, Any]) -> dict[str, Any]:
             snapshot_identity=signal["identity"],
             incremental_snapshot_metadata=signal.get("incremental"),
             reset_prompt_cache=signal.get("reset_prompt_cache", True),
-            timeout_seconds=60,
+            timeout_seconds=200,
             path=signal.get("path"),
         )
     except httpx.HTTPStatusError as error:

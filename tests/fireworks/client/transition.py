@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from sdk import answer, arguments, manager, sampler
 
+ATTEMPTS = 4
 given = arguments()
 deployments = manager(given)
 
@@ -41,19 +42,22 @@ async def rollout(seed: int, max_tokens: int) -> dict[str, Any]:
     return {**asdict(completions[0]), "attempts": [asdict(metrics) for metrics in client.drain_metrics()]}
 
 
-async def in_flight(requests: int) -> None:
-    """Returns when replicas work on that many."""
+async def in_flight() -> list[asyncio.Task[dict[str, Any]]]:
+    """The early rollouts, with replicas at work on every one. Begun anew when one ends before the last is there."""
     headers = {"X-Api-Key": given.api_key}
-    async with httpx.AsyncClient() as client:
-        while True:
-            health = (await client.get(f"{given.url}/health", headers=headers)).json()
-            if sum(replica["in_flight"] for replica in health["replicas"]) >= requests:
-                return
+    async with httpx.AsyncClient(timeout=60) as client:
+        for _ in range(ATTEMPTS):
+            early = [asyncio.create_task(rollout(seed, given.early_tokens)) for seed in range(given.early)]
+            while not any(task.done() for task in early):
+                health = (await client.get(f"{given.url}/health", headers=headers)).json()
+                if sum(replica["in_flight"] for replica in health["replicas"]) >= given.early:
+                    return early
+            await asyncio.gather(*early)
+    raise AssertionError("the rollouts were never all in flight")
 
 
 async def main() -> dict[str, Any]:
-    early = [asyncio.create_task(rollout(seed, given.early_tokens)) for seed in range(given.early)]
-    await in_flight(given.early)
+    early = await in_flight()
     load = asyncio.create_task(
         asyncio.to_thread(deployments.hotload_and_wait, given.deployment, given.model, given.identity)
     )

@@ -34,7 +34,7 @@ syncer = WeightSyncer(
     deploy_mgr=manager(given),
     deployment_id=given.deployment,
     base_model=given.model,
-    hotload_timeout=60,
+    hotload_timeout=200,
 )
 
 

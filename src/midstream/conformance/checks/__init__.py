@@ -1,1 +1,1 @@
-"""The rows, one module per group; importing a module registers its rows."""
+"""The rows, one module per group; importing a module registers its rows. `asking` has none: what several groups ask alike."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from midstream.conformance.answers import largest_difference
+from midstream.conformance.answers import Choice, is_hit, largest_difference
+from midstream.conformance.checks.asking import plain_and_streamed
 from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
 from midstream.conformance.session import Session
 
@@ -71,16 +70,10 @@ async def score(session: Session) -> Evidence:
 
 @row("echo.stream", "A stream echoes as the plain answer does", FIELDS, NEEDS)
 async def stream(session: Session) -> Evidence:
-    asked, key = session.prompt(40), session.key()
-    fields: dict[str, Any] = {
-        "max_tokens": 4,
-        "temperature": 0,
-        "echo": True,
-        "logprobs": True,
-        "prompt_cache_max_len": 0,
-    }
-    plain = (await session.turn(asked, key, **fields)).choice
-    streamed = (await session.turn(asked, key, stream=True, **fields)).choice
+    asked = session.prompt(40)
+    answers = await plain_and_streamed(session, asked, max_tokens=4, echo=True, logprobs=True)
+    plain, streamed = (answer.choice for answer in answers)
+    _begins_with(plain, asked, 4)
     expect(plain.ids == streamed.ids, "the tokens differ", plain=len(plain.ids), streamed=len(streamed.ids))
     worst = largest_difference(plain.logprobs, streamed.logprobs)
     expect(worst <= session.tolerance, "the logprobs differ", max_difference=worst)
@@ -96,6 +89,8 @@ async def stream(session: Session) -> Evidence:
 async def warm(session: Session) -> Evidence:
     asked, key = session.prompt(), session.key()
     first, second = [(await session.turn(asked, key, echo=True, logprobs=True)).choice for _ in range(2)]
+    for choice in (first, second):
+        _begins_with(choice, asked, 1)
     worst = largest_difference(first.logprobs[: len(asked)], second.logprobs[: len(asked)])
     expect(worst <= session.tolerance, "the second echo gives other numbers", max_difference=worst)
     return {"tokens": len(asked), "max_difference": worst}
@@ -110,11 +105,23 @@ async def warm(session: Session) -> Evidence:
 async def cached(session: Session) -> Evidence:
     asked, key = session.prompt(), session.key()
     answers = [await session.turn(asked, key, echo=True, logprobs=True) for _ in range(2)]
+    for answer in answers:
+        _begins_with(answer.choice, asked, 1)
     found = [answer.cached for answer in answers]
     expect(
-        found[1] * 2 >= len(asked),
+        is_hit(found[1], len(asked)),
         "the second echo computed its prompt again",
         cached_tokens=found,
         prompt=len(asked),
     )
     return {"cached_tokens": found, "prompt": len(asked)}
+
+
+def _begins_with(choice: Choice, asked: list[int], more: int) -> None:
+    """Its entries are the prompt's tokens and `more`."""
+    expect(
+        len(choice.ids) == len(asked) + more,
+        f"{len(asked)} + {more} entries were expected",
+        got=len(choice.ids),
+    )
+    expect(choice.ids[: len(asked)] == asked, "the entries do not begin with the prompt's tokens")

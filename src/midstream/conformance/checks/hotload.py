@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.answers import largest_difference
+from midstream.conformance.answers import is_hit, largest_difference
+from midstream.conformance.checks.asking import everywhere, must_not_load
 from midstream.conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
-from midstream.conformance.rows import OWN, PROTOCOL, Evidence, Failed, expect, row
+from midstream.conformance.rows import OWN, PROTOCOL, Evidence, Skipped, expect, row
 from midstream.conformance.session import Session
 from midstream.conformance.variants import Variant
 
 HOT_LOAD = f"{PROTOCOL}: Hot load"
 PUBLISH = ("publish",)
-PROBES = 6  # sessions that look at what serves, so that more than one replica is seen
 SOURCE_HEADER = "x-fireworks-hot-load-source-url"
-LEDGER_TRIES, LEDGER_POLL_S = 50, 0.1
+LEDGER_TRIES, POLL_S = 50, 0.1
+SETTLE_S = (
+    0.5,
+    10.0,
+)  # how long a repeated signal is watched: as long as a load takes, at least and at most so long
+WIDTHS = ("hidden_size", "n_embd", "d_model")  # what config.json may call a model's width
 MIN_DIFFERENCE = 0.2  # nats: between other weights, on the average of a prompt's tokens
 
 
@@ -56,9 +62,10 @@ async def status(session: Session) -> Evidence:
 )
 async def ready(session: Session) -> Evidence:
     identity = await session.snapshots.serve(session.snapshots.other())
-    labels = {(await session.turn([20, 21], session.key())).label for _ in range(PROBES)}
-    expect(labels == {identity}, f"the label {identity} was expected", labels=sorted(map(str, labels)))
-    return {"identity": identity}
+    answers = await everywhere(session, lambda key: session.turn([20, 21], key))
+    labels = sorted({str(answer.label) for answer in answers})
+    expect(labels == [identity], f"the label {identity} was expected", labels=labels)
+    return {"identity": identity, "asked": len(answers)}
 
 
 @row(
@@ -82,10 +89,10 @@ async def weights(session: Session) -> Evidence:
 
 
 async def _scores(session: Session, variant: Variant, prompt: list[int]) -> tuple[str, list[list[float]]]:
-    """A new identity that serves `variant`, and the prompt's scores as several sessions get them."""
+    """A new identity that serves `variant`, and the prompt's scores on every replica."""
     identity = await session.snapshots.serve(variant, fresh=True)
-    headers = [{TRAJECTORY_HEADER: session.key()} for _ in range(PROBES)]
-    return identity, [await session.endpoint.score(prompt, one) for one in headers]
+    answers = await everywhere(session, lambda key: session.endpoint.scored(prompt, {TRAJECTORY_HEADER: key}))
+    return identity, [answer.choice.logprobs for answer in answers]
 
 
 def _mean_difference(first: list[float], second: list[float]) -> float:
@@ -99,17 +106,23 @@ def _mean_difference(first: list[float], second: list[float]) -> float:
     PUBLISH,
 )
 async def idempotent(session: Session) -> Evidence:
-    snapshots = session.snapshots
+    snapshots, clock = session.snapshots, asyncio.get_running_loop().time
+    began = clock()
     identity = await snapshots.serve(snapshots.other())
+    watched_s = min(max(clock() - began, SETTLE_S[0]), SETTLE_S[1])
     key, prompt = session.key(), session.prompt()
     await session.turn(prompt, key)
     for _ in range(2):
         await snapshots.signal(identity)
-    now = await snapshots.status()
-    expect(now.serves(identity), "a replica is not ready any more", status=str(now))
+    end, watching = clock() + watched_s, True
+    while watching:
+        watching = clock() < end  # once more after that
+        now = await snapshots.status()
+        expect(now.serves(identity), "a replica is not ready any more", status=str(now))
+        await asyncio.sleep(POLL_S / 2)
     found = (await session.turn(prompt, key)).cached
-    expect(found * 2 >= len(prompt), "the repeated signal reset the prompt cache", cached_tokens=found)
-    return {"identity": identity, "cached_tokens": found}
+    expect(is_hit(found, len(prompt)), "the repeated signal reset the prompt cache", cached_tokens=found)
+    return {"identity": identity, "cached_tokens": found, "watched_s": watched_s}
 
 
 @row("hotload.identity", "An identity that could lead out of the bucket is a 400", HOT_LOAD, PUBLISH)
@@ -142,29 +155,44 @@ async def unknown_field(session: Session) -> Evidence:
     PUBLISH,
 )
 async def missing(session: Session) -> Evidence:
-    before = await _serving(session)
-    name = session.snapshots.name()
-    response = await session.snapshots.post(name)
-    if response.is_success:
-        said = await session.snapshots.wait_failed(name)
-    else:
-        expect(response.status_code == 400, f"400 was expected, got {refusal(response)}")
-        said = refusal(response)
-    return await _still(session, before, said)
+    before = await session.snapshots.any()
+    said = await must_not_load(session, session.snapshots.name(), before)
+    return {"still": before, "said": said}
 
 
 @row(
     "hotload.corrupt",
-    "A snapshot with a truncated file fails, the status says where, and the old one goes on serving",
+    "A snapshot with a truncated file fails, the status names the file, and the old one goes on serving",
     HOT_LOAD,
     PUBLISH,
 )
 async def corrupt(session: Session) -> Evidence:
+    found = await session.once("snapshot with a truncated file", _truncated)
+    expect(found.file in found.said, f"the error does not name {found.file}", said=found.said)
+    return {"still": found.before, "said": found.said}
+
+
+@dataclass(frozen=True)
+class _Spoilt:
+    """A snapshot that did not load; before: what serves. said: of it, by the status."""
+
+    identity: str
+    file: str
+    before: str
+    said: str
+
+
+async def _truncated(session: Session) -> _Spoilt:
+    files: list[str] = []
+
     def truncate(directory: Path) -> None:
         file = max(directory.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-64])
+        files.append(file.name)
 
-    return await _fails(session, truncate)
+    before = await session.snapshots.any()
+    name = await session.snapshots.put_changed(truncate)
+    return _Spoilt(name, files[0], before, await must_not_load(session, name, before))
 
 
 @row(
@@ -174,17 +202,23 @@ async def corrupt(session: Session) -> Evidence:
     PUBLISH,
 )
 async def config(session: Session) -> Evidence:
-    def widen(directory: Path) -> None:
-        _edit_config(directory, lambda settings: settings.update(hidden_size=settings["hidden_size"] * 2))
+    fields: list[str] = []
 
-    evidence = await _fails(session, widen)
-    said = str(evidence["said"])
-    expect(
-        "Config value mismatch for" in said and "hidden_size" in said,
-        "the error does not name the field",
-        said=said,
-    )
-    return evidence
+    def widen(settings: dict[str, Any]) -> None:
+        for place, inner in (("", settings), ("text_config", settings.get("text_config") or {})):
+            for field in WIDTHS:
+                if not fields and isinstance(inner.get(field), int):
+                    inner[field] *= 2
+                    fields.append(place or field)  # some name the field at the top only
+        if not fields:
+            raise Skipped(f"config.json has none of {', '.join(WIDTHS)}")
+
+    before = await session.snapshots.any()
+    name = await session.snapshots.put_changed(lambda directory: _edit_config(directory, widen))
+    said = await must_not_load(session, name, before)
+    expect(f"Config value mismatch for {fields[0]}" in said.replace("'", ""), "the error does not name the field",
+           field=fields[0], said=said)  # fmt: skip
+    return {"still": before, "said": said}
 
 
 @row(
@@ -197,13 +231,14 @@ async def extra_fields_ignore(session: Session) -> Evidence:
     def add(directory: Path) -> None:
         _edit_config(directory, lambda settings: settings.update(conformance_extra=1))
 
-    evidence = await _fails(session, add)
     snapshots = session.snapshots
-    name = await _changed(session, add)
+    before = await snapshots.any()
+    said = await must_not_load(session, await snapshots.put_changed(add), before)
+    name = await snapshots.put_changed(add)
     response = await snapshots.post(name, validation={"extra_fields_ignore": ["conformance_extra"]})
     expect(response.is_success, refusal(response))
     await snapshots.wait(name)
-    return {"without": evidence["said"], "with": name}
+    return {"without": said, "with": name}
 
 
 @row(
@@ -234,32 +269,50 @@ async def source_url(session: Session) -> Evidence:
 )
 async def ledger(session: Session) -> Evidence:
     snapshots = session.snapshots
-    identity = await snapshots.serve(snapshots.other())
-    body, entry = await _ledger(session, identity)
+    spoilt = await session.once("snapshot with a truncated file", _truncated)
+    full = await snapshots.serve(snapshots.other())
+    parent = snapshots.variants[full]
+    delta = await snapshots.put_delta(parent, "head" if parent == "same" else "same")
+    await snapshots.signal(delta, previous=full)
+    await snapshots.wait(delta)
     for _ in range(LEDGER_TRIES):  # it is written a moment after the replicas serve
-        if all(replica.get("ready_at") for replica in _replicas(entry)):
+        body, rows = await _ledger(session)
+        if all(
+            _complete(session, rows.get(name), name != spoilt.identity)
+            for name in (full, delta, spoilt.identity)
+        ):
             break
-        await asyncio.sleep(LEDGER_POLL_S)
-        body, entry = await _ledger(session, identity)
-    expect(
-        body["desired_snapshot_identity"] == identity,
-        "the desired snapshot is another",
-        desired=body["desired_snapshot_identity"],
-    )
-    shown = _replicas(entry)
-    expect(entry["kind"] == "full", "its kind is not full", kind=entry["kind"])
-    expect(all(replica.get("ready_at") for replica in shown), "a replica has no ready_at", replicas=shown)
-    return {"snapshots": len(body["snapshots"]), "replicas": len(shown)}
+        await asyncio.sleep(POLL_S)
+    desired = body["desired_snapshot_identity"]
+    expect(desired == delta, "the desired snapshot is another", desired=desired)
+    for name, kind, ready in ((full, "full", True), (delta, "delta", True), (spoilt.identity, "full", False)):
+        entry = rows.get(name)
+        expect(entry is not None and entry["kind"] == kind, f"{name} is not there as {kind}", entry=entry)
+        what = "ready_at" if ready else "ready_at null and an error"
+        expect(
+            _complete(session, entry, ready), f"{name}: not every replica is there with {what}", entry=entry
+        )
+    previous = rows[delta]["previous_snapshot_identity"]
+    expect(previous == full, f"the delta stands on {full}", previous=previous)
+    return {"snapshots": len(body["snapshots"]), "replicas": len(_replicas(rows[delta]))}
 
 
-async def _ledger(session: Session, identity: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ledger, and the last row of `identity` in it."""
+async def _ledger(session: Session) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The ledger, and the last row of each identity in it."""
     response = await session.endpoint.request("GET", f"/v1/{session.target.deployment}/ledger")
     expect(response.status_code == 200, refusal(response))
     body = response.json()
-    rows = [entry for entry in body["snapshots"] if entry["identity"] == identity]
-    expect(rows, f"{identity} is not in the ledger")
-    return body, rows[-1]
+    return body, {entry["identity"]: entry for entry in body["snapshots"]}
+
+
+def _complete(session: Session, entry: dict[str, Any] | None, ready: bool) -> bool:
+    """Whether every replica is in a row of the ledger: with the time when it was ready, or with its error."""
+    replicas = _replicas(entry) if entry else []
+    if len(replicas) != (session.target.replicas or len(replicas)) or not replicas:
+        return False
+    if ready:
+        return all(replica.get("ready_at") for replica in replicas)
+    return all(replica.get("error") and not replica.get("ready_at") for replica in replicas)
 
 
 def _replicas(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -267,34 +320,8 @@ def _replicas(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return list(replicas.values() if isinstance(replicas, dict) else replicas)
 
 
-def _edit_config(directory: Path, edit: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+def _edit_config(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     file = directory / "config.json"
     settings = json.loads(file.read_text())
     edit(settings)
     file.write_text(json.dumps(settings))
-
-
-async def _changed(session: Session, change: Callable[[Path], None]) -> str:
-    """The identity of the checkpoint's own files, changed."""
-    return await session.snapshots.put_changed(change)
-
-
-async def _serving(session: Session) -> str:
-    return await session.snapshots.any()
-
-
-async def _fails(session: Session, change: Callable[[Path], None]) -> dict[str, object]:
-    """Signal files that must not load."""
-    before = await _serving(session)
-    name = await _changed(session, change)
-    response = await session.snapshots.post(name)
-    said = await session.snapshots.wait_failed(name) if response.is_success else refusal(response)
-    return await _still(session, before, said)
-
-
-async def _still(session: Session, before: str, said: str) -> dict[str, object]:
-    labels = {(await session.turn([20, 21], session.key())).label for _ in range(PROBES)}
-    if labels != {before}:
-        raise Failed(f"{before} should go on serving", labels=sorted(map(str, labels)))
-    expect(said, "there is no error message")
-    return {"still": before, "said": said}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from midstream.conformance.answers import Choice, largest_difference
+from midstream.conformance.answers import Token, largest_difference
+from midstream.conformance.checks.asking import plain_and_streamed
 from midstream.conformance.endpoint import TRAJECTORY_HEADER
 from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
 from midstream.conformance.session import Session
@@ -43,18 +44,10 @@ async def content(session: Session) -> Evidence:
 
 @row("logprobs.stream", "A stream's log-probabilities are those of the plain answer", LOGPROBS)
 async def stream(session: Session) -> Evidence:
-    prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
-    fields: dict[str, Any] = {
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "logprobs": True,
-        "ignore_eos": True,
-        "prompt_cache_max_len": 0,
-    }
-    plain = (await session.endpoint.complete(prompt, headers=headers, **fields)).choice
-    streamed = (await session.endpoint.complete(prompt, headers=headers, stream=True, **fields)).choice
+    answers = await plain_and_streamed(session, session.prompt(24), max_tokens=TOKENS, logprobs=True)
+    plain, streamed = (answer.choice for answer in answers)
     expect(plain.ids == streamed.ids, "greedy tokens differ", plain=plain.ids, streamed=streamed.ids)
-    return _near(session, plain.logprobs, streamed.logprobs, "plain and streamed logprobs differ")
+    return _near(session, plain.logprobs, streamed.logprobs, "plain and streamed logprobs differ", TOKENS)
 
 
 @row(
@@ -65,19 +58,21 @@ async def stream(session: Session) -> Evidence:
 )
 async def raw(session: Session) -> Evidence:
     prompt = session.prompt(24)
-    choice = (await _filtered(session, prompt, "temperature", "top_k")).generated
-    scores = await session.endpoint.score([*prompt, *(token.id for token in choice)])
-    return _near(
-        session, [t.logprob for t in choice], scores[len(prompt) :], "logprob is not what the echo says"
-    )
+    tokens = await _filtered(session, prompt, "temperature", "top_k")
+    scores = await session.endpoint.score([*prompt, *(token.id for token in tokens)])
+    given = [token.logprob for token in tokens]
+    return _near(session, given, scores[len(prompt) :], "logprob is not what the echo says", TOKENS)
 
 
-async def _filtered(session: Session, prompt: list[int], *names: str) -> Choice:
+async def _filtered(session: Session, prompt: list[int], *names: str) -> list[Token]:
+    """TOKENS generated tokens, under those of FILTERED that are named."""
     fields: dict[str, Any] = {name: FILTERED[name] for name in names}
     answer = await session.endpoint.complete(
         prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=True, **fields
     )
-    return answer.choice
+    tokens = answer.choice.tokens
+    expect(len(tokens) == TOKENS, f"{len(tokens)} entries for {TOKENS} tokens")
+    return tokens
 
 
 @row(
@@ -88,12 +83,12 @@ async def _filtered(session: Session, prompt: list[int], *names: str) -> Choice:
 )
 async def sampling(session: Session) -> Evidence:
     prompt = session.prompt(24)
-    free = (await _filtered(session, prompt)).generated
-    worst = largest_difference([t.logprob for t in free], [t.sampling_logprob or 0.0 for t in free])
+    free = await _filtered(session, prompt)
+    worst = largest_difference([t.logprob for t in free], _sampled(free))
     expect(
         worst <= session.tolerance, "without filters sampling_logprob is not logprob", max_difference=worst
     )
-    tokens = (await _filtered(session, prompt, "temperature", "top_k", "top_logprobs")).generated
+    tokens = await _filtered(session, prompt, "temperature", "top_k", "top_logprobs")
     expected = []
     for token in tokens:
         left = sorted((top["logprob"] for top in token.entry["top_logprobs"]), reverse=True)[
@@ -101,10 +96,19 @@ async def sampling(session: Session) -> Evidence:
         ]
         weights = [math.exp(value / FILTERED["temperature"]) for value in left]
         expected.append(token.logprob / FILTERED["temperature"] - math.log(sum(weights)))
-    got = [t.sampling_logprob or 0.0 for t in tokens]
+    got = _sampled(tokens)
     apart = largest_difference(got, [t.logprob for t in tokens])
     expect(apart > session.tolerance, "sampling_logprob is the raw one, as if nothing were filtered")
-    return _near(session, got, expected, "sampling_logprob is not that of temperature 0.7 and top_k 3")
+    why = "sampling_logprob is not that of temperature 0.7 and top_k 3"
+    return _near(session, got, expected, why, TOKENS)
+
+
+def _sampled(tokens: list[Token]) -> list[float]:
+    """Of generated tokens, the sampling_logprob of each."""
+    found = [token.sampling_logprob for token in tokens]
+    given = [value for value in found if isinstance(value, int | float)]
+    expect(len(given) == len(found), "a generated token has no sampling_logprob", sampling_logprobs=found)
+    return given
 
 
 @row(
@@ -116,14 +120,16 @@ async def top(session: Session) -> Evidence:
     answer = await session.endpoint.complete(
         session.prompt(24), max_tokens=8, temperature=0, logprobs=True, top_logprobs=4, ignore_eos=True
     )
-    for token in answer.choice.generated:
+    tokens = answer.choice.tokens
+    expect(len(tokens) == 8, f"{len(tokens)} entries for 8 tokens")
+    for token in tokens:
         listed = token.entry.get("top_logprobs") or []
         values = [entry["logprob"] for entry in listed]
         expect(len(listed) == 4, f"4 alternatives were expected, got {len(listed)}")
         expect(values == sorted(values, reverse=True), "alternatives are not in order", logprobs=values)
         near = abs(values[0] - token.logprob) <= session.tolerance
         expect(near, "a greedy token is not the likeliest", logprob=token.logprob, top=values[0])
-    return {"tokens": len(answer.choice.generated)}
+    return {"tokens": len(tokens)}
 
 
 @row("logprobs.legacy", "logprobs as a whole number gives the legacy lists, with the same numbers", LOGPROBS)
@@ -143,10 +149,14 @@ async def legacy(session: Session) -> Evidence:
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     }
     expect(set(lengths.values()) == {8}, "four lists of 8 were expected", lengths=lengths)
-    return _near(session, lists["token_logprobs"], new.logprobs, "the two formats give other numbers")
+    return _near(session, lists["token_logprobs"], new.logprobs, "the two formats give other numbers", 8)
 
 
-def _near(session: Session, got: list[float], expected: list[float], why: str) -> Evidence:
+def _near(session: Session, got: list[float], expected: list[float], why: str, count: int) -> Evidence:
+    """Both are `count` numbers that are equal within the tolerance."""
+    expect(
+        len(got) == len(expected) == count, f"{count} numbers were expected", got=[len(got), len(expected)]
+    )
     worst = largest_difference(got, expected)
     expect(worst <= session.tolerance, why, max_difference=worst, tolerance=session.tolerance)
     return {"tokens": len(got), "max_difference": worst}

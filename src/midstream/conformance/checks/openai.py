@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from midstream.conformance.answers import Answer
+from midstream.conformance.answers import Answer, is_hit
+from midstream.conformance.checks.asking import GREEDY, plain_and_streamed
 from midstream.conformance.endpoint import TRAJECTORY_HEADER, refusal
 from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, Skipped, expect, row
 from midstream.conformance.session import Session
 
-GREEDY: dict[str, Any] = {"temperature": 0, "prompt_cache_max_len": 0}
 SDKS = f"{FIREWORKS}: introduction (compatible with the OpenAI SDKs)"
+NAMES = f"{PROTOCOL}: Paths and names"
+METRICS = f"{PROTOCOL}: Metrics in responses"
 QUESTION = "Say something about the weather."
+MODEL_HEADER = "fireworks-model"
 STOP_TRIES = 40  # a model that says any bytes has a short answer of whole characters one time in four
 
 
@@ -26,7 +29,7 @@ async def models(session: Session) -> Evidence:
     return {"listed": len(listed)}
 
 
-@row("openai.prefixes", "/v1 and /inference/v1 serve the same", f"{PROTOCOL}: Paths and names")
+@row("openai.prefixes", "/v1 and /inference/v1 serve the same", NAMES)
 async def prefixes(session: Session) -> Evidence:
     prompt = session.prompt(24)
     body = {"model": session.endpoint.model, "prompt": prompt, "max_tokens": 8, **GREEDY}
@@ -40,20 +43,39 @@ async def prefixes(session: Session) -> Evidence:
     return {"characters": len(texts[0])}
 
 
+@row("openai.deployment", "model may be the deployment's name, accounts/A/deployments/D", NAMES)
+async def deployment(session: Session) -> Evidence:
+    name = session.target.deployment
+    if name is None:
+        raise Skipped("the endpoint does not say what its deployment is called; name it with --deployment")
+    answer = await session.endpoint.complete([20, 21], max_tokens=1, model=name)
+    return {"asked": name, "answered": answer.model}
+
+
+@row(
+    "openai.model_header",
+    "fireworks-model goes before the body's model: one that is not there is a 404",
+    NAMES,
+)
+async def model_header(session: Session) -> Evidence:
+    answered = await session.endpoint.complete([20, 21], max_tokens=1)
+    full = answered.model.partition("@")[0]
+    await session.endpoint.complete([20, 21], headers={MODEL_HEADER: full}, max_tokens=1)
+    headers = {MODEL_HEADER: "accounts/nobody/models/none"}
+    response = await session.endpoint.post("/completions", {"prompt": [20, 21], "max_tokens": 1}, headers)
+    expect(response.status_code == 404, f"an unknown one: 404 was expected, got {refusal(response)}")
+    return {"model": full}
+
+
 @row("openai.stream", "A completion's stream joins up to the plain answer", SDKS)
 async def stream(session: Session) -> Evidence:
-    prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
-    plain = await session.endpoint.complete(prompt, headers=headers, max_tokens=16, **GREEDY)
-    streamed = await session.endpoint.complete(prompt, headers=headers, max_tokens=16, stream=True, **GREEDY)
-    return _same(plain, streamed)
+    return _same(*await plain_and_streamed(session, session.prompt(24), max_tokens=16))
 
 
 @row("openai.chat_stream", "A chat completion's stream joins up to the plain answer", SDKS)
 async def chat_stream(session: Session) -> Evidence:
-    headers = {TRAJECTORY_HEADER: session.key()}
-    plain = await session.endpoint.chat(QUESTION, headers, max_tokens=16, **GREEDY)
-    streamed = await session.endpoint.chat(QUESTION, headers, max_tokens=16, stream=True, **GREEDY)
-    return _same(plain, streamed)
+    messages = [{"role": "user", "content": QUESTION}]
+    return _same(*await plain_and_streamed(session, messages, path="/chat/completions", max_tokens=16))
 
 
 def _same(plain: Answer, streamed: Answer) -> Evidence:
@@ -114,7 +136,7 @@ async def several(session: Session) -> Evidence:
 async def stop(session: Session) -> Evidence:
     for _ in range(STOP_TRIES):
         prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
-        fields = {"max_tokens": 48, "ignore_eos": True, **GREEDY}
+        fields = {"max_tokens": 48, **GREEDY}
         text = (await session.endpoint.complete(prompt, headers=headers, **fields)).choice.text
         at = _stop_at(text)
         if at is not None:
@@ -175,7 +197,7 @@ async def prompts(session: Session) -> Evidence:
 
 @row(
     "openai.token_ids",
-    "return_token_ids gives the ids of prompt and answer: completions, chat, streams",
+    "return_token_ids gives the ids of prompt and answer: completions, chat, streams of both",
     f"{PROTOCOL}: Token ids",
 )
 async def token_ids(session: Session) -> Evidence:
@@ -183,17 +205,27 @@ async def token_ids(session: Session) -> Evidence:
     fields: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "logprobs": True}
     for streamed in (False, True):
         answer = await session.endpoint.complete(prompt, stream=streamed, **fields)
-        choice = answer.choice
         where = "stream" if streamed else "plain"
-        expect(choice.prompt_token_ids == prompt, f"{where}: prompt_token_ids is not the prompt")
-        expect(choice.token_ids == choice.ids, f"{where}: token_ids are not those of logprobs",
-               token_ids=choice.token_ids, logprobs=choice.ids)  # fmt: skip
-        expect(len(choice.ids) == 8, f"{where}: 8 tokens were expected, got {len(choice.ids)}")
+        expect(answer.choice.prompt_token_ids == prompt, f"{where}: prompt_token_ids is not the prompt")
+        _has_ids(answer, where)
     chat = await session.endpoint.chat(QUESTION, **fields)
     ids = chat.body.get("prompt_token_ids")
     expect(isinstance(ids, list) and ids, "chat: there is no prompt_token_ids at the top level")
-    expect(chat.choice.token_ids == chat.choice.ids, "chat: token_ids are not those of logprobs")
+    _has_ids(chat, "chat")
+    chunks = await session.endpoint.chat(QUESTION, stream=True, **fields)
+    events = [event for event in chunks.events if isinstance(event, dict)]
+    above = next((event["prompt_token_ids"] for event in events if event.get("prompt_token_ids")), None)
+    given = chunks.choice.prompt_token_ids or above
+    expect(given == ids, "chat, stream: no chunk has the plain answer's prompt_token_ids", got=given)
+    _has_ids(chunks, "chat, stream")
     return {"chat_prompt_tokens": len(ids or ())}
+
+
+def _has_ids(answer: Answer, where: str) -> None:
+    choice = answer.choice
+    expect(len(choice.ids) == 8, f"{where}: 8 tokens were expected, got {len(choice.ids)}")
+    expect(choice.token_ids == choice.ids, f"{where}: token_ids are not those of logprobs",
+           token_ids=choice.token_ids, logprobs=choice.ids)  # fmt: skip
 
 
 @row(
@@ -209,6 +241,8 @@ async def raw_output(session: Session) -> Evidence:
         if more.get("echo") and session.target.missing("prompt_logprobs"):
             continue
         choice = (await session.endpoint.complete(prompt, **fields, **more)).choice
+        count = 8 + len(prompt) * bool(more.get("echo"))
+        expect(len(choice.ids) == count, f"{more}: {count} tokens were expected, got {len(choice.ids)}")
         raw = choice.extra.get("raw_output") or {}
         expect(raw, f"{more}: the choice has no raw_output")
         expect(raw["prompt_token_ids"] == prompt, f"{more}: prompt_token_ids is not the prompt")
@@ -235,7 +269,7 @@ async def request_id(session: Session) -> Evidence:
 @row(
     "openai.metrics",
     "Headers count prompt and cached tokens as usage does; perf_metrics_in_response gives them in the body",
-    f"{PROTOCOL}: Metrics in responses",
+    METRICS,
 )
 async def metrics(session: Session) -> Evidence:
     prompt, key = session.prompt(), session.key()
@@ -248,6 +282,21 @@ async def metrics(session: Session) -> Evidence:
     found = _numbers(inside, ("prompt-tokens", "cached-prompt-tokens"))
     expect(found == [len(prompt), answer.cached], "perf_metrics is not what usage says", perf_metrics=inside)
     return {"prompt_tokens": len(prompt), "cached_tokens": answer.cached}
+
+
+@row(
+    "openai.stream_metrics", "perf_metrics_in_response gives the counts in a stream's last chunk too", METRICS
+)
+async def stream_metrics(session: Session) -> Evidence:
+    prompt, key = session.prompt(), session.key()
+    await session.turn(prompt, key)
+    answer = await session.turn(prompt, key, stream=True, perf_metrics_in_response=True)
+    inside = answer.body.get("perf_metrics") or {}
+    found = _numbers(inside, ("prompt-tokens", "cached-prompt-tokens"))
+    sound = found[0] == len(prompt) and is_hit(found[1] or 0, len(prompt))
+    expect(sound, "perf_metrics of the last chunk does not count the prompt and what was cached of it",
+           perf_metrics=inside, prompt=len(prompt))  # fmt: skip
+    return {"prompt_tokens": found[0], "cached_tokens": found[1]}
 
 
 def _numbers(metrics: dict[str, Any], names: Sequence[str]) -> list[int | None]:

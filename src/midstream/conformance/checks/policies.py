@@ -5,17 +5,25 @@ A prefix that shall be found by a request of another session is cached on every 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
+from midstream.conformance.answers import is_hit, is_miss
+from midstream.conformance.checks.asking import async_crossing, everywhere
+from midstream.conformance.endpoint import AFFINITY_HEADER, TRAJECTORY_HEADER
 from midstream.conformance.rows import FIREWORKS, OWN, PROTOCOL, Evidence, expect, row
 from midstream.conformance.session import Session
 from midstream.conformance.snapshots import UNSAID
-from midstream.conformance.traffic import Crossing, cross
+from midstream.conformance.traffic import Attempt, Crossing, switch
+from midstream.conformance.variants import Variant
 
 TABLE = f"{FIREWORKS}: reset_prompt_cache"
 NEEDS = ("publish", "cache_policies")
 HIT, MISS = "reuses", "recomputes"
 NEAR_SEAM = 8  # tokens behind the seam that are looked at
+RECOMPUTED = "behind the seam tokens are those of a recomputed prefix"
+STREAMS = 4  # that are looked at, under a policy other than all
 
 
 @row(
@@ -41,6 +49,16 @@ async def everything(session: Session) -> Evidence:
 )
 async def new_session(session: Session) -> Evidence:
     return await _after(session, "new_session", same=HIT, new=MISS, none=MISS)
+
+
+@row(
+    "policies.affinity_only",
+    "new_session: a request with x-session-affinity alone, of a key nobody used, is a new session and recomputes",
+    TABLE,
+    NEEDS,
+)
+async def affinity_only(session: Session) -> Evidence:
+    return await _after(session, "new_session", same=HIT, affinity=MISS)
 
 
 @row(
@@ -81,74 +99,126 @@ async def isolation(session: Session) -> Evidence:
     await session.snapshots.serve(session.snapshots.other(), "none")
     other = (await session.turn(prompt, key, prompt_cache_isolation_key=theirs)).cached
     same = (await session.turn(prompt, key, prompt_cache_isolation_key=ours)).cached
-    expect(other == 0, "another isolation key finds the prefix", cached_tokens=other)
-    expect(same * 2 >= len(prompt), "the same isolation key finds nothing", cached_tokens=same)
+    expect(is_miss(other, len(prompt)), "another isolation key finds the prefix", cached_tokens=other)
+    expect(is_hit(same, len(prompt)), "the same isolation key finds nothing", cached_tokens=same)
     return {"other": other, "same": same}
 
 
 @row(
     "policies.active_stream",
-    "A stream in flight keeps its KV even under all: behind the seam its tokens are not what a recomputed prefix gives",
+    "A stream in flight keeps its KV under all, new_session and none: its tokens behind the seam are not a recomputed prefix's",
     TABLE,
     ("publish", "prompt_logprobs"),
 )
 async def active_stream(session: Session) -> Evidence:
-    async def run(session: Session) -> Crossing:
-        async with session.transition("ASYNC"):
-            return await cross(session, "same", "all")
-
-    crossing = await session.once("crossing to other weights", run)
-    expect(crossing.scores, "no stream has tokens of both snapshots", **crossing.summary)
-    before, after = _off_own(crossing)
+    found = await async_crossing(session, "same", "all")
+    expect(found.scores, "no stream has tokens of both snapshots", **found.summary)
+    before, after = _off_own(found)
     evidence = {
-        "streams": len(crossing.scores),
+        "streams": len(found.scores),
         "median_difference_before": before,
         "median_difference_behind": after,
     }
     expect(before <= session.tolerance, "before the seam tokens are not the old snapshot's", **evidence)
-    expect(after > session.tolerance, "behind the seam tokens are those of a recomputed prefix", **evidence)
+    expect(after > session.tolerance, RECOMPUTED, **evidence)
+    if session.target.missing("cache_policies"):
+        return evidence
+    switches: tuple[tuple[str, Variant, Variant], ...] = (
+        ("new_session", "same", "all"),
+        ("none", "all", "same"),
+    )
+    for policy, old, new in switches:
+        evidence[f"behind_under_{policy}"] = apart = await _behind(session, old, new, policy)
+        expect(apart > session.tolerance, f"{policy}: {RECOMPUTED}", **evidence)
     return evidence
 
 
-def _off_own(crossing: Crossing) -> tuple[float, float]:
+def _off_own(found: Crossing) -> tuple[float, float]:
     """The median difference between logprobs and those of all KV made by the label's weights: before the seams, behind them."""
-    sides: tuple[list[float], list[float]] = ([], [])
-    for attempt, old, new in crossing.scores:
-        tokens = attempt.answer.choice.generated if attempt.answer else []
-        at = next(i for i, token in enumerate(tokens) if token.label == crossing.new)
-        for i, token in enumerate(tokens[: at + NEAR_SEAM]):
-            behind = i >= at
-            sides[behind].append(abs(token.logprob - (new if behind else old)[len(attempt.prompt) + i]))
-    before, after = ([*sorted(side), 0.0][len(side) // 2] for side in sides)
-    return before, after
+    before: list[float] = []
+    behind: list[float] = []
+    for attempt, old, new in found.scores:
+        at = _seam(attempt, found.new)
+        before += _apart(attempt, old, 0, at)
+        behind += _apart(attempt, new, at, at + NEAR_SEAM)
+    return median(before), median(behind)
+
+
+async def _behind(session: Session, old: Variant, new: Variant, policy: str) -> float:
+    """The median difference behind the seams of a switch with `policy`."""
+    async with session.transition("ASYNC"):
+        found = await switch(session, old, new, lambda found: found.crossed, policy)
+    expect(found.crossed, f"{policy}: no stream has tokens of both snapshots", **found.summary)
+    behind: list[float] = []
+    for attempt in found.crossed[:STREAMS]:
+        end = _seam(attempt, found.new) + NEAR_SEAM
+        ids = attempt.answer.choice.ids if attempt.answer else []
+        scores = await session.endpoint.score([*attempt.prompt, *ids[:end]])
+        behind += _apart(attempt, scores, end - NEAR_SEAM, end)
+    return median(behind)
+
+
+def _seam(attempt: Attempt, new: str) -> int:
+    """Where its first token of the snapshot `new` is."""
+    tokens = attempt.answer.choice.generated if attempt.answer else []
+    return next(i for i, token in enumerate(tokens) if token.label == new)
+
+
+def _apart(attempt: Attempt, scores: Sequence[float], start: int, end: int) -> list[float]:
+    """Of the generated tokens from `start` to `end`: how far their logprob is from that in `scores`, which has the prompt's
+    too."""
+    tokens = attempt.answer.choice.generated if attempt.answer else []
+    given = scores[len(attempt.prompt) + start :]
+    return [abs(token.logprob - value) for token, value in zip(tokens[start:end], given, strict=False)]
 
 
 async def _after(session: Session, policy: Any, **expected: str) -> dict[str, Any]:
-    """What is found after a switch with `policy` by the same session, a new one, and a request without one.
-
-    expected: HIT or MISS of each of `same`, `new`, `none`.
-    """
+    """What is found after a switch with `policy`, by each of `_WHO` that is in `expected`, which says HIT or MISS of it."""
     snapshots = session.snapshots
     await snapshots.any()
     old = session.key()
-    prompts = {who: session.prompt() for who in ("same", "new", "none")}
+    prompts = {who: session.prompt() for who in expected}
     before = {}
     for who, prompt in prompts.items():
         await session.turn(prompt, old)
         if who != "same":
-            await session.prime(prompt)
+            await _prime(session, prompt)
         asker = old if who == "same" else session.key()
         before[who] = (await session.turn(prompt, asker)).cached
     await snapshots.serve(snapshots.other(), policy)
-    keys = {"same": old, "new": session.key(), "none": None}
-    found = {who: (await session.turn(prompts[who], keys[who])).cached for who in prompts}
+    found = {
+        who: await _cached(session, prompt, _headers(session, who, old)) for who, prompt in prompts.items()
+    }
     evidence = {**found, "before": list(before.values())}
-    half = len(prompts["same"]) / 2
-    expect(min(before.values()) >= half, "the prefixes were not cached before the switch", **evidence)
+    length = len(prompts["same"])
+    expect(is_hit(min(before.values()), length), "the prefixes were not cached before the switch", **evidence)
     for who, wanted in expected.items():
-        holds = found[who] == 0 if wanted == MISS else found[who] >= half
+        holds = is_miss(found[who], length) if wanted == MISS else is_hit(found[who], length)
         expect(holds, f"policy {policy!r}: {_WHO[who]} {wanted} its prefix, it was promised", **evidence)
     return evidence
 
 
-_WHO = {"same": "the same session", "new": "a new session", "none": "a request without session"}
+async def _prime(session: Session, prompt: list[int]) -> None:
+    """Have every replica cache it."""
+    await everywhere(session, lambda key: session.turn(prompt, key))
+
+
+_WHO = {
+    "same": "the same session",
+    "new": "a new session",
+    "none": "a request without session",
+    "affinity": "a request with x-session-affinity alone",
+}
+
+
+def _headers(session: Session, who: str, old: str) -> Mapping[str, str]:
+    """old: the key of the session that was there before the switch."""
+    if who == "none":
+        return {}
+    if who == "affinity":
+        return {AFFINITY_HEADER: session.key()}
+    return {TRAJECTORY_HEADER: old if who == "same" else session.key()}
+
+
+async def _cached(session: Session, prompt: list[int], headers: Mapping[str, str]) -> int:
+    return (await session.endpoint.complete(prompt, headers=headers, max_tokens=1, ignore_eos=True)).cached

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from midstream.client import decode_routing_matrix
 from midstream.client.decode import RouteDtype
 from midstream.conformance.answers import Choice, Token
-from midstream.conformance.endpoint import TRAJECTORY_HEADER
+from midstream.conformance.checks.asking import plain_and_streamed
 from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, fail, row
 from midstream.conformance.session import Session
+from midstream.conformance.target import EXPERTS_FIELDS
+from midstream.snapshots.layout import read_spec
 
 ROUTES = f"{FIREWORKS}: MoE Router Replay"
 MODES = f"{ROUTES}, Other API modes"
 NEEDS = ("routes", "moe")
 ASK: dict[str, Any] = {"include_routing_matrix": True, "logprobs": True, "ignore_eos": True}
+_EXPERTS = re.compile(r"\.(\d+)\.(?:.*\.)?experts\.")  # of a tensor's name: the layer that has them
 SAME_SHARE = 0.9  # of matrices; in bfloat16 another batch may choose another expert where two are near a tie
 
 
@@ -49,10 +55,8 @@ async def chat(session: Session) -> Evidence:
     "routes.stream", "Every streamed token's entry has its matrix, the one of the plain answer", MODES, NEEDS
 )
 async def stream(session: Session) -> Evidence:
-    prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
-    fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "prompt_cache_max_len": 0, **ASK}
-    plain = (await session.endpoint.complete(prompt, headers=headers, **fields)).choice
-    streamed = (await session.endpoint.complete(prompt, headers=headers, stream=True, **fields)).choice
+    answers = await plain_and_streamed(session, session.prompt(24), max_tokens=12, **ASK)
+    plain, streamed = (answer.choice for answer in answers)
     _sound(session, streamed.tokens, 12)
     expect(plain.ids == streamed.ids, "greedy tokens differ")
     return _agree(plain.tokens, streamed.tokens, "the stream's matrices are not the plain answer's")
@@ -126,26 +130,31 @@ def _sound(session: Session, tokens: Sequence[Token], count: int) -> Evidence:
     expect(len(sizes) == 1 and 0 not in sizes, "the matrices differ in size", bytes=sorted(sizes))
     config = session.target.config
     top_k = config.get("num_experts_per_tok")
-    experts = next(
-        (config[n] for n in ("num_experts", "n_routed_experts", "num_local_experts") if n in config), None
-    )
+    experts = next((config[name] for name in EXPERTS_FIELDS if name in config), None)
     evidence: dict[str, Any] = {"tokens": count, "bytes": sizes.pop()}
-    if isinstance(top_k, int) and isinstance(experts, int):
-        evidence["layers"] = _check_rows(tokens, top_k, experts, config.get("num_hidden_layers"))
-    return evidence
-
-
-def _check_rows(tokens: Sequence[Token], top_k: int, experts: int, layers: Any) -> int:
-    found = 0
+    if not isinstance(top_k, int) or not isinstance(experts, int):
+        return {**evidence, "shape": "not checked: no checkpoint says top_k and experts"}
+    layers = _moe_layers(session.snapshots.checkpoint, config.get("num_hidden_layers"))
     for token in tokens:
-        dtype: RouteDtype = token.entry.get("routing_matrix_dtype") or "uint8"
-        matrix = decode_routing_matrix(token.route or "", top_k=top_k, dtype=dtype)
-        found = len(matrix)
-        for chosen in matrix.tolist():
-            if len(set(chosen)) != top_k or max(chosen) >= experts:
-                fail(f"a row is not {top_k} different experts of {experts}", row=chosen)
-    expect(not isinstance(layers, int) or found <= layers, f"{found} rows for {layers} layers")
-    return found
+        _check_matrix(token, top_k, experts, layers)
+    return {**evidence, "layers": layers or "not checked: no tensor is called experts", "top_k": top_k}
+
+
+def _check_matrix(token: Token, top_k: int, experts: int, layers: int | None) -> None:
+    dtype: RouteDtype = token.entry.get("routing_matrix_dtype") or "uint8"
+    matrix = decode_routing_matrix(token.route or "", top_k=top_k, dtype=dtype)
+    expect(layers in (None, len(matrix)), f"{len(matrix)} rows for {layers} layers with experts")
+    for chosen in matrix.tolist():
+        if len(set(chosen)) != top_k or max(chosen) >= experts:
+            fail(f"a row is not {top_k} different experts of {experts}", row=chosen)
+
+
+@cache
+def _moe_layers(checkpoint: Path, hidden_layers: Any) -> int | None:
+    """How many of the layers that predict the next token have experts, by the names of the tensors; None: these say nothing."""
+    found = {int(match[1]) for name in read_spec(checkpoint).tensors if (match := _EXPERTS.search(name))}
+    count = sum(layer < hidden_layers for layer in found) if isinstance(hidden_layers, int) else len(found)
+    return count or None
 
 
 def _share(first: Sequence[Token], second: Sequence[Token]) -> float:

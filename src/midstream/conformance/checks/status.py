@@ -6,8 +6,9 @@ from typing import Any
 
 import httpx
 
+from midstream.client.server import HOT_LOAD_PATH
 from midstream.conformance.answers import Json
-from midstream.conformance.endpoint import error_of, refusal
+from midstream.conformance.endpoint import NO_KEY, error_of, refusal
 from midstream.conformance.rows import OWN, PROTOCOL, Evidence, expect, row
 from midstream.conformance.session import Session
 
@@ -97,17 +98,33 @@ async def stream(session: Session) -> Evidence:
 
 @row(
     "status.key",
-    "A wrong API key is a 401, as a Bearer token and in X-Api-Key",
+    "A wrong API key, or none, is a 401 on every path, as a Bearer token and in X-Api-Key; the right one is served in either",
     f"{PROTOCOL}: Paths and names, Auth",
     ("keys",),
 )
 async def key(session: Session) -> Evidence:
-    path = f"{session.endpoint.prefix}/completions"
-    body = {"model": session.endpoint.model, **OK}
-    evidence = _refused(await session.endpoint.request("POST", path, body, key="no-such-key"), 401)
-    headers = {"authorization": "", "x-api-key": "no-such-key"}
-    _refused(await session.endpoint.request("POST", path, body, headers), 401)
-    return evidence
+    endpoint, target = session.endpoint, session.target
+    completions = f"{endpoint.prefix}/completions"
+    body = {"model": endpoint.model, **OK}
+    asked: list[tuple[str, str, Json | None]] = [
+        ("POST", completions, body),
+        ("GET", HOT_LOAD_PATH, None),
+        ("POST", HOT_LOAD_PATH, {"identity": ""}),  # nobody takes that, whatever the key
+    ]
+    if target.transition is not None:
+        path = f"/v1/{target.deployment}?updateMask=hot_load_transition_type"
+        asked.append(("PATCH", path, {"hotLoadTransitionType": target.transition}))
+    if target.midstream and target.deployment is not None:
+        asked.append(("GET", f"/v1/{target.deployment}/ledger", None))
+    for method, path, sent in asked:
+        for name, wrong in (("a wrong key", "no-such-key"), ("no key", NO_KEY)):
+            response = await endpoint.request(method, path, sent, key=wrong)
+            _refused(response, 401, f"{method} {path} with {name}: ")
+    response = await endpoint.request("POST", completions, body, key="no-such-key", x_api_key=True)
+    evidence = _refused(response, 401, "a wrong key in X-Api-Key: ")
+    response = await endpoint.request("POST", completions, body, x_api_key=True)
+    expect(response.status_code == 200, f"the right key in X-Api-Key: {refusal(response)}")
+    return {**evidence, "paths": len(asked)}
 
 
 @row(
@@ -126,11 +143,11 @@ async def version(session: Session) -> Evidence:
     return {**evidence, "serving": [row["snapshot"] for row in serving]}
 
 
-def _refused(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The status, and an error object with a message."""
+def _refused(response: httpx.Response, status: int, what: str = "") -> dict[str, Any]:
+    """The status, and an error object with a message. what: was asked."""
     expect(
         response.status_code == status,
-        f"{status} was expected, got {refusal(response)}",
+        f"{what}{status} was expected, got {refusal(response)}",
         status=response.status_code,
     )
     error = error_of(response)

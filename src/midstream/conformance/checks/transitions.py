@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from midstream.client import snapshot_of
 from midstream.conformance.answers import Token
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, Failed, expect, row
+from midstream.conformance.checks.asking import async_crossing
+from midstream.conformance.endpoint import TRAJECTORY_HEADER, refusal
+from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
 from midstream.conformance.session import Session
-from midstream.conformance.traffic import LONGER, Attempt, Crossing, Traffic, cross
+from midstream.conformance.traffic import Crossing, switch
 
 SWAP = f"{FIREWORKS}: Behavior during weight swap"
 STREAM = f"{FIREWORKS}: KV cache behavior, Active request stream"
 VERSION = f"{FIREWORKS}: Policy version in responses, Streaming"
 MISFITS_SHARE = 0.02  # of tokens whose logprob may miss its snapshot's: in bfloat16, experts near a tie
 SEAM_SHARE = 0.25  # of streams whose token beside the seam may miss it
+RETRIES = 8  # sessions that were held off and ask again, at most
 
 
 async def _async(session: Session) -> Crossing:
     """A switch between weights that differ only behind the KV, so that each token has one logprob per snapshot."""
-
-    async def run(session: Session) -> Crossing:
-        async with session.transition("ASYNC"):
-            return await cross(session, "same", "head")
-
-    return await session.once("async crossing", run)
+    return await async_crossing(session, "same", "head")
 
 
 @row(
@@ -76,6 +77,8 @@ async def once(session: Session) -> Evidence:
     odd = [attempt.labels for attempt in crossing.attempts if attempt.labels not in allowed]
     expect(not odd, f"labels other than {crossing.old} and then {crossing.new}", labels=odd[:3])
     expect(crossing.crossed, "no stream has tokens of both snapshots", **crossing.summary)
+    later = list(crossing.later)
+    expect(later == [crossing.new], f"later requests should be of {crossing.new}", labels=later)
     return crossing.summary
 
 
@@ -142,40 +145,32 @@ def _mean_difference(crossing: Crossing) -> float:
     return sum(apart) / max(1, len(apart))
 
 
+@dataclass(frozen=True)
 class _Sync:
-    """A sync switch under traffic."""
+    """A sync switch under traffic. retried: of sessions that were held off, what each got when it asked again afterwards."""
 
-    def __init__(self, old: str, new: str, attempts: Sequence[Attempt], after: str | None) -> None:
-        self.old, self.new, self.attempts, self.after = old, new, attempts, after
-        self.held_off = [attempt for attempt in attempts if attempt.status == 425]
-        self.summary = {
-            "requests": len(attempts),
-            "held_off": len(self.held_off),
-            "statuses": sorted({attempt.status for attempt in attempts}),
-        }
+    found: Crossing
+    retried: Sequence[str | None]  # the snapshot of the answer, or why there is none
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return {**self.found.summary, "held_off": len(self.found.held_off)}
 
 
 async def _sync(session: Session) -> _Sync:
     async def run(session: Session) -> _Sync:
         async with session.transition("SYNC"):
-            for longer in LONGER:
-                found = await _switch(session, longer)
-                if found.held_off or not all(attempt.whole for attempt in found.attempts):
-                    break
-            return found
+            found = await switch(session, "same", "head", lambda found: found.held_off)
+            keys = list(dict.fromkeys(attempt.session for attempt in found.held_off))
+            return _Sync(found, [await _asks_again(session, key) for key in keys[:RETRIES]])
 
     return await session.once("sync switch", run)
 
 
-async def _switch(session: Session, longer: int) -> _Sync:
-    snapshots = session.snapshots
-    old = await snapshots.hold("same")
-    new = await snapshots.ready("head")
-    async with Traffic(session, longer).running() as traffic:
-        await snapshots.signal(new)
-        await snapshots.wait(new)
-    label = (await session.turn([20, 21], session.key())).label
-    return _Sync(old, new, traffic.attempts, label)
+async def _asks_again(session: Session, key: str) -> str | None:
+    fields = {"prompt": session.prompt(16), "max_tokens": 1}
+    response = await session.endpoint.post("/completions", fields, {TRAJECTORY_HEADER: key})
+    return snapshot_of(response.json()["model"]) if response.status_code == 200 else refusal(response)
 
 
 @row(
@@ -185,39 +180,54 @@ async def _switch(session: Session, longer: int) -> _Sync:
     ("publish", "sync"),
 )
 async def sync_one_policy(session: Session) -> Evidence:
-    found = await _sync(session)
+    sync = await _sync(session)
+    found = sync.found
     served = [attempt for attempt in found.attempts if attempt.status == 200]
     mixed = [attempt.labels for attempt in served if len(attempt.labels) != 1]
     expect(not mixed, f"{len(mixed)} answers are of several snapshots", labels=mixed[:3])
     cut = [attempt for attempt in served if not attempt.whole]
     expect(not cut, f"{len(cut)} answers did not come to their end", reasons=[a.why for a in cut][:2])
     labels = {label for attempt in served for label in attempt.labels}
-    expect(
-        labels == {found.old, found.new},
-        "answers of both snapshots were expected",
-        labels=sorted(map(str, labels)),
-    )
-    return {**found.summary, "answers": len(served)}
+    expect(found.old in labels and labels | {*found.later} == {found.old, found.new},
+           "answers of the old snapshot and then of the new one were expected",
+           labels=sorted(map(str, labels)), later=list(found.later))  # fmt: skip
+    return {**sync.summary, "answers": len(served)}
 
 
 @row(
     "transitions.sync_425",
-    "Sync: newcomers get 425 with Retry-After until the switch is done; then they are served by the new snapshot",
+    "Sync: newcomers get 425 with Retry-After until the switch is done; then requests are served by the new snapshot",
     SWAP,
     ("publish", "sync"),
 )
 async def sync_425(session: Session) -> Evidence:
-    found = await _sync(session)
-    expect(set(found.summary["statuses"]) <= {200, 425}, "a status other than 200 and 425", **found.summary)  # type: ignore[call-overload]
-    expect(found.held_off, "nobody got a 425 while the switch was made", **found.summary)
+    sync = await _sync(session)
+    found, summary = sync.found, sync.summary
+    expect({*summary["statuses"]} <= {200, 425}, "a status other than 200 and 425", **summary)
+    expect(found.held_off, "nobody got a 425 while the switch was made", **summary)
     bare = [attempt for attempt in found.held_off if not (attempt.retry_after or "").strip()]
-    expect(not bare, f"{len(bare)} of the 425 have no Retry-After", **found.summary)
-    later = {a.session for a in found.held_off} & {
-        a.session for a in found.attempts if a.labels == [found.new]
-    }
-    if not later and found.after != found.new:
-        raise Failed("nobody who was held off was served by the new snapshot", **found.summary)
-    return {**found.summary, "served_after_425": len(later)}
+    expect(not bare, f"{len(bare)} of the 425 have no Retry-After", **summary)
+    later = list(found.later)
+    expect(later == [found.new], f"later requests should be of {found.new}", labels=later)
+    return summary
+
+
+@row(
+    "transitions.sync_retry",
+    "Sync: who got a 425 and asks again with the same key when the switch is done is served by the new snapshot",
+    SWAP,
+    ("publish", "sync"),
+)
+async def sync_retry(session: Session) -> Evidence:
+    sync = await _sync(session)
+    expect(sync.retried, "nobody got a 425 while the switch was made", **sync.summary)
+    others = [got for got in sync.retried if got != sync.found.new]
+    expect(
+        not others,
+        f"{len(others)} of {len(sync.retried)} were not served by {sync.found.new}",
+        got=others[:3],
+    )
+    return {"retried": len(sync.retried)}
 
 
 @row(

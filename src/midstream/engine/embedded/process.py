@@ -29,24 +29,32 @@ STOP_GRACE_S = 5.0
 
 
 class _Stream:
-    """The events of one request on their way to its iterator. Of what arrives, an int is a choice that was ended here, None the
-    end of the engine."""
+    """The events of one request on their way to its iterator; None is the end of the engine."""
 
     def __init__(self, choices: Iterable[int]) -> None:
-        self.arrived: deque[GenerationEvent | int | None] = deque()
+        self.arrived: deque[GenerationEvent | None] = deque()
         self.open = set(choices)
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: GenerationEvent | int | None) -> None:
+    def put(self, item: GenerationEvent | None) -> None:
         self.arrived.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
-    async def wait(self) -> None:
-        """Returns when something has arrived."""
-        while not self.arrived:
+    def end(self, index: int) -> None:
+        """No event of this choice is wanted any more, not even one that has arrived."""
+        self.open.discard(index)
+        self._wake()
+
+    async def wait(self) -> bool:
+        """Whether something has arrived, once it has; False: no choice is open any more."""
+        while self.open and not self.arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return bool(self.open)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class _Wire(asyncio.Protocol):
@@ -152,15 +160,10 @@ class EmbeddedEngine(Engine):
         stream = self._streams[request.request_id] = _Stream(request.choices)
         wire.send(m.Generate(request))
         try:
-            while stream.open:
-                if not stream.arrived:
-                    await stream.wait()
+            while await stream.wait():
                 event = stream.arrived.popleft()
                 if event is None:
                     raise EngineDied("the engine process died")
-                if isinstance(event, int):
-                    stream.open.discard(event)
-                    continue
                 if event.error is not None:
                     stream.open.clear()
                 elif event.index not in stream.open:
@@ -176,7 +179,7 @@ class EmbeddedEngine(Engine):
     def end_choice(self, request_id: str, index: int) -> None:
         stream = self._streams.get(request_id)
         if stream is not None and index in stream.open:
-            stream.put(index)
+            stream.end(index)
             self._send(m.Abort(request_id, index))
 
     async def stage(self, snapshot: str, directory: Path) -> None:

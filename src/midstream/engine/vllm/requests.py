@@ -1,6 +1,7 @@
 """One request on its way through a vLLM server: a vLLM request for each choice, their chunks turned into events.
 
-Always holds: the last event of a choice comes after vLLM said everything about it, so its labels are proved; a choice that
+Always holds: the last event of a choice that vLLM ends comes after vLLM said everything about it, so its labels are proved
+(one that the replica ends, at a stop string, has labels by arrival alone: vLLM says nothing more of it); a choice that
 asked for routes gives its tokens when it has them, which is at its end; what closes early is aborted by vLLM, which notices
 that the connection is gone.
 """

@@ -1,0 +1,116 @@
+"""The replicas' cache directories: who holds one, who takes one over, and how those go that nobody needs any more.
+
+Owns: the lock of a cache directory, and every renaming and removal of one.
+Always holds: a cache directory is renamed or removed only by who holds its lock, so never under the replica process that uses
+it; what is held is the directory that has the name, and not one that had it before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Set
+from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+GONE = ".gone-"  # begins the names of caches that are being removed
+
+
+@contextlib.contextmanager
+def held(cache_dir: Path) -> Iterator[None]:
+    """Hold the directory, made if it is not there. Raises BlockingIOError when somebody else does, and OSError."""
+    while True:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = (cache_dir / LOCK).open("w")
+        except FileNotFoundError:
+            continue  # removed since
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is(lock, cache_dir / LOCK):
+                yield
+                return
+
+
+def take_over(root: Path, name: str) -> Path:
+    """The cache directory of that name below `root`. If there is none, one that nobody uses gets the name, whoever had it:
+    what is in a cache goes by its content. So there are never more than were used at once. Raises OSError."""
+    own = root / name
+    if not own.is_dir():
+        for other in sorted(_caches(root)):
+            with contextlib.suppress(OSError):  # it is in use, or was taken or removed since
+                with held(other):
+                    other.rename(own)
+                break
+    own.mkdir(parents=True, exist_ok=True)
+    return own
+
+
+def remove_caches(cache: Path, others: Set[str]) -> None:
+    """Remove a replica's cache directory and those of its deployment's other numbers, but of none of `others`.
+
+    Those that a process uses stay.
+    """
+    deployment = cache.name.rpartition("-")[0]
+    doomed = [
+        directory
+        for directory in _caches(cache.parent)
+        if directory.name.rpartition("-")[0] == deployment and directory.name not in others
+    ]
+    remove_all(_aside(doomed))
+
+
+def set_strange_caches_aside(root: Path, wanted: Set[str]) -> list[Path]:
+    """Caches of deployments none of whose replicas is wanted, since they went while no server ran: to be removed, renamed.
+
+    Those that a process uses stay.
+    """
+    deployments = {name.rpartition("-")[0] for name in wanted}
+    _aside(d for d in _caches(root) if d.name.rpartition("-")[0] not in deployments)
+    return list(root.glob(f"{GONE}*"))
+
+
+def remove_all(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _caches(root: Path) -> list[Path]:
+    """Named [DEPLOYMENT-]replica-NUMBER."""
+    return [
+        directory
+        for directory in root.glob("*replica-*")
+        if directory.name.rpartition("-")[2].isdecimal() and not directory.name.startswith(GONE)
+    ]
+
+
+def _aside(directories: Iterable[Path]) -> list[Path]:
+    """Those that nobody uses, renamed."""
+    aside = []
+    for directory in directories:
+        gone = directory.parent / f"{GONE}{directory.name}-{secrets.token_hex(4)}"
+        try:
+            with held(directory):
+                directory.rename(gone)
+        except BlockingIOError:
+            logger.info("%s stays: a process uses it", directory)
+        except OSError as error:
+            logger.warning("%s stays: %s", directory, error)
+        else:
+            aside.append(gone)
+    return aside
+
+
+def _is(file: IO[str], path: Path) -> bool:
+    """The open file is the one at that path now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,124 @@
+"""What is done on a node for a replica, where a placed gateway may listen, and a cluster that is not well while caches go."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RaySystemError
+
+from midstream.config import EngineSettings, RaySettings, Settings
+from midstream.errors import ConfigError
+from midstream.launch import ray_cluster
+from midstream.launch.caches import held
+from midstream.launch.child import ReplicaSpec
+from midstream.launch.ray_actor import on_node
+from midstream.launch.ray_cluster import RayPlaces, is_loopback
+
+
+def spec(name: str, model_dir: Path, state: Path) -> ReplicaSpec:
+    return ReplicaSpec(
+        name=name, host="127.0.0.1", port=0, model_dir=str(model_dir), model="accounts/a/models/tiny-moe",
+        deployment="d", cache_dir=str(state / "snapshots" / name), token="t", engine=EngineSettings(), log_level="info",
+    )  # fmt: skip
+
+
+def test_replicas_that_come_and_go_leave_no_caches_behind_on_a_node(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    caches = tmp_path / "snapshots" / "10.0.0.7"
+    model = tiny_model()
+    for number in range(4):
+        there = on_node(spec(f"replica-{number}", model, tmp_path), "10.0.0.7", 0, ())
+        assert isinstance(there, ReplicaSpec)
+        with held(Path(there.cache_dir)):
+            assert [directory.name for directory in caches.iterdir()] == [f"replica-{number}"]
+            on_node(spec("replica-9", model, tmp_path), "10.0.0.7", 0, ())
+            assert {directory.name for directory in caches.iterdir()} == {f"replica-{number}", "replica-9"}
+        (caches / "replica-9").joinpath(".lock").unlink(missing_ok=True)
+        (caches / "replica-9").rmdir()
+
+
+def test_a_missing_mount_is_named_and_not_filled_with_the_built_in_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr("midstream.models.tiny_moe.write_tiny_moe", made.append)
+    mount = tmp_path / "mnt" / "tiny-moe"
+    with pytest.raises(ConfigError, match=f"there is no model in {mount}"):
+        on_node(spec("replica-0", mount, tmp_path / "state"), "10.0.0.7", 0, ())
+    built_in = tmp_path / "state" / "models" / "tiny-moe"
+    with pytest.raises(ConfigError, match=f"there is no model in {built_in}"):  # nothing was written really
+        on_node(spec("replica-0", built_in, tmp_path / "state"), "10.0.0.7", 0, ())
+    assert made == [built_in]
+
+
+def test_loopback_is_seen_by_whatever_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"localhost": ["127.0.0.1", "::1"], "debian": ["127.0.1.1"], "both": ["127.0.1.1", "10.0.0.7"]}
+
+    def getaddrinfo(host: str, *arguments: object, **more: object) -> list[Any]:
+        if host == "nowhere":
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        return [(0, 0, 0, "", (address, 0)) for address in found.get(host, [host])]
+
+    monkeypatch.setattr(ray_cluster.socket, "getaddrinfo", getaddrinfo)
+    hosts = (
+        "127.0.0.1",
+        "127.0.0.7",
+        "::1",
+        "localhost",
+        "debian",
+        "both",
+        "10.0.0.7",
+        "fe80::1%eth0",
+        "nowhere",
+    )
+    assert [host for host in (*hosts, "0.0.0.0", "::", "") if is_loopback(host)] == list(hosts[:5])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_placed_gateway_that_only_its_own_node_would_reach_is_refused(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"NodeManagerAddress": address, "Alive": True} for address in ("127.0.0.2", "10.0.0.7")]
+    monkeypatch.setattr(ray_cluster, "_connect", lambda settings: None)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    settings = Settings(host=host, state_dir=str(tmp_path), ray=RaySettings(gateway=True))
+    with pytest.raises(ConfigError, match=rf"--host {host}: .* other nodes \(e\.g\. 10\.0\.0\.7\) reach"):
+        RayPlaces(settings, "s3://bucket")
+    nodes.pop()
+    RayPlaces(settings, "s3://bucket")
+
+
+def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unwell(*arguments: object, **more: object) -> None:
+        raise RaySystemError("the head is gone")
+
+    monkeypatch.setattr(ray_cluster, "_connect", lambda settings: None)
+    monkeypatch.setattr(ray, "nodes", unwell)
+    places = RayPlaces(Settings(state_dir=str(tmp_path)), "s3://bucket")
+    places.clean("b-replica-0", set())
+    places.forget_strange({"replica-0"})()
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "ab" * 28, "Alive": True}])
+    monkeypatch.setattr(ray, "remote", unwell)
+    places.clean("b-replica-0", set())
+    monkeypatch.setattr(ray, "nodes", list)
+    places.clean("b-replica-0", set())  # no node is left
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert "the head is gone" in caplog.text
+
+
+def test_lines_of_several_replicas_are_not_merged() -> None:
+    code = "import midstream.launch.ray_cluster; from ray._private import ray_constants as c; print(c.RAY_DEDUP_LOGS)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "False"
