@@ -24,7 +24,7 @@ args = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32"]
 env = {{ VLLM_CPU_KVCACHE_SPACE = "1" }}
 """
 LOADED_S = 600.0
-TOKENS = 300
+TOKENS = 1500  # so many that no stream has ended before the node is lost
 STREAMS = 8
 
 pytestmark = [
@@ -95,6 +95,8 @@ def test_vllm_replicas_on_two_nodes_and_one_of_them_lost(
                 assert reader.whole, reader.said[-500:]
             else:
                 assert reader.whole or '"error"' in reader.said, "none ends short without saying so"
+        struck = [reader for reader in readers if '"resumed"' in reader.said or '"error"' in reader.said]
+        assert struck, "streams were under way when the node was lost"
         until(lambda: serve(server, "step-1"), server.state, LOADED_S)
         assert nodes.node_of("replica-0") not in (None, lost)
     nodes.add(lost, slots=1)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm_bed import BLOCK, Bed, cmdline, load, logprobs_of
-from vllm_streams import Stream, expected_logprobs, kept_up, random_prompt, under_way
+from vllm_streams import Stream, coming, expected_logprobs, kept_up, on_their_way, random_prompt, under_way
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.engine.vllm.swap import Control, Unchanged, switch
@@ -74,14 +72,6 @@ class Askers:
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def crossing() -> Iterator[Stream]:
-    """New sessions without end."""
-    least, most = TOKENS
-    for i in itertools.count():
-        tokens = random.Random(f"tokens {i}").randint(least, most)
-        yield Stream(random_prompt(i, 20 + i % 100), tokens, f"crossing {i}", seed=i)
-
-
 def in_a_row(names: Sequence[str]) -> list[Sequence[str]]:
     """Every run of names that follow each other."""
     return [names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1)]
@@ -117,7 +107,7 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
                 kinds.append(done.kind)
                 cached[policy] = askers.after()
 
-        streams = asyncio.run(kept_up(bed.server.url, bed.model, crossing(), STREAMS, publish))
+        streams = asyncio.run(kept_up(bed.server.url, bed.model, coming("crossing", TOKENS), STREAMS, publish))
     assert kinds == ["full", "delta", "full"]
     assert cached == {"all": (0, 0), "new_session": (CACHED, 0), "none": (CACHED, CACHED)}
     broken = [
@@ -168,8 +158,6 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
     bad = tmp_path / "bad"
     shutil.copytree(checkpoints["begin"], bad)
     save_file({"no.such.tensor": torch.zeros(3)}, bad / "zz.safetensors")
-    streams = [Stream(random_prompt(200 + i, 40), 300, f"failing load {i}", seed=i) for i in range(8)]
-
     switched: list[str] = []
 
     def fail_to_load() -> None:
@@ -182,7 +170,11 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
             with pytest.raises(Unchanged, match="named 'no'"):
                 asyncio.run(loading)
 
-    asyncio.run(under_way(bed.server.url, bed.model, streams, 10, fail_to_load))
+    def both(streams: Sequence[Stream]) -> bool:
+        return all(on_their_way(streams, replica) for replica in ("replica-0", "replica-1"))
+
+    failing = coming("failing load", (200, 400))
+    streams = asyncio.run(kept_up(bed.server.url, bed.model, failing, 8, fail_to_load, both))
     assert [(s.session, s.error, len(s.tokens)) for s in streams if not s.whole] == []
     assert switched == []
     model = load(checkpoints["full-3"])

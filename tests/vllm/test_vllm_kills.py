@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from serving import descendants
 from vllm_bed import Bed, load, logprobs_of, started_at, until
-from vllm_streams import Stream, random_prompt, under_way
+from vllm_streams import Stream, coming, kept_up, on_their_way, random_prompt, under_way
 
 from midstream.client import SnapshotPublisher
 
 STREAMS = 16
-TOKENS = 400
+TOKENS = (250, 550)  # of a stream: the least and the most
 SNAPSHOT = "before-the-kills"
 VICTIM = "replica-0"
 TOLERANCE = 2e-3  # nats, in float32
@@ -52,18 +52,18 @@ def serves_again(bed: Bed, publisher: SnapshotPublisher) -> bool:
 def test_a_killed_process_costs_no_stream_a_token_and_its_replica_comes_back(
     bed: Bed, model: Any, what: str
 ) -> None:
-    streams = [
-        Stream(random_prompt(f"{what} {i}", 60), TOKENS, f"{what} {i}", seed=i) for i in range(STREAMS)
-    ]
     below = descendants(bed.replica_pid(VICTIM))
     family = {pid: started_at(pid) for pid in below}
     api_server = bed.process_of(VICTIM, "api_server")
+    pid = bed.replica_pid(VICTIM) if what == "replica" else bed.process_of(VICTIM, what)
+
+    def both(streams: Sequence[Stream]) -> bool:
+        return all(on_their_way(streams, replica) >= 3 for replica in ("replica-0", "replica-1"))
 
     def kill() -> None:
-        pid = bed.replica_pid(VICTIM) if what == "replica" else bed.process_of(VICTIM, what)
         os.kill(pid, signal.SIGKILL)
 
-    asyncio.run(under_way(bed.server.url, bed.model, streams, 10, kill))
+    streams = asyncio.run(kept_up(bed.server.url, bed.model, coming(what, TOKENS), STREAMS, kill, both))
     lost = [stream for stream in streams if stream.replica == VICTIM]
     others = [stream for stream in streams if stream.replica != VICTIM]
     assert lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -118,19 +119,37 @@ async def under_way(
         await asyncio.to_thread(happen)
 
 
+def coming(name: str, tokens: tuple[int, int]) -> Iterator[Stream]:
+    """New sessions without end; tokens: the least and the most of a stream, so that they do not end together."""
+    for i in itertools.count():
+        wanted = random.Random(f"{name} tokens {i}").randint(*tokens)
+        yield Stream(random_prompt(f"{name} {i}", 20 + i % 100), wanted, f"{name} {i}", seed=i)
+
+
+def on_their_way(streams: Sequence[Stream], replica: str) -> int:
+    """How many of a replica's have ten tokens, and at least half of theirs still to come."""
+    return sum(s.replica == replica and 10 <= len(s.tokens) <= s.max_tokens // 2 for s in streams)
+
+
 async def kept_up(
-    url: str, model: str, streams: Iterator[Stream], count: int, happen: Callable[[], Any]
+    url: str,
+    model: str,
+    streams: Iterator[Stream],
+    count: int,
+    happen: Callable[[], Any],
+    when: Callable[[Sequence[Stream]], bool] | None = None,
 ) -> list[Stream]:
-    """Runs `count` streams at any time, the next for each that ended, until `happen`, called in a thread once `count` of them
-    have begun, has returned; then those under way to their ends. All that ran.
+    """Runs `count` streams at any time, the next for each that ended, until `happen`, called in a thread `when` the streams so
+    far allow it (else once `count` of them have begun), has returned; then those under way to their ends. All that ran.
 
     However slow or fast the engine is beside `happen`, there are streams for it to happen to.
     """
     ran: list[Stream] = []
     begun, over = asyncio.Event(), asyncio.Event()
+    ready = when or (lambda ran: sum(bool(stream.tokens) for stream in ran) >= count)
 
     def moved() -> None:
-        if sum(bool(stream.tokens) for stream in ran) >= count:
+        if ready(ran):
             begun.set()
 
     async def one_after_the_other(http: httpx.AsyncClient) -> None:
