@@ -107,7 +107,9 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
                 kinds.append(done.kind)
                 cached[policy] = askers.after()
 
-        streams = asyncio.run(kept_up(bed.server.url, bed.model, coming("crossing", TOKENS), STREAMS, publish))
+        streams = asyncio.run(
+            kept_up(bed.server.url, bed.model, coming("crossing", TOKENS), STREAMS, publish)
+        )
     assert kinds == ["full", "delta", "full"]
     assert cached == {"all": (0, 0), "new_session": (CACHED, 0), "none": (CACHED, CACHED)}
     broken = [
