@@ -20,14 +20,11 @@ from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.engine.vllm.swap import Control, Unchanged, switch
 
 STREAMS = 32
-TOKENS = (700, 1900)  # of a stream: the least and the most, so that they do not end together
+TOKENS = (400, 1200)  # of a stream: the least and the most, so that they do not end together
 CROSSING = 3  # streams of each replica, at least, that have tokens of both sides of each swap
 PROMPT = 5 * BLOCK + 3  # of those who ask what is cached
 CACHED = 5 * BLOCK
-TOLERANCE = 2e-3  # nats, in float32; KV of 1500 positions, some of them of other weights
-ROUTED_OTHERWISE = (
-    0.002  # of tokens: where two experts are within a rounding of a tie, another batch may take the other one
-)
+TOLERANCE = 1e-4  # nats, in float32, of every token: what was measured is 6e-6; another weight or token makes 0.1
 
 Cached = tuple[int, int]  # by the session that cached it, by a new one
 
@@ -79,12 +76,12 @@ def in_a_row(names: Sequence[str]) -> list[Sequence[str]]:
 
 @pytest.fixture(scope="module")
 def checkpoints(
-    checkpoint: Path, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    checkpoint: Path, weights: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """What is served at first, and what is published over it, in their order."""
-    one = tiny_model(seed=1)
+    one = weights(1)
     two = changed(one, tmp_path_factory.mktemp("trained") / "two")
-    return {"begin": checkpoint, "full-1": one, "delta-2": two, "full-3": tiny_model(seed=3)}
+    return {"begin": checkpoint, "full-1": one, "delta-2": two, "full-3": weights(3)}
 
 
 def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
@@ -123,13 +120,9 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
         crossed = [stream.replica for stream in streams if {before, name} <= set(stream.labels)]
         least = min(crossed.count(replica) for replica in ("replica-0", "replica-1"))
         assert least >= CROSSING, (name, crossed)
-    off = np.concatenate(
-        [np.subtract([t[1] for t in s.tokens], expected_logprobs(s, models)) for s in streams]
-    )
-    misfits = np.abs(off) > TOLERANCE
-    assert misfits.mean() <= ROUTED_OTHERWISE, (
-        f"{misfits.sum()} of {off.size}, at most {np.abs(off).max():.3g} nats"
-    )
+    for stream in streams:
+        off = np.abs(np.subtract([t[1] for t in stream.tokens], expected_logprobs(stream, models)))
+        assert off.max() <= TOLERANCE, (stream.session, stream.labels, off.argmax(), off.max())
 
 
 def test_a_snapshot_that_vllm_would_load_otherwise_serves_no_token(
@@ -184,4 +177,4 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
         assert stream.labels == ["full-3"]
         expected = logprobs_of(model, stream.ids)[len(stream.prompt) - 1 :]
         off = np.abs(np.subtract([logprob for _, logprob, _ in stream.tokens], expected))
-        assert (off > TOLERANCE).mean() <= 0.01, f"{stream.session}: {off.max():.3g} nats"
+        assert off.max() <= TOLERANCE, (stream.session, off.argmax(), off.max())

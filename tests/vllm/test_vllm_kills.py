@@ -21,16 +21,15 @@ STREAMS = 16
 TOKENS = (250, 550)  # of a stream: the least and the most
 SNAPSHOT = "before-the-kills"
 VICTIM = "replica-0"
-TOLERANCE = 2e-3  # nats, in float32
-ROUTED_OTHERWISE = 0.005  # of tokens
+TOLERANCE = 1e-4  # nats, in float32; after a token that is missing or one too many, most numbers are off by 0.1
 
 
 @pytest.fixture(scope="module")
-def model(bed: Bed, tiny_model: Callable[..., Path]) -> Any:
+def model(bed: Bed, weights: Callable[[int], Path]) -> Any:
     """What serves, as transformers computes it."""
     with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
-        publisher.publish(SNAPSHOT, tiny_model(seed=5))
-    return load(tiny_model(seed=5))
+        publisher.publish(SNAPSHOT, weights(5))
+    return load(weights(5))
 
 
 def assert_sound(streams: list[Stream], model: Any) -> None:
@@ -39,7 +38,7 @@ def assert_sound(streams: list[Stream], model: Any) -> None:
         assert stream.labels == [SNAPSHOT]
         expected = logprobs_of(model, stream.ids)[len(stream.prompt) - 1 :]
         off = np.abs(np.subtract([logprob for _, logprob, _ in stream.tokens], expected))
-        assert (off > TOLERANCE).mean() <= ROUTED_OTHERWISE, f"{stream.session}: {off.max():.3g} nats"
+        assert off.max() <= TOLERANCE, (stream.session, off.argmax(), off.max())
 
 
 def serves_again(bed: Bed, publisher: SnapshotPublisher) -> bool:
