@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def weights(tiny_model: Callable[..., Path]) -> Callable[[int], Path]:
     """weights(seed) -> a checkpoint in float32 whose tokens go to all of its experts.
 
-    So every number can be compared: where a router chooses, two experts may be within a rounding of a tie, another batch takes the
-    other one, and the numbers of that token and of those after it are off by up to a nat.
+    So every number can be compared: where a router chooses, two experts may be within a rounding of a tie, another batch takes
+    the other one, and the numbers of that token and of those after it are off by up to a nat.
     """
     return lambda seed: tiny_model(seed=seed, experts=4, top_k=4)
 

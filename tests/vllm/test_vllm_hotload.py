@@ -24,7 +24,9 @@ TOKENS = (400, 1200)  # of a stream: the least and the most, so that they do not
 CROSSING = 3  # streams of each replica, at least, that have tokens of both sides of each swap
 PROMPT = 5 * BLOCK + 3  # of those who ask what is cached
 CACHED = 5 * BLOCK
-TOLERANCE = 1e-4  # nats, in float32, of every token: what was measured is 6e-6; another weight or token makes 0.1
+TOLERANCE = (
+    1e-4  # nats, in float32, of every token: what was measured is 6e-6; another weight or token makes 0.1
+)
 
 Cached = tuple[int, int]  # by the session that cached it, by a new one
 

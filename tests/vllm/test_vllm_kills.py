@@ -21,7 +21,9 @@ STREAMS = 16
 TOKENS = (250, 550)  # of a stream: the least and the most
 SNAPSHOT = "before-the-kills"
 VICTIM = "replica-0"
-TOLERANCE = 1e-4  # nats, in float32; after a token that is missing or one too many, most numbers are off by 0.1
+TOLERANCE = (
+    1e-4  # nats, in float32; after a token that is missing or one too many, most numbers are off by 0.1
+)
 
 
 @pytest.fixture(scope="module")
