@@ -129,7 +129,8 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bundles: int = 1
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_PACK"
     gateway: bool = False  # the gateway is an actor too, instead of a child of `midstream serve`
-    gateway_resources: dict[str, float] = {}  # what its actor asks for, e.g. {"node:10.0.0.7" = 0.01}
+    gateways: int = 1  # so many, on nodes of their own
+    gateway_resources: dict[str, float] = {}  # what the actor of each asks for, e.g. {"node:10.0.0.7" = 0.01}
     python: str | None = None  # interpreter on the nodes, where it is not the one of the actors
 
 
@@ -322,12 +323,19 @@ def _checked(settings: Settings) -> Settings:
     return settings
 
 
+#: Ray's own resources, of which a node has enough for several gateways.
+NODE_HAS_MORE = ("CPU", "GPU", "memory", "object_store_memory")
+
+
 def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
     ray = settings.ray
     amounts = {"ray.cpus": ray.cpus, "ray.gpus": ray.gpus}
     amounts |= {f"ray.resources.{name}": amount for name, amount in ray.resources.items()}
     gateway = {f"ray.gateway_resources.{name}": amount for name, amount in ray.gateway_resources.items()}
     placed = settings.launcher == "ray" and ray.gateway
+    several = settings.launcher == "ray" and ray.gateways > 1
+    kept = any(name.startswith("node:") for name in ray.gateway_resources)
+    own = any(amount and name not in NODE_HAS_MORE for name, amount in ray.gateway_resources.items())
     return [
         *(
             (0 <= amount < math.inf, f"{name} must be at least 0 and finite")
@@ -352,11 +360,19 @@ def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
             "ray.gateway and the Tinker API exclude each other: the front runs beside the gateway; give --no-tinker",
         ),
         (
-            not placed
-            or settings.database is not None
-            or any(name.startswith("node:") for name in ray.gateway_resources),
+            not placed or settings.database is not None or (kept and not several),
             "ray.gateway needs a database that every node reaches (--database postgresql://...), or gateway_resources that "
             'keep the gateway on one node, e.g. {"node:10.0.0.7" = 0.01}',
+        ),
+        (ray.gateways >= 1, f"ray.gateways must be at least 1, got {ray.gateways}"),
+        (
+            not several or ray.gateway,
+            "ray.gateways above 1 needs ray.gateway = true: Ray places them on nodes of their own",
+        ),
+        (
+            not several or (own and not kept),
+            "ray.gateways above 1 needs ray.gateway_resources with one that a node has for one gateway only, "
+            "e.g. {gateway = 1}: they listen at the same port, so each needs a node of its own",
         ),
     ]
 

@@ -75,9 +75,9 @@ class Places:
         return Fake(spec.name, 1, 0)
 
     def gateway(
-        self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
+        self, name: str, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
     ) -> Supervised:
-        return Fake("gateway", self.port, 3)
+        return Fake(name, self.port, 3)
 
     def clean(self, replica: str, others: Set[str]) -> None: ...
 

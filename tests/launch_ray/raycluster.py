@@ -18,7 +18,9 @@ from typing import Any
 
 import httpx
 
-READY = re.compile(r"midstream ready on (https?://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)(.*)")
+READY = re.compile(
+    r"midstream ready on (https?://[^(]+) \((\d+) replicas, model (\S+), deployment (\S+)\)(.*)"
+)
 DEADLINE_S = 120.0
 STORE_BYTES = 80 * 2**20  # the least that Ray takes
 MARK = "MIDSTREAM_TEST_CLUSTER"
@@ -68,6 +70,10 @@ class Nodes:
             resources={"slot": slots, **resources},
         )
 
+    def numbers(self) -> set[int]:
+        """Of the nodes there are, without the head."""
+        return set(self._nodes)
+
     def processes(self, number: int) -> list[int]:
         """Of a node: its raylet, the actors' workers and what those started."""
         [raylet] = self._nodes[number].all_processes["raylet"]
@@ -109,6 +115,7 @@ class RayServer:
     log: Path
     state_dir: Path
     url: str = ""
+    urls: list[str] = field(default_factory=list)  # of its gateways
     places: dict[str, str] = field(default_factory=dict)
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60.0, trust_env=False))
 
@@ -117,24 +124,26 @@ class RayServer:
         line = self.process.stdout.readline().strip()
         match = READY.fullmatch(line)
         assert match, f"no ready line, but {line!r}; log:\n{self.text()[-4000:]}"
-        self.url = match[1]
+        self.urls = match[1].split(", ")
+        self.url = self.urls[0]
         self.places = dict(re.findall(r"(\S+) on node (\S+?)(?:,|$)", match[5]))
 
     def text(self) -> str:
         return self.log.read_text()
 
-    def health(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.http.get(f"{self.url}/health").json()
+    def health(self, url: str | None = None) -> dict[str, Any]:
+        """As the gateway at that URL sees it, or the first one."""
+        found: dict[str, Any] = self.http.get(f"{url or self.url}/health").json()
         return found
 
     def usable(self) -> list[str]:
         return sorted(r["name"] for r in self.health()["replicas"] if r["usable"])
 
-    def scale(self, replicas: int) -> None:
+    def scale(self, replicas: int, gateway: int = 0) -> None:
         name = self.health()["deployments"][0]["name"]
         body = {"minReplicaCount": replicas, "maxReplicaCount": replicas}
         mask = {"updateMask": "min_replica_count,max_replica_count"}
-        self.http.patch(f"{self.url}/v1/{name}", params=mask, json=body).raise_for_status()
+        self.http.patch(f"{self.urls[gateway]}/v1/{name}", params=mask, json=body).raise_for_status()
 
     def wait_serving(self, *replicas: str) -> None:
         """Until exactly these do."""

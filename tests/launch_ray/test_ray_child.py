@@ -19,11 +19,9 @@ import ray
 from playedray import DEADLINE_S, UNAVAILABLE, Actor, Cluster, until
 from ray.exceptions import ActorDiedError, RayActorError, RaySystemError, RayTaskError
 
-from midstream.config import EngineSettings, GatewaySettings, Settings, TinkerSettings
-from midstream.gateway.roster import Running, RunningReplica, Wanted, WantedReplica
+from midstream.config import EngineSettings, GatewaySettings
 from midstream.launch import ray_child
 from midstream.launch.child import GatewaySpec, Listening, ReplicaSpec
-from midstream.launch.local import Supervisor, ThisMachine
 from midstream.launch.process import Child, HostUnwell, StartFailed
 from midstream.launch.ray_actor import ChildActor
 from midstream.launch.ray_child import RayChild
@@ -106,36 +104,6 @@ def test_an_older_message_that_comes_late_is_left_out() -> None:
         return actor.child.told
 
     assert asyncio.run(main()) == [Note("a"), Note("c"), Note("d")]
-
-
-def test_a_line_that_the_gateways_end_cut_short_is_left_out(tmp_path: Path) -> None:
-    class Places(ThisMachine):
-        def gateway(
-            self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
-        ) -> Any:
-            self.on_line = on_line
-            return super().gateway(spec, on_line, greeting)
-
-    settings = Settings(state_dir=str(tmp_path), tinker=TinkerSettings(enabled=False))
-    wanted = WantedReplica(
-        name="replica-0", deployment="accounts/a/deployments/d", model="accounts/a/models/m"
-    )
-
-    async def main() -> Running:
-        places = Places(settings)
-        supervisor = Supervisor(settings, "m", {"m": tmp_path}, places)
-        line = msgspec.json.encode(Wanted((wanted,)))
-        places.on_line(line[:-5])
-        assert len(supervisor.crew) == 0
-        places.on_line(line)
-        running = supervisor.crew.running()
-        await supervisor.close()
-        return running
-
-    said = asyncio.run(main())
-    assert said == Running(
-        (RunningReplica(name="replica-0", deployment=wanted.deployment, url=None, error=None),)
-    )
 
 
 # -- what of a start's trouble is the host's

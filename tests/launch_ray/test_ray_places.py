@@ -25,6 +25,8 @@ gateway = true
 gateway_resources = {gate = 1, CPU = 0.5}
 """
 
+SEVERAL = "gateway = true\ngateways = 2\n[tinker]\nenabled = false"
+
 slow = pytest.mark.timeout(900)
 
 
@@ -99,11 +101,17 @@ def answers(server: RayServer) -> bool:
         ('[vllm]\nurls = ["http://h:1", "http://h:2"]', "vllm.urls and launcher ray exclude each other"),
         ("gateway = true", "give --no-tinker"),
         ("gateway = true\n[tinker]\nenabled = false", "ray.gateway needs a database"),
+        ("gateways = 0", "ray.gateways must be at least 1"),
+        ("gateways = 2", "ray.gateways above 1 needs ray.gateway = true"),
+        (SEVERAL, "ray.gateways above 1 needs ray.gateway_resources"),
+        (f"gateway_resources = {{CPU = 2}}\n{SEVERAL}", "ray.gateways above 1 needs ray.gateway_resources"),
+        (f'gateway_resources = {{"node:10.0.0.7" = 0.01}}\n{SEVERAL}', "ray.gateways above 1 needs"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "midstream.toml"
-    file.write_text(f'launcher = "ray"\n[ray]\n{text}\n')
+    database = 'database = "postgresql://h/d"\n' if "gateways" in text else ""
+    file.write_text(f'launcher = "ray"\n{database}[ray]\n{text}\n')
     with pytest.raises(ConfigError, match=says):
         load_settings(str(file), {})
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from raycluster import Nodes, RayServer, kill, serving, until
+from raystreams import STREAMS, TOKENS, ask, streamed
 
-TOKENS = 2000
-STREAMS = 16
-UNDER_WAY = 8  # events of every stream that have come when something happens
 STRANGE = (
     "snapshots/127.0.0.4/gone-replica-0"  # a cache on a node, of a deployment that nobody knows any more
 )
@@ -48,70 +42,6 @@ def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 @pytest.fixture(autouse=True)
 def two_replicas_before_each(server: RayServer) -> None:
     server.wait_serving("replica-0", "replica-1")
-
-
-@dataclass
-class Stream:
-    number: int
-    sessions: str
-    replica: str = ""
-    text: str = ""
-    tokens: int = 0
-    events: int = 0
-    resumed: bool = False
-    error: Any = None
-    complete: bool = False
-
-    async def run(self, http: httpx.AsyncClient, moved: Callable[[], None]) -> None:
-        body = {"model": "tiny-moe", "prompt": "Once", "stream": True, "seed": self.number}
-        body |= {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
-        headers = {"x-session-id": f"{self.sessions} {self.number}"}
-        async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-            assert answer.status_code == 200, await answer.aread()
-            self.replica = answer.headers["x-midstream-replica"]
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
-                    self.complete = True
-                elif line.startswith("data: "):
-                    self._take(json.loads(line.removeprefix("data: ")))
-                moved()
-
-    def _take(self, event: dict[str, Any]) -> None:
-        self.events += 1
-        self.resumed |= "midstream" in event
-        self.error = event.get("error", self.error)
-        for choice in event.get("choices", ()):
-            self.text += choice["text"]
-            self.tokens += len(choice.get("token_ids") or ())
-
-
-async def streamed(
-    server: RayServer, happen: Callable[[list[Stream]], None] | None = None, sessions: str = "stream"
-) -> list[Stream]:
-    """Streams at once; `happen` while all of them run. sessions: what their names begin with."""
-    streams = [Stream(number, sessions) for number in range(STREAMS)]
-    under_way = asyncio.Event()
-
-    def moved() -> None:
-        if all(stream.events >= UNDER_WAY or stream.complete for stream in streams):
-            under_way.set()
-
-    async with httpx.AsyncClient(base_url=server.url, timeout=300.0, trust_env=False) as http:
-        running = asyncio.gather(*(stream.run(http, moved) for stream in streams))
-        if happen is not None:
-            await asyncio.wait(
-                (running, asyncio.create_task(under_way.wait())), return_when="FIRST_COMPLETED"
-            )
-            assert not any(stream.complete for stream in streams), "all were to be under way"
-            await asyncio.to_thread(happen, streams)
-        await running
-    return streams
-
-
-def ask(server: RayServer, session: str) -> httpx.Response:
-    body = {"model": "tiny-moe", "prompt": "abc", "max_tokens": 4}
-    answer = server.http.post(f"{server.url}/v1/completions", json=body, headers={"x-session-id": session})
-    return answer.raise_for_status()
 
 
 def load(server: RayServer, identity: str, checkpoint: Path) -> None:

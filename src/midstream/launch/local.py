@@ -1,7 +1,7 @@
-"""The supervisor of a gateway, its replicas and the Tinker front, and the places where they run when all is one machine.
+"""The supervisor of gateways, replicas and the Tinker front, and the places where they run when all is one machine.
 
-Owns: the gateway's process, the front's, the crew of replicas and their end; on one machine, their ports and caches.
-Always holds: the gateway says which replicas should run and is told which do, whole lists both; a process that dies after it
+Owns: the front's process, the gateways, the crew of replicas and their end; on one machine, their ports and caches.
+Always holds: a gateway says which replicas should run and is told which do, whole lists both; a process that dies after it
 was ready is started again; the gateway, the front, or a replica of the default deployment, that cannot start at all ends the
 whole before it was ready, with its reason; when this process ends, however it ends, no child is left (a child stops when its
 standard input closes).
@@ -39,13 +39,11 @@ from midstream.launch.caches import remove_all, remove_caches, set_strange_cache
 from midstream.launch.child import STOP_GRACE_S, GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.crew import Crew
 from midstream.launch.engines import engine_fields, number_of
+from midstream.launch.gateways import Gateways
 from midstream.launch.models import model_directory
 from midstream.launch.process import (
     LOOPBACK,
-    RESTART_PAUSE_S_MAX,
-    RESTART_PAUSE_S_MIN,
     Child,
-    HostUnwell,
     StartFailed,
     Supervised,
 )
@@ -126,7 +124,7 @@ class Places(Protocol):
         """
 
     def gateway(
-        self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
+        self, name: str, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
     ) -> Supervised:
         """Not started."""
 
@@ -156,10 +154,10 @@ class ThisMachine:
         return Child(spec.name, "midstream.launch.replica", here, host=REPLICA_HOST, movable=True)
 
     def gateway(
-        self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
+        self, name: str, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
     ) -> Supervised:
         return Child(
-            "gateway", "midstream.launch.gateway", spec, host=spec.host, on_line=on_line, greeting=greeting
+            name, "midstream.launch.gateway", spec, host=spec.host, on_line=on_line, greeting=greeting
         )
 
     def clean(self, replica: str, others: Set[str]) -> None:
@@ -171,7 +169,7 @@ class ThisMachine:
 
 
 class Supervisor:
-    """The gateway's process and the replicas', for one `midstream serve`. Made in the event loop it runs in."""
+    """The gateways' processes and the replicas', for one `midstream serve`. Made in the event loop it runs in."""
 
     def __init__(self, settings: Settings, name: str, models: Mapping[str, Path], places: Places) -> None:
         """`name`: of the default deployment's model; `models`: the directories of all known ones."""
@@ -187,34 +185,36 @@ class Supervisor:
         self.crew = Crew(self._replica, self._clean, self._tell, stop_s=STOP_GRACE_S + KILL_AFTER_S)
         self._sockets = socket_directory(FRONT_SOCKET) if settings.tinker.enabled else None
         spec = self._gateway_spec()
-        self.gateway = places.gateway(spec, self._hear, self.crew.running)
+        count = settings.ray.gateways if settings.launcher == "ray" else 1
+        self.gateways = Gateways(
+            lambda name, on_line, greeting: places.gateway(name, spec, on_line, greeting),
+            count,
+            self._wanted,
+            self.crew.running,
+        )
         self.front: Child | None = None
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
         self.crew.want(self._first())
-        await self._start_gateway()
+        await self.gateways.start()
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
             self.front = Child("tinker", "midstream.launch.tinker", spec)
             await self.front.start()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.gateway.supervise())
+            group.create_task(self.gateways.supervise())
             if self.front is not None:
                 group.create_task(self.front.supervise())
             count = await self._all_usable()
-            places = self.crew.places()
-            on_ready(
-                f"midstream ready on {self._url()} ({count} replicas, model {self.model}, deployment {self.deployment})"
-                + "".join(f", {name} on {place}" for name, place in sorted(places.items()))
-            )
+            on_ready(self._ready(count))
 
     async def close(self) -> None:
-        """Within FRONT_STOP_S for the front, STOP_GRACE_S for streams, KILL_AFTER_S for the gateway and REPLICA_STOP_S for the
+        """Within FRONT_STOP_S for the front, STOP_GRACE_S for streams, KILL_AFTER_S for the gateways and REPLICA_STOP_S for the
         replicas."""
         if self.front is not None:  # a client of the gateway's, which ends the polls on it
             await self.front.stop(FRONT_STOP_S)
-        await self.gateway.stop(STOP_GRACE_S + KILL_AFTER_S)  # first: streams end before their replicas do
+        await self.gateways.stop(STOP_GRACE_S + KILL_AFTER_S)  # first: streams end before their replicas do
         await self.crew.close(REPLICA_STOP_S)
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
@@ -223,21 +223,16 @@ class Supervisor:
         """Everything, at once."""
         if self.front is not None:
             self.front.kill()
-        self.gateway.kill()
+        self.gateways.kill()
         self.crew.kill()
 
     # -- inside
 
-    async def _start_gateway(self) -> None:
-        """Raises StartFailed. A host that is not well is waited for, or another one."""
-        pause_s = RESTART_PAUSE_S_MIN
-        while True:
-            try:
-                return await self.gateway.start(lambda why: logger.warning("%s", why))
-            except HostUnwell as error:
-                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
-                logger.warning("%s; trying again in %.1f s", error, pause_s)
-                await asyncio.sleep(pause_s)
+    def _ready(self, replicas: int) -> str:
+        urls = ", ".join(self._urls())
+        places = sorted((self.crew.places() | self.gateways.places()).items())
+        said = f"midstream ready on {urls} ({replicas} replicas, model {self.model}, deployment {self.deployment})"
+        return said + "".join(f", {name} on {place}" for name, place in places)
 
     def _first(self) -> Wanted:
         """What is most likely wanted, before the gateway is there to say."""
@@ -246,19 +241,14 @@ class Supervisor:
             tuple(WantedReplica(name=name, deployment=self.deployment, model=self.model) for name in names)
         )
 
-    def _hear(self, line: bytes) -> None:
-        try:
-            wanted = msgspec.json.decode(line, type=Wanted)
-        except msgspec.DecodeError as error:  # cut short by the gateway's end; the next one says all again
-            logger.warning("the gateway said %r: %s", line[:200], error)
-            return
+    def _wanted(self, wanted: Wanted) -> None:
         self.crew.want(wanted)
         if not self._cleaning:
             remove = self._places.forget_strange({replica.name for replica in wanted.replicas})
             self._cleaning.append(asyncio.create_task(asyncio.to_thread(remove), name="old caches"))
 
     def _tell(self) -> None:
-        self.gateway.tell(self.crew.running())
+        self.gateways.tell(self.crew.running())
 
     async def _replica(self, wanted: WantedReplica) -> Supervised:
         settings = self._settings
@@ -285,9 +275,9 @@ class Supervisor:
     def _clean(self, wanted: WantedReplica, others: Set[str]) -> None:
         self._places.clean(wanted.name, others)
 
-    def _url(self) -> str:
-        """Of the gateway, as it listened last."""
-        return gateway_url(self._settings, self.gateway.host, self.gateway.port)
+    def _urls(self) -> list[str]:
+        """Of the gateways, as they listened last."""
+        return [gateway_url(self._settings, gateway.host, gateway.port) for gateway in self.gateways]
 
     def _gateway_spec(self) -> GatewaySpec:
         settings = self._settings
@@ -311,10 +301,11 @@ class Supervisor:
     def _tinker_spec(self, path: str) -> TinkerSpec:
         settings = self._settings
         directory = str(self._models[self.model.rpartition("/")[2]])
+        [gateway] = self.gateways
         names = (self.model.rpartition("/")[2], self.model, self.deployment, settings.model, directory)
         return TinkerSpec(
             path=path,
-            gateway_url=gateway_url(settings, own_address(self.gateway.host), self.gateway.port),
+            gateway_url=gateway_url(settings, own_address(gateway.host), gateway.port),
             names=tuple(dict.fromkeys((*names, *settings.tinker.base_models))),
             model_dir=directory,
             deployment=self.deployment,
@@ -340,19 +331,25 @@ class Supervisor:
             while True:
                 if (why := self.crew.failure(self.deployment)) is not None:
                     raise StartFailed(why)
-                try:
-                    health = (await client.get(f"{self._url()}/health")).json()
-                except (httpx.TransportError, ValueError) as error:
-                    lacks = f"the gateway does not answer at {self._url()}: {error or repr(error)}"
-                else:
-                    waiting = self.crew.waiting(self.deployment)
-                    lacks = lacking(health, self._settings.gateway.workers, waiting)
-                    if not lacks:
-                        return int(health["deployments"][0]["wanted"])
+                wanted = [await self._usable(client, url) for url in self._urls()]
+                lacks = next((found for found in wanted if isinstance(found, str)), None)
+                if lacks is None:
+                    return int(wanted[0])
                 if lacks != said and loop.time() - since >= NOT_READY_S:
                     logger.warning("not ready yet: %s", lacks)
                     said = lacks
                 await asyncio.sleep(READY_POLL_S)
+
+    async def _usable(self, client: httpx.AsyncClient, url: str) -> int | str:
+        """How many replicas the default deployment should have, by a gateway that has what it should; else what it lacks."""
+        try:
+            health = (await client.get(f"{url}/health")).json()
+        except (httpx.TransportError, ValueError) as error:
+            return f"the gateway does not answer at {url}: {error or repr(error)}"
+        waiting = self.crew.waiting(self.deployment)
+        if lacks := lacking(health, self._settings.gateway.workers, waiting):
+            return lacks
+        return int(health["deployments"][0]["wanted"])
 
 
 def lacking(health: Mapping[str, Any], workers: int, waiting: Set[str]) -> str:

@@ -89,11 +89,12 @@ class Supervised(ABC):
         self,
         on_restart: Callable[[str | None], None] = lambda why: None,
         on_waiting: Callable[[str], None] = ignore,
+        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
         """Start it again whenever it ends; runs until cancelled.
 
         on_restart: called after each attempt, with why it failed, None when it did not. on_waiting: as that of start(), and
-        told why a host is unwell.
+        told why a host is unwell. on_ended: called when it has ended, before the first attempt.
         """
         loop = asyncio.get_running_loop()
         pause_s = RESTART_PAUSE_S_MIN
@@ -103,6 +104,7 @@ class Supervised(ABC):
             if loop.time() - started_at > RESTART_PAUSE_S_MAX:
                 pause_s = RESTART_PAUSE_S_MIN  # it was well for a while
             logger.error("%s %s; starting it again", self.name, how)
+            on_ended()
             while True:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)

@@ -1,4 +1,4 @@
-"""Replicas, and the gateway if asked, on a Ray cluster that others run.
+"""Replicas, and gateways if asked, on a Ray cluster that others run.
 
 Owns: the connection to the cluster, and what is asked of it for each child.
 Always holds: actors belong to this process's job, so they are gone when this process is, however it ends.
@@ -74,12 +74,12 @@ class RayPlaces:
         )
 
     def gateway(
-        self, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
+        self, name: str, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
     ) -> Supervised:
         if not self._settings.ray.gateway:
-            return self._here.gateway(spec, on_line, greeting)
+            return self._here.gateway(name, spec, on_line, greeting)
         return RayChild(
-            "gateway",
+            name,
             "midstream.launch.gateway",
             spec,
             gateway_demand(self._settings.ray),

@@ -1,0 +1,128 @@
+"""The gateway of a server, or several of them on nodes of their own.
+
+Owns: their processes, and what they want together.
+Always holds: each is told of every replica; a replica is wanted while any gateway that is up wants it, so it goes only when no
+gateway has a request on it any more; none of them is the first, so the end of one changes nothing for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from midstream.gateway.roster import Running, Wanted, WantedReplica
+from midstream.launch.process import RESTART_PAUSE_S_MAX, RESTART_PAUSE_S_MIN, HostUnwell, Supervised
+
+logger = logging.getLogger(__name__)
+
+#: A gateway by its name, what gets each line that it says, and what it is told when it starts; not started.
+Make = Callable[[str, Callable[[bytes], None], Callable[[], Running]], Supervised]
+
+
+class Gateways:
+    """Use from one event loop."""
+
+    def __init__(
+        self, make: Make, count: int, want: Callable[[Wanted], None], running: Callable[[], Running]
+    ) -> None:
+        """want: told what should run, when that may be something else than before. running: all that does."""
+        self._want = want
+        self._lists: dict[str, Wanted] = {}  # what each said last, since it ended last
+        self._up: set[str] = set()
+        names = ["gateway"] if count == 1 else [f"gateway-{number}" for number in range(count)]
+        self._members = [make(name, self._ear(name), running) for name in names]
+
+    def __repr__(self) -> str:
+        return f"Gateways({len(self._up)} of {len(self._members)} are up)"
+
+    def __iter__(self) -> Iterator[Supervised]:
+        return iter(self._members)
+
+    async def start(self) -> None:
+        """All at once. Raises StartFailed. A host that is not well is waited for, or another one."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for member in self._members:
+                    group.create_task(self._start(member))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def supervise(self) -> None:
+        """Each is started again when it ends; until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for member in self._members:
+                group.create_task(self._supervise(member))
+
+    def tell(self, running: Running) -> None:
+        for member in self._members:
+            member.tell(running)
+
+    def places(self) -> dict[str, str]:
+        """Of those that are not on this machine: where each one is."""
+        return {member.name: member.place for member in self._members if member.place is not None}
+
+    async def stop(self, grace_s: float) -> None:
+        await asyncio.gather(*(member.stop(grace_s) for member in self._members))
+
+    def kill(self) -> None:
+        for member in self._members:
+            member.kill()
+
+    # -- inside
+
+    async def _start(self, member: Supervised) -> None:
+        pause_s = RESTART_PAUSE_S_MIN
+        while True:
+            try:
+                await member.start(lambda why: logger.warning("%s", why))
+            except HostUnwell as error:
+                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                logger.warning("%s; trying again in %.1f s", error, pause_s)
+                await asyncio.sleep(pause_s)
+            else:
+                return self._is_up(member.name)
+
+    async def _supervise(self, member: Supervised) -> None:
+        def restarted(why: str | None) -> None:
+            if why is None:
+                self._is_up(member.name)
+
+        await member.supervise(restarted, on_ended=lambda: self._has_ended(member.name))
+
+    def _ear(self, name: str) -> Callable[[bytes], None]:
+        def hear(line: bytes) -> None:
+            try:
+                self._lists[name] = msgspec.json.decode(line, type=Wanted)
+            except msgspec.DecodeError as error:  # cut short by its end; the next one says all again
+                logger.warning("%s said %r: %s", name, line[:200], error)
+            else:
+                self._combine()
+
+        return hear
+
+    def _is_up(self, name: str) -> None:
+        self._up.add(name)
+        self._combine()
+
+    def _has_ended(self, name: str) -> None:
+        self._up.discard(name)
+        self._lists.pop(name, None)
+        self._combine()
+
+    def _combine(self) -> None:
+        """What no gateway that is up has said is not known: while that is all, what was wanted stays so."""
+        said = [wanted for name, wanted in self._lists.items() if name in self._up]
+        if said:
+            self._want(union(said))
+
+
+def union(lists: Iterable[Wanted]) -> Wanted:
+    """Every replica of any list, in their order; of one that two describe otherwise, which is so for a moment, the first."""
+    found: dict[str, WantedReplica] = {}
+    for wanted in lists:
+        for replica in wanted.replicas:
+            found.setdefault(replica.name, replica)
+    return Wanted(tuple(found.values()))
