@@ -7,6 +7,8 @@ Always holds:
   this process was down and are still in the report. When a boot ends while it loads a snapshot, that is stored before
   anything of the next boot is.
 - A replica whose weights differ from the others' is known to the ledger before it is told to load them again.
+- A replica that took up something newer than what was last read of the ledger, as another gateway told it to, is told nothing
+  before the ledger was read again: what is known here is old, and would undo it.
 - What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
 - No failure of a pass ends the loop.
 """
@@ -76,6 +78,9 @@ class Reconciler:
         self._monotonic = monotonic
         self._state: DeploymentState | None = None
         self._read_at = float("-inf")
+        self._reported = self._covered = (
+            0  # highest generation: of any report so far; of those before what was read last
+        )
         self._wake = asyncio.Event()
         self._recorded: dict[str, tuple[str, int]] = {}  # replica -> boot, last seq stored
         self._attempts: dict[str, tuple[str, Desired, float]] = {}  # replica -> boot, what was sent, when
@@ -135,7 +140,11 @@ class Reconciler:
             if action.admit and not view.admitted:
                 logger.info("%s joins with snapshot %s", view.name, view.report and view.report.snapshot)
             view.admitted = action.admit
-            if action.send is not None and view.report is not None:
+            if (
+                action.send is not None
+                and view.report is not None
+                and view.report.generation <= self._covered
+            ):
                 self._send(view, view.report.boot, action.send)
 
     def _forget_leavers(self, members: set[str]) -> None:
@@ -226,10 +235,14 @@ class Reconciler:
 
     async def _current_state(self) -> DeploymentState | None:
         now = self._monotonic()
-        if now - self._read_at >= self._poll_s:
+        reports = [view.report.generation for view in self._replicas.views if view.report is not None]
+        newest = max(reports, default=0)
+        if newest > self._reported or now - self._read_at >= self._poll_s:
+            self._reported = newest
             self._read_at = now  # before reading: a signal that arrives meanwhile makes it stale again
             try:
                 self._state = await self._ledger.state(self._deployment)
+                self._covered = newest
                 await self._learn_order(self._state)
             except LedgerUnavailable as error:
                 logger.warning("going on with the last known state: %s", error)
