@@ -324,7 +324,7 @@ def _checked(settings: Settings) -> Settings:
 
 
 #: Ray's own resources, of which a node has enough for several gateways.
-NODE_HAS_MORE = ("CPU", "GPU", "memory", "object_store_memory")
+NODE_HAS_MORE = ("CPU", "GPU", "memory", "object_store_memory", "accelerator_type:")
 
 
 def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
@@ -335,7 +335,7 @@ def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
     placed = settings.launcher == "ray" and ray.gateway
     several = settings.launcher == "ray" and ray.gateways > 1
     kept = any(name.startswith("node:") for name in ray.gateway_resources)
-    own = any(amount and name not in NODE_HAS_MORE for name, amount in ray.gateway_resources.items())
+    own = any(amount and not name.startswith(NODE_HAS_MORE) for name, amount in ray.gateway_resources.items())
     return [
         *(
             (0 <= amount < math.inf, f"{name} must be at least 0 and finite")

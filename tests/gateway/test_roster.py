@@ -8,7 +8,7 @@ from gateway_harness import reconciler
 
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
-from midstream.gateway.roster import Roster, Running, RunningReplica, Wanted, replica_count
+from midstream.gateway.roster import HARD, Roster, Running, RunningReplica, Wanted, replica_count
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.names import ServedNames
 
@@ -161,3 +161,57 @@ def test_how_many_replicas_a_row_asks_for(tmp_path: Path) -> None:
         assert replica_count(await s.ledger.update_deployment(DEFAULT, deleting=True)) == 0
 
     stage(tmp_path, work)
+
+
+def two(path: Path, work: Callable[[Stage, Stage], Awaitable[None]]) -> None:
+    """Two gateways on one ledger."""
+
+    async def with_another(here: Stage) -> None:
+        await work(here, Stage(here.ledger, await here.ledger.deployment(DEFAULT)))
+
+    stage(path, with_another)
+
+
+def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(tmp_path: Path) -> None:
+    async def work(one: Stage, other: Stage) -> None:
+        async def create(model: str) -> None:
+            bucket = "file:///bucket/b"
+            options = {"replicas_min": 0, "replicas_max": 0}
+            await one.ledger.create_deployment(B, model=f"{A}/models/{model}", bucket_url=bucket, **options)
+
+        await create("m")
+        for gateway in (one, other):
+            await gateway.run()
+        before = other.deployments.known(B)
+        assert before is not None
+        await one.ledger.update_deployment(B, deleting=True)
+        await one.run()  # which removes it: it has no replica
+        assert one.deployments.known(B) is None
+        await create("n")
+        await one.ledger.update_deployment(B, replicas_min=1, replicas_max=1)
+        for gateway in (one, other):
+            await gateway.run()
+            found = gateway.deployments.known(B)
+            assert found is not None
+            assert found is not before
+            assert found.model == f"{A}/models/n"
+            assert [r.model for r in gateway.heard[-1].replicas if r.deployment == B] == [f"{A}/models/n"]
+
+    two(tmp_path, work)
+
+
+def test_a_deployment_deleted_without_waiting_is_not_waited_for_by_any_gateway(tmp_path: Path) -> None:
+    async def work(one: Stage, other: Stage) -> None:
+        await one.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        for gateway in (one, other):
+            assert "b-replica-0" in await gateway.run("b-replica-0", deployment=B)
+        found = other.deployments.known(B)
+        assert found is not None
+        found.replicas.views[0].in_flight = 1
+        await one.ledger.update_deployment(B, deleting=True)
+        assert "b-replica-0" in await other.run("b-replica-0", deployment=B)
+        await one.ledger.update_deployment(B, fields={HARD: True})
+        for gateway in (one, other):
+            assert "b-replica-0" not in await gateway.run("b-replica-0", deployment=B)
+
+    two(tmp_path, work)

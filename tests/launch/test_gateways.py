@@ -164,6 +164,25 @@ def test_while_no_gateway_is_up_what_was_wanted_stays_so() -> None:
     played(1, scene)
 
 
+def test_one_that_is_up_is_started_again_also_while_another_waits_for_its_node() -> None:
+    async def scene(bed: Bed) -> None:
+        one, two = bed.members
+        starting = asyncio.create_task(bed.gateways.start())
+        one.may_start.set()
+        await until(lambda: one.told == [RUNNING])
+        one.says("a")
+        assert bed.wanted == [["a"]]
+        one.ends.set()
+        one.may_start.set()
+        await until(lambda: one.told == [RUNNING] * 2)
+        assert not starting.done()
+        two.may_start.set()
+        await starting
+        await bed.gateways.stop(1.0)
+
+    played(2, scene)
+
+
 def test_one_that_cannot_start_is_the_failure_of_all_and_all_are_stopped_and_told() -> None:
     async def scene(bed: Bed) -> None:
         bed.members[1].fails = "gateway-1: no such port"

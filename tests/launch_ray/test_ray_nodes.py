@@ -96,6 +96,28 @@ def test_a_placed_gateway_that_only_its_own_node_would_reach_is_refused(
     RayPlaces(settings, "s3://bucket")
 
 
+def test_several_gateways_on_several_machines_need_one_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"NodeManagerAddress": address, "Alive": True} for address in ("127.0.0.2", "10.0.0.7")]
+    monkeypatch.setattr(ray_cluster, "_connect", lambda settings: None)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+
+    def places(database: str) -> RayPlaces:
+        several = RaySettings(gateway=True, gateways=2, gateway_resources={"gateway": 1})
+        settings = Settings(host="0.0.0.0", state_dir=str(tmp_path), database=database, ray=several)
+        return RayPlaces(settings, "s3://bucket")
+
+    for database in ("postgresql://h/d", "postgresql+psycopg://h/d"):
+        places(database)
+    with pytest.raises(
+        ConfigError, match=r"ray\.gateways above 1 needs one database .* \(e\.g\. 10\.0\.0\.7\)"
+    ):
+        places("sqlite:////shared/ledger.db")
+    nodes.pop()
+    places("sqlite:////shared/ledger.db")
+
+
 def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

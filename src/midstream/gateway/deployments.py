@@ -20,6 +20,7 @@ from midstream.errors import ConfigError, InvalidRequest, NotFound
 from midstream.gateway import resource
 from midstream.gateway.bodies import read_body, whole_number
 from midstream.gateway.registry import Deployments
+from midstream.gateway.roster import HARD
 from midstream.gateway.status import loading_state
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 from midstream.ledger.records import DeploymentChange
@@ -147,9 +148,10 @@ class _Api:
                 f"{row.name} is the deployment the server was started with: scale it to 0, or stop the server",
                 param="deployment",
             )
-        await self._ledger.update_deployment(row.name, deleting=True)
-        if deployment is not None and request.query_params.get("hard") == "true":
-            deployment.drain_s = 0.0
+        change: DeploymentChange = {"deleting": True}
+        if request.query_params.get("hard") == "true":
+            change["fields"] = {HARD: True}
+        await self._ledger.update_deployment(row.name, **change)
         await self._changed()
         return JSONResponse({})
 

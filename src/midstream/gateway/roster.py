@@ -31,6 +31,8 @@ from midstream.types import ReplicaEntry
 
 logger = logging.getLogger(__name__)
 
+HARD = "_hard"  # of a row that is being deleted: without waiting for requests, at any gateway
+
 
 class WantedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that the supervisor should run. name: unique in the gateway. model: resource name."""
@@ -96,6 +98,9 @@ class Roster:
         self._told: Wanted | None = None
         self._wake = asyncio.Event()
         self._looking = asyncio.Lock()
+        self._created: dict[
+            str, float
+        ] = {}  # deployment -> when its row was made: another row of its name is another one
         self._leaving_since: dict[str, float] = {}  # replica -> when it was first seen to have to go
         self._tasks: asyncio.TaskGroup | None = None
         self._run_tasks: dict[str, asyncio.Task[None]] = {}  # deployment -> what keeps its replicas
@@ -141,6 +146,9 @@ class Roster:
             logger.warning("going on with the deployments known: %s", error)
             return
         for row in rows.values():
+            known = self._deployments.known(row.name)
+            if known not in (None, self._deployments.default) and self._created[row.name] != row.created_at:
+                await self._end(known, None)  # another gateway deleted it, and it was made anew
             self._take_up(row)
         wanted: list[WantedReplica] = []
         for deployment in self._deployments:
@@ -163,10 +171,13 @@ class Roster:
         if deployment is None:
             deployment = self._make(row)
             self._deployments.add(deployment)
+            self._created[row.name] = row.created_at
             self._start(deployment)
             logger.info("deployment %s: %d replicas of %s", row.name, replica_count(row), row.model)
         deployment.wanted = replica_count(row)
         deployment.entries = self._entries(deployment, row)
+        if row.deleting and row.fields.get(HARD):
+            deployment.drain_s = 0.0
         if row.deleting != deployment.deleting:
             deployment.deleting = row.deleting
             self._deployments.renamed()

@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from midstream.gateway.roster import Running, Wanted, WantedReplica
-from midstream.launch.process import RESTART_PAUSE_S_MAX, RESTART_PAUSE_S_MIN, HostUnwell, Supervised
+from midstream.launch.process import (
+    RESTART_PAUSE_S_MAX,
+    RESTART_PAUSE_S_MIN,
+    HostUnwell,
+    StartFailed,
+    Supervised,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,7 @@ class Gateways:
         self._want = want
         self._lists: dict[str, Wanted] = {}  # what each said last, since it ended last
         self._up: set[str] = set()
+        self._lives: list[asyncio.Task[None]] = []
         names = ["gateway"] if count == 1 else [f"gateway-{number}" for number in range(count)]
         self._members = [make(name, self._ear(name), running) for name in names]
 
@@ -42,19 +49,19 @@ class Gateways:
         return iter(self._members)
 
     async def start(self) -> None:
-        """All at once. Raises StartFailed. A host that is not well is waited for, or another one."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for member in self._members:
-                    group.create_task(self._start(member))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        """Returns when all are up; each is started again when it ends, from when it was up first. Raises StartFailed.
+
+        A host that is not well is waited for, or another one.
+        """
+        loop = asyncio.get_running_loop()
+        ups = [loop.create_future() for _ in self._members]
+        lives = zip(self._members, ups, strict=True)
+        self._lives = [asyncio.create_task(self._live(member, up), name=member.name) for member, up in lives]
+        await asyncio.gather(*ups)
 
     async def supervise(self) -> None:
-        """Each is started again when it ends; until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for member in self._members:
-                group.create_task(self._supervise(member))
+        """Until cancelled; raises what ends one for good: a bug."""
+        await asyncio.gather(*self._lives)
 
     def tell(self, running: Running) -> None:
         for member in self._members:
@@ -65,6 +72,9 @@ class Gateways:
         return {member.name: member.place for member in self._members if member.place is not None}
 
     async def stop(self, grace_s: float) -> None:
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
         await asyncio.gather(*(member.stop(grace_s) for member in self._members))
 
     def kill(self) -> None:
@@ -73,24 +83,32 @@ class Gateways:
 
     # -- inside
 
-    async def _start(self, member: Supervised) -> None:
-        pause_s = RESTART_PAUSE_S_MIN
-        while True:
-            try:
-                await member.start(lambda why: logger.warning("%s", why))
-            except HostUnwell as error:
-                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
-                logger.warning("%s; trying again in %.1f s", error, pause_s)
-                await asyncio.sleep(pause_s)
-            else:
-                return self._is_up(member.name)
+    async def _live(self, member: Supervised, up: asyncio.Future[None]) -> None:
+        try:
+            await self._start(member)
+        except StartFailed as error:
+            if not up.done():
+                up.set_exception(error)
+            return
+        self._is_up(member.name)
+        if not up.done():
+            up.set_result(None)
 
-    async def _supervise(self, member: Supervised) -> None:
         def restarted(why: str | None) -> None:
             if why is None:
                 self._is_up(member.name)
 
         await member.supervise(restarted, on_ended=lambda: self._has_ended(member.name))
+
+    async def _start(self, member: Supervised) -> None:
+        pause_s = RESTART_PAUSE_S_MIN
+        while True:
+            try:
+                return await member.start(lambda why: logger.warning("%s", why))
+            except HostUnwell as error:
+                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                logger.warning("%s; trying again in %.1f s", error, pause_s)
+                await asyncio.sleep(pause_s)
 
     def _ear(self, name: str) -> Callable[[bytes], None]:
         def hear(line: bytes) -> None:

@@ -53,7 +53,15 @@ class RayPlaces:
         self._shared = (place.path,) if place.kind == "file" else ()
         _connect(settings)
         if settings.ray.gateway and is_loopback(settings.host):
-            _all_on_this_machine(settings.host)
+            _all_on_this_machine(
+                f"--host {settings.host}: a gateway that Ray places must listen on an address that other nodes ({{}}) reach: "
+                "give --host 0.0.0.0"
+            )
+        if settings.ray.gateways > 1 and not (settings.database or "").startswith("postgresql"):
+            _all_on_this_machine(
+                "ray.gateways above 1 needs one database for all of them: a file of SQLite is another one on each node ({}); "
+                "give --database postgresql://..."
+            )
 
     async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
         settings = self._settings
@@ -137,15 +145,12 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
-def _all_on_this_machine(host: str) -> None:
-    """Raises ConfigError when a gateway that listens on a loopback address could be on another machine."""
+def _all_on_this_machine(else_: str) -> None:
+    """Raises ConfigError, which says `else_` with an example, when a node of the cluster is on another machine."""
     addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     elsewhere = [address for address in addresses if not is_loopback(address)]
     if elsewhere:
-        raise ConfigError(
-            f"--host {host}: a gateway that Ray places must listen on an address that other nodes "
-            f"(e.g. {elsewhere[0]}) reach: give --host 0.0.0.0"
-        )
+        raise ConfigError(else_.format(f"e.g. {elsewhere[0]}"))
 
 
 def _on_every_node(function: Callable[..., None], *arguments: Any) -> None:
