@@ -165,6 +165,25 @@ def test_a_deployment_is_created_served_scaled_and_deleted(tmp_path: Path) -> No
     serve(tmp_path, work)
 
 
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_deployment_with_requests_goes_when_they_have_ended_or_at_once(tmp_path: Path, hard: bool) -> None:
+    async def work(server: Server) -> None:
+        await server.create("b")
+        await server.supervise()
+        found = server.deployments.known(f"{A}/deployments/b")
+        assert found is not None
+        [view] = found.replicas.views
+        view.in_flight = 1
+        options = {"hard": "true"} if hard else {}
+        assert (await server.http.delete(f"{COLLECTION}/b", params=options)).json() == {}
+        assert ("b-replica-0" in server.names) is not hard
+        view.in_flight = 0
+        await server.supervise()
+        assert (await server.http.get(f"{COLLECTION}/b")).status_code == 404
+
+    serve(tmp_path, work)
+
+
 def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"baseModel": "nobody"}, "baseModel"),
