@@ -30,6 +30,7 @@ from midstream.tinker.trainer.replay import OWN_ROUTE, RouterTap
 torch.set_num_threads(1)
 
 STREAMS, SWAPS = 64, 30
+TURNS = 12  # that end before the next swap, at least: so a turn crosses a few swaps and the next one finds some of its KV
 TURN, LONGEST = 160, 1200  # tokens generated in a turn, tokens at which a rollout ends and another begins
 POLICIES: tuple[Any, ...] = ("all", "none", "new_session", {"max_age": 2}, True, False, {"max_age": 0})
 TIE = 1e-5  # of router logits: a rounding may choose the other expert
@@ -108,7 +109,30 @@ def take(turn: Turn, chunk: dict[str, Any]) -> None:
         turn.cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def rollouts(http: httpx.AsyncClient, model: str, worker: int, over: asyncio.Event) -> list[Turn]:
+class Pace:
+    """Counts turns. However slow the machine is, rollouts go on between swaps."""
+
+    def __init__(self) -> None:
+        self._ended = 0
+        self._more = asyncio.Event()
+
+    def turn_ended(self) -> None:
+        self._ended += 1
+        self._more.set()
+
+    async def turns(self, count: int, workers: list[asyncio.Task[list[Turn]]]) -> None:
+        """Until so many have ended since the last time, or a worker has failed."""
+        while self._ended < count and not any(worker.done() for worker in workers):
+            self._more.clear()
+            waits = asyncio.create_task(self._more.wait())
+            await asyncio.wait((waits, *workers), return_when="FIRST_COMPLETED")
+            waits.cancel()
+        self._ended = 0
+
+
+async def rollouts(
+    http: httpx.AsyncClient, model: str, worker: int, over: asyncio.Event, pace: Pace
+) -> list[Turn]:
     """Rollout after rollout until the storm is over; the turn in work is finished."""
     rng = random.Random(worker)
     turns: list[Turn] = []
@@ -122,6 +146,7 @@ async def rollouts(http: httpx.AsyncClient, model: str, worker: int, over: async
             session = f"storm-{worker}-{number}" if worker % 8 else None
             await run_turn(http, model, turn, session, rng.randrange(2**31))
             turns.append(turn)
+            pace.turn_ended()
             prompt = prompt + [token for token, _, _ in turn.tokens]
             routes = [*turn.routes_of_prompt()[:-1], *turn.routes, None]
     return turns
@@ -180,12 +205,13 @@ class Trainer:
 async def storm(server: Server, scratch: Path, models: list[Path]) -> tuple[list[Turn], dict[str, Path]]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
-        over = asyncio.Event()
-        workers = [asyncio.create_task(rollouts(http, server.model, i, over)) for i in range(STREAMS)]
+        over, pace = asyncio.Event(), Pace()
+        workers = [asyncio.create_task(rollouts(http, server.model, i, over, pace)) for i in range(STREAMS)]
         trainer = Trainer(server, http, scratch, models)
         try:
             for step in range(SWAPS):
                 await trainer.publish(step)
+                await pace.turns(TURNS, workers)
         finally:
             over.set()
         turns = [turn for made in await asyncio.gather(*workers) for turn in made]
