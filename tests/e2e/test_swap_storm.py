@@ -30,7 +30,9 @@ from midstream.tinker.trainer.replay import OWN_ROUTE, RouterTap
 torch.set_num_threads(1)
 
 STREAMS, SWAPS = 64, 30
-TURNS = 12  # that end before the next swap, at least: so a turn crosses a few swaps and the next one finds some of its KV
+LAST = (
+    STREAMS + STREAMS // 4
+)  # turns that end after the last swap: some of them find all of the turn before in the cache
 TURN, LONGEST = 160, 1200  # tokens generated in a turn, tokens at which a rollout ends and another begins
 POLICIES: tuple[Any, ...] = ("all", "none", "new_session", {"max_age": 2}, True, False, {"max_age": 0})
 TIE = 1e-5  # of router logits: a rounding may choose the other expert
@@ -110,7 +112,7 @@ def take(turn: Turn, chunk: dict[str, Any]) -> None:
 
 
 class Pace:
-    """Counts turns. However slow the machine is, rollouts go on between swaps."""
+    """Counts turns."""
 
     def __init__(self) -> None:
         self._ended = 0
@@ -121,13 +123,13 @@ class Pace:
         self._more.set()
 
     async def turns(self, count: int, workers: list[asyncio.Task[list[Turn]]]) -> None:
-        """Until so many have ended since the last time, or a worker has failed."""
+        """Until so many have ended from now on, or a worker has failed."""
+        self._ended = 0
         while self._ended < count and not any(worker.done() for worker in workers):
             self._more.clear()
             waits = asyncio.create_task(self._more.wait())
             await asyncio.wait((waits, *workers), return_when="FIRST_COMPLETED")
             waits.cancel()
-        self._ended = 0
 
 
 async def rollouts(
@@ -211,7 +213,7 @@ async def storm(server: Server, scratch: Path, models: list[Path]) -> tuple[list
         try:
             for step in range(SWAPS):
                 await trainer.publish(step)
-                await pace.turns(TURNS, workers)
+            await pace.turns(LAST, workers)
         finally:
             over.set()
         turns = [turn for made in await asyncio.gather(*workers) for turn in made]
