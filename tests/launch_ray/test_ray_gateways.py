@@ -90,7 +90,7 @@ def test_a_replica_that_one_gateway_is_told_to_let_go_ends_what_the_other_has_th
     for stream in taken:
         assert (stream.complete, stream.tokens, stream.error, stream.resumed) == (True, TOKENS, None, False)
     until(lambda: both_have(server, "replica-0", "replica-1"), server.state)
-    until(lambda: not nodes.children("replica-2"), server.state)
+    until(lambda: nodes.node_of("replica-2") is None, server.state)
 
 
 def test_the_loss_of_a_gateways_node_is_no_loss_to_the_other(server: RayServer, nodes: Nodes) -> None:
@@ -107,7 +107,7 @@ def test_the_loss_of_a_gateways_node_is_no_loss_to_the_other(server: RayServer, 
     server.url = server.urls[1]
     server.scale(1, gateway=1)  # which the lost one would not have let go
     until(lambda: set(replicas(server, 1)) == {"replica-0"}, server.state)
-    until(lambda: not nodes.children("replica-1"), server.state)
+    until(lambda: nodes.node_of("replica-1") is None, server.state)
     nodes.add(8, gate=1)
     until(lambda: nodes.node_of("gateway-0") == 8, server.text)
     [port] = until(lambda: up_on(server, 8), server.text)
