@@ -42,7 +42,9 @@ GONE_S_MAX = 30.0  # for the kernel to end what was killed
 HEALTH_POLL_S = 1.0
 START_POLL_S = 0.25
 ANSWER_S_MAX = 10.0
-LOOK_S_MAX = 60.0  # what is asked once: a server makes /openapi.json for the first who asks, by seconds of computing
+LOOK_S_MAX = (
+    60.0  # what is asked once: a server makes /openapi.json for the first who asks, by seconds of computing
+)
 ENGINE_DEAD = 503  # the answer of /health; the server itself ends some seconds later
 INFO_S_MAX = 120.0  # /server_info looks at the whole environment
 LOG_LINES = 15
