@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 
 from midstream.errors import Conflict, InvalidRequest
+from midstream.sse import json_line
 from midstream.types import FinishReason, GenerationEvent, TokenRecord
 
 #: Internal: asks a replica for comments (request), says that they come (response). The value is always "1".
@@ -70,7 +71,6 @@ class Resume(msgspec.Struct, frozen=True):
     body: msgspec.Raw
 
 
-_encode = msgspec.json.Encoder().encode
 _opening = msgspec.json.Decoder(Opening)
 _step = msgspec.json.Decoder(Step)
 _resume = msgspec.json.Decoder(Resume)
@@ -96,9 +96,9 @@ class Teller:
             return b": m %d:%d\n\n" % (choice, tokens[0].token_id)
         lines = b""
         if self._opening is not None:
-            lines, self._opening = MARK + _encode(self._opening) + b"\n", None
+            lines, self._opening = MARK + json_line(self._opening) + b"\n", None
         for step in self._steps(choice, event, over):
-            lines += MARK + _encode(step) + b"\n"
+            lines += MARK + json_line(step) + b"\n"
         return lines + b"\n"
 
     def end(self) -> bytes:

@@ -13,6 +13,7 @@ import openai
 import pytest
 from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
 
+from midstream.sse import event as sse_event
 from midstream.types import GenerateRequest, GenerationEvent, ReplicaReport, Stage
 
 Scenario = Callable[[Running], Awaitable[None]]
@@ -113,6 +114,45 @@ def test_a_streamed_chat_through_the_sdk(tmp_path: Path) -> None:
         assert chunks[-1].usage.completion_tokens == 3
 
     play(tmp_path, FakeEngine, scenario)
+
+
+LINE_ENDS = "a\u2028b\u2029c\x85d"
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion", "legacy"])
+def test_no_client_can_cut_an_event_at_a_line_end_of_unicode(tmp_path: Path, kind: str) -> None:
+    """httpx splits a stream into lines as str.splitlines does, and many clients read it so."""
+    tokens = ids(LINE_ENDS)
+    asked: dict[str, Any] = {"logprobs": True} if kind != "legacy" else {"logprobs": 2}
+    asked |= {"messages": HI} if kind == "chat" else {"prompt": LINE_ENDS, "echo": True}
+
+    async def scenario(here: Running) -> None:
+        path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+        body = {
+            "model": MODEL,
+            "max_tokens": len(tokens),
+            "stream": True,
+            "raw_output": kind != "legacy",
+            **asked,
+        }
+        async with here.http.stream("POST", path, json=body) as answer:
+            lines = [line async for line in answer.aiter_lines() if line]
+        assert {line[:6] for line in lines} == {"data: "}
+        chunks = [json.loads(line[6:]) for line in lines[:-1]]
+        assert lines[-1] == "data: [DONE]"
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        said = "".join(c["delta"].get("content") or "" if kind == "chat" else c["text"] for c in choices)
+        assert said == (LINE_ENDS if kind == "chat" else LINE_ENDS * 2)
+        if kind != "legacy":
+            assert choices[-1]["raw_output"]["completion"] == said
+
+    play(tmp_path, lambda: FakeEngine(LINE_ENDS), scenario)
+
+
+def test_an_error_event_that_quotes_line_ends_of_unicode_is_one_line() -> None:
+    written = sse_event({"error": {"message": LINE_ENDS}})
+    assert written.decode().splitlines() == [written.decode().rstrip("\n"), ""]
+    assert json.loads(written[6:]) == {"error": {"message": LINE_ENDS}}
 
 
 def test_several_prompts_and_choices_are_indexed_prompt_by_prompt(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from midstream import sse
 from midstream.errors import EngineFailed, MidstreamError, ReplicaUnavailable
 from midstream.gateway.metrics import Histogram
 from midstream.gateway.upstream import UpstreamConnection
@@ -279,7 +278,7 @@ class ControlExchange:
         http10 = self._request.http10
         between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
         if self._event_stream and self._chunked and between_events and not in_chunk:
-            event = b"data: " + msgspec.json.encode(error.event_body()) + b"\n\n"
+            event = sse.event(error.event_body())
             self._client.end_short(event if http10 else b"%x\r\n%b\r\n" % (len(event), event))
         else:
             self._client.reset()

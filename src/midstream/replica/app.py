@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
+from midstream import sse
 from midstream.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
 from midstream.http1 import ClientConnection, Exchange
 from midstream.http_message import Request, response_head
 from midstream.replica.checked import Kind
-from midstream.replica.encode import error_event
 from midstream.replica.generation import Generation
 from midstream.replica.replica import Replica
 from midstream.replica.resume import kind_of
@@ -205,7 +205,7 @@ class BaseExchange(abc.ABC):
 
     def _fail(self, error: MidstreamError) -> None:
         if self._started:
-            self._end(error_event(error.event_body()))
+            self._end(sse.event(error.event_body()))
         else:
             self._whole(error.status, msgspec.json.encode(error.body()), error.headers())
 

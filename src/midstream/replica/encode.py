@@ -20,10 +20,10 @@ from midstream.errors import EngineFailed
 from midstream.replica.checked import Checked, Prompt
 from midstream.replica.choice import Choice, Piece, Scored, ToolCall
 from midstream.replica.text import Vocabulary
+from midstream.sse import event, json_line
 from midstream.types import FinishReason, TokenRecord, served_model_name
 
 LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON does not have
-DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -231,7 +231,7 @@ class Encoder:
         if prompt_ids is not UNSET or self.seam is not UNSET:
             return self._event(piece.snapshot, [choice], prompt_ids)
         opening = self._openings.get(piece.snapshot) or self._opening(piece.snapshot)
-        return b"%b%b]}\n\n" % (opening, _encode(choice))
+        return b"%b%b]}\n\n" % (opening, json_line(choice))
 
     def finish_chunk(
         self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
@@ -269,7 +269,7 @@ class Encoder:
         if extras is not None:
             response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
         response.midstream, self.seam = self.seam, UNSET
-        return b"data: " + _encode(response) + b"\n\n"
+        return event(response)
 
     # Plain responses
 
@@ -413,8 +413,3 @@ def _finite(logprob: float) -> float:
     if logprob != logprob:
         raise EngineFailed("the model produced NaN; the serving snapshot's weights are not usable")
     return LOGPROB_MIN
-
-
-def error_event(body: dict[str, Any]) -> bytes:
-    """The end of a stream that failed; no [DONE] follows."""
-    return b"data: " + _encode(body) + b"\n\n"

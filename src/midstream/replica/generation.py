@@ -21,11 +21,12 @@ from midstream.errors import EngineFailed, ReplicaUnavailable
 from midstream.replica.calling import CallStage, id_maker
 from midstream.replica.checked import Checked, Prompt
 from midstream.replica.choice import Choice, Piece
-from midstream.replica.encode import DONE, CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
+from midstream.replica.encode import CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
 from midstream.replica.resume import Continued, digest
 from midstream.replica.sessions import Turn
 from midstream.replica.toolformat import ToolFormat
 from midstream.resumption import Opening, Teller
+from midstream.sse import DONE
 from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
 if TYPE_CHECKING:
