@@ -108,6 +108,14 @@ def test_a_known_prompt_is_followed_up_to_the_load_limit_and_a_little_further_wh
     assert fleet([0, 0]).place_prefix(Known("replica-2", 0.75, True), 0.25) is None
 
 
+def test_samples_of_one_prompt_that_run_together_are_spread_evenly() -> None:
+    group = Known("replica-0", 1.0, True, shared=True)
+    assert fleet([1, 0]).place_prefix(group, BOUND) is None, "one each"
+    assert fleet([1, 1]).place_prefix(group, BOUND), "the third one may as well go where the prompt is"
+    assert fleet([9, 0], [9.0, 1.0]).place_prefix(group, BOUND) is None
+    assert fleet([8, 1], [9.0, 1.0]).place_prefix(group, BOUND), "by weight"
+
+
 def test_no_candidates_no_decision() -> None:
     assert fleet([]).place_session(("", "s"), BOUND) is None
     assert fleet([]).place_request(0) is None

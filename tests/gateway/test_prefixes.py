@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
-from gateway_harness import Message, Stage, post, respond_ok, run, staged
+from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
 
 from midstream.gateway import prefixes
 from midstream.gateway.prefixes import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
@@ -56,7 +57,7 @@ def test_a_short_prompt_is_followed_for_who_asks() -> None:
     assert long is not None
     assert asked is not None
     table.learn(long, "r2")
-    assert table.find(asked) == table.find(long) == ("r2", pytest.approx(1, abs=0.3), True)
+    assert table.find(asked) == table.find(long) == ("r2", pytest.approx(1, abs=0.3), True, False)
 
 
 def test_a_beginning_that_several_replicas_computed_is_not_held_to_be_known_on_one_alone() -> None:
@@ -66,13 +67,36 @@ def test_a_beginning_that_several_replicas_computed_is_not_held_to_be_known_on_o
     assert mine is not None
     assert other is not None
     table.learn(mine, "r1")
-    assert table.find(other) == ("r1", pytest.approx(0.6, abs=0.1), True)
+    assert table.find(other) == ("r1", pytest.approx(0.6, abs=0.1), True, False)
     table.learn(other, "r2")
     table.learn(mine, "r1")
-    assert table.find(mine) == ("r1", pytest.approx(0.9, abs=0.1), True), "all of it is known there alone"
+    assert table.find(mine) == ("r1", pytest.approx(0.9, abs=0.1), True, False), (
+        "all of it is known there alone"
+    )
     third = read_prompt("", chat(system, text("third", 1000)))
     assert third is not None
-    assert table.find(third) == ("r1", pytest.approx(0.6, abs=0.1), False)
+    assert table.find(third) == ("r1", pytest.approx(0.6, abs=0.1), False, False)
+
+
+def test_a_beginning_is_shared_while_another_request_with_it_runs() -> None:
+    table = PrefixTable()
+    system = text("the same for all ", 2000)
+    mine, other = (read_prompt("", chat(system, text(name, 1000))) for name in ("mine", "other"))
+    assert mine is not None
+    assert other is not None
+    table.begin(mine)
+    table.learn(mine, "r1")
+    table.begin(mine)
+    for prompt in (mine, other):
+        assert table.find(prompt) == ("r1", pytest.approx(0.75, abs=0.25), True, True)
+    table.end(mine)
+    table.begin(other)
+    table.end(mine)
+    found = table.find(mine)
+    assert found is not None
+    assert not found.shared, "the other one shares the system prompt only, and more of it is known"
+    table.end(other)
+    assert not table._running
 
 
 def test_tenants_do_not_follow_each_other() -> None:
@@ -99,7 +123,7 @@ def test_beginnings_of_a_huge_prompt_and_the_table_are_bounded(monkeypatch: pyte
     table = PrefixTable(10)
     table.learn(prompt, "r1")
     assert len(table) == 10
-    assert table.find(prompt) == ("r1", pytest.approx(1, abs=0.3), True)
+    assert table.find(prompt) == ("r1", pytest.approx(1, abs=0.3), True, False)
 
 
 async def ask(stage: Stage, body: bytes, headers: str = "") -> tuple[str, str]:
@@ -160,5 +184,31 @@ def test_following_can_be_switched_off() -> None:
             reasons = [(await ask(stage, body))[1] for _ in range(3)]
             assert reasons == ["balanced"] * 3
             assert len(body) > FIRST_BOUND
+
+    run(main)
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(8, 2), (8, 4), (16, 4), (16, 2)])
+def test_a_group_of_samples_of_one_prompt_spreads_over_replicas_by_load(size: int, replicas: int) -> None:
+    async def main() -> None:
+        async def held(request: Message, peer: Peer) -> None:
+            await over.wait()
+            await respond_ok(request, peer)
+
+        over = asyncio.Event()
+        async with staged(*[held] * replicas) as stage:
+            body = chat(text("solve this ", 3000), n=1)
+            asked = []
+            for number in range(size):
+                asked.append(asyncio.create_task(ask(stage, body)))
+                while sum(stage.in_flight()) <= number:
+                    await asyncio.sleep(0)
+            assert stage.in_flight() == [size // replicas] * replicas
+            over.set()
+            reasons = [reason for _, reason in await asyncio.gather(*asked)]
+            assert set(reasons) == {"balanced", "prefix"}
+            assert not stage.gateway.proxy.deployments.default.prefixes._running
+            turn = chat(text("solve this ", 3000), text("thinking ", 500), n=1)
+            assert (await ask(stage, turn))[1] == "prefix", "a later turn follows as before"
 
     run(main)

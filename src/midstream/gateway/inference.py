@@ -138,6 +138,8 @@ class InferenceExchange(ControlExchange):
             return
         self._view = placed.view
         self._view.in_flight += 1
+        if self._prompt is not None:
+            self._deployment.prefixes.begin(self._prompt)
         upstream = self._proxy.upstream(self._view)
         upstream.exchanges.add(self)
         self._on_view = True
@@ -212,6 +214,8 @@ class InferenceExchange(ControlExchange):
         if self._on_view and self._view is not None:
             self._on_view = False
             self._view.in_flight -= 1
+            if self._prompt is not None:
+                self._deployment.prefixes.end(self._prompt)
             if self._answered and self._view.failures:
                 self._view.failures = 0
             self._proxy.upstreams[self._view].exchanges.discard(self)

@@ -3,7 +3,8 @@
 A known session stays where its KV cache is. A new session goes to the highest of its rendezvous-hash candidates that is not
 overloaded, or to the next one if that has clearly fewer sessions: balanced like a table, and gateways agree like by a hash. A
 request without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else to the replica
-with the least load.
+with the least load. While other requests with that beginning run, as in a group of samples of one prompt, the replica gets no more
+than its even share of the load by following.
 
 Always holds:
 - Same session, same replica, while that replica is usable; when it is not, only its sessions move, and they stay where
@@ -154,8 +155,8 @@ class Fleet(Generic[M]):
         if place is None:
             return None
         loads = self._loads()
-        limit = load_limit(sum(loads), bound, self._weights[place], self._all)
-        limit += FOLLOW_SLACK if known.alone else 0
+        limit = load_limit(sum(loads), 0.0 if known.shared else bound, self._weights[place], self._all)
+        limit += FOLLOW_SLACK if known.alone and not known.shared else 0
         if loads[place] >= limit:
             return None
         why = f"{known.share:.0%} of its prompt is known on {replica}, load {loads[place]}, limit {limit}"

@@ -4,6 +4,9 @@ The bytes of the body from its `messages` or `prompt` on are cut at fixed bounds
 what came before it. A turn that continues an earlier one repeats its bytes, so the longest beginning that is known says which
 replica computed it.
 
+Requests that run at the same time and share a beginning are a group (of samples of one prompt, say): `Known.shared` says so, and
+placement spreads a group by load instead of filling one replica with it.
+
 Always holds: the table never exceeds its bound (the least recently used beginning goes first); a body is never parsed, and of
 each piece at most PIECE_BYTES are hashed; two tenants' equal prompts are different ones. A wrong guess costs a cache miss,
 nothing else.
@@ -74,19 +77,23 @@ def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> Prompt | No
 
 
 class Known(NamedTuple):
-    """replica: which computed it last; share: of the prompt's bytes that it knows; alone: no other one ever computed them."""
+    """replica: which computed it last; share: of the prompt's bytes that it knows; alone: no other one ever computed them;
+    shared: requests that run now begin with them, too."""
 
     replica: str
     share: float
     alone: bool
+    shared: bool = False
 
 
 class PrefixTable:
-    """Beginning -> name of the replica that computed it last, and whether it alone ever did."""
+    """Beginning -> name of the replica that computed it last, and whether it alone ever did; how many running requests have
+    each beginning."""
 
     def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
         self._max = beginnings_max
         self._homes: OrderedDict[int, tuple[str, bool]] = OrderedDict()
+        self._running: dict[int, int] = {}  # only what is above 0
 
     def __repr__(self) -> str:
         return f"PrefixTable({len(self._homes)} of at most {self._max} beginnings)"
@@ -102,8 +109,22 @@ class PrefixTable:
                 return None
             home = self._homes.get(prompt.beginnings[place])
             if home is not None:
-                return Known(home[0], share, home[1])
+                return Known(home[0], share, home[1], prompt.beginnings[place] in self._running)
         return None
+
+    def begin(self, prompt: Prompt) -> None:
+        """A request with this prompt runs from now on, until `end`."""
+        for beginning in prompt.beginnings:
+            self._running[beginning] = self._running.get(beginning, 0) + 1
+
+    def end(self, prompt: Prompt) -> None:
+        """It runs no longer. Call it once for each `begin`."""
+        for beginning in prompt.beginnings:
+            left = self._running[beginning] - 1
+            if left:
+                self._running[beginning] = left
+            else:
+                del self._running[beginning]
 
     def learn(self, prompt: Prompt, replica: str) -> None:
         """The replica computes it."""
