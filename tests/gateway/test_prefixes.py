@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
+from session_holders import until
 
 from midstream.gateway import prefixes
 from midstream.gateway.prefixes import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
@@ -197,12 +199,15 @@ def test_a_group_of_samples_of_one_prompt_spreads_over_replicas_by_load(size: in
 
         over = asyncio.Event()
         async with staged(*[held] * replicas) as stage:
+
+            def placed(count: int) -> bool:
+                return sum(stage.in_flight()) == count
+
             body = chat(text("solve this ", 3000), n=1)
             asked = []
             for number in range(size):
                 asked.append(asyncio.create_task(ask(stage, body)))
-                while sum(stage.in_flight()) <= number:
-                    await asyncio.sleep(0)
+                await until(partial(placed, number + 1))
             assert stage.in_flight() == [size // replicas] * replicas
             over.set()
             reasons = [reason for _, reason in await asyncio.gather(*asked)]

@@ -23,8 +23,11 @@ from midstream.tinker.types import (
     ForwardBackward,
     LoraConfig,
     SampleBody,
+    SampleResult,
+    Sequence,
     Served,
 )
+from midstream.tinker.wire import sample_json, sample_response
 
 KEY = "tml-one"
 OTHER = {"X-API-Key": "tml-two"}
@@ -330,6 +333,59 @@ def test_unknown_ids_anothers_ids_and_cancelled_ones_are_gone() -> None:
         answered = await front.retrieve(request_id)
         assert answered.status_code == 410
         assert "cancelled" in answered.json()["detail"]
+
+    play(test)
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"),
+    [
+        (None, "application/x-protobuf"),
+        ("*/*", "application/x-protobuf"),
+        ("application/x-protobuf", "application/x-protobuf"),
+        ("application/x-protobuf, application/json", "application/x-protobuf"),
+        ("application/json", "application/json"),
+        ("application/json, application/x-protobuf;q=0.5", "application/json"),
+        ("application/x-protobuf;q=0, */*", "application/json"),
+        ("text/html, application/*;q=0.3", "application/x-protobuf"),
+        ("text/html", None),
+    ],
+)
+def test_a_result_comes_in_the_form_that_the_client_accepts(accept: str | None, form: str | None) -> None:
+    result = SampleResult(
+        sequences=(Sequence(tokens=(7, 9), logprobs=(-0.5, -0.25), stopped=True),), cached_tokens=3
+    )
+    encoded = sample_response(result)
+
+    async def test(front: Front) -> None:
+        request_id = await front.sample()
+        front.played.submitted[0].resolve(encoded, PROTOBUF, as_json=sample_json, headers={"x-a": "b"})
+        if accept is None:
+            del front.client.headers["accept"]
+        answered = await front.retrieve(request_id, headers={} if accept is None else {"accept": accept})
+        if form is None:
+            assert (answered.status_code, answered.json()["param"]) == (406, "accept")
+            answered = await front.retrieve(request_id)  # it is still there
+        assert answered.headers["content-type"] == form or form is None
+        assert answered.headers["x-a"] == "b"
+        if form == "application/json":
+            assert answered.json() == {
+                "type": "sample",
+                "sequences": [{"stop_reason": "stop", "tokens": [7, 9], "logprobs": [-0.5, -0.25]}],
+                "prompt_cache_hit_tokens": 3,
+            }
+        else:
+            assert answered.content == encoded
+
+    play(test)
+
+
+def test_errors_are_json_whatever_the_client_accepts() -> None:
+    async def test(front: Front) -> None:
+        request_id = await front.sample()
+        front.played.submitted[0].fail("no such snapshot")
+        answered = await front.retrieve(request_id, headers={"accept": "application/x-protobuf"})
+        assert (answered.status_code, answered.json()["error"]) == (200, "no such snapshot")
 
     play(test)
 

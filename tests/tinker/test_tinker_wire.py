@@ -58,9 +58,11 @@ OUTPUTS = LossOutputs(
 @pytest.fixture(scope="module", params=VERSIONS)
 def converted(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What one SDK version made of SAMPLE and OUTPUTS, and its own request."""
-    asked = {"sample": wire.sample_response(SAMPLE).hex(), "outputs": wire.loss_outputs(OUTPUTS).hex()}
+    sample, outputs = wire.sample_response(SAMPLE), wire.loss_outputs(OUTPUTS)
+    asked = {"sample": sample.hex(), "outputs": outputs.hex()}
+    asked |= {"sample_json": wire.sample_json(sample), "outputs_json": wire.loss_outputs_json(outputs)}
     answered: dict[str, Any] = run_sdk(request.param, Path(__file__).with_name("wire_in_sdk.py"), asked)
-    return answered
+    return answered | {"version": request.param}
 
 
 def test_the_sdk_reads_samples_as_they_were_made(converted: dict[str, Any]) -> None:
@@ -80,6 +82,29 @@ def test_the_sdk_reads_training_results_as_they_were_made(converted: dict[str, A
             {"logprobs": ["float32", [1], [-4.0]]},
         ],
         "metrics": {"loss:sum": 2.5, "tokens:sum": 4.0},
+    }
+
+
+def test_an_sdk_that_reads_json_results_reads_the_same_from_both_forms(converted: dict[str, Any]) -> None:
+    """The later versions take protobuf only."""
+    both = [converted["sample"], converted["outputs"]]
+    assert converted["from_json"] == (both if converted["version"] == "0.24" else None)
+
+
+def test_the_json_form_of_datums_of_several_shapes_keeps_their_order_and_shapes() -> None:
+    two_wide = floats(-1.0, -2.0, -3.0, -4.0, shape=(2, 2))
+    outputs = ({"logprobs": floats(-9.0)}, {"logprobs": two_wide, "n": integers(4, 5)})
+    made = wire.loss_outputs_json(wire.loss_outputs(LossOutputs(outputs=outputs, metrics={"loss:sum": 1.5})))
+    assert made == {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [
+            {"logprobs": {"data": [-9.0], "dtype": "float32", "shape": [1]}},
+            {
+                "logprobs": {"data": [-1.0, -2.0, -3.0, -4.0], "dtype": "float32", "shape": [2, 2]},
+                "n": {"data": [4, 5], "dtype": "int64", "shape": [2]},
+            },
+        ],
+        "metrics": {"loss:sum": 1.5},
     }
 
 

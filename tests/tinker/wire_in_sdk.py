@@ -1,6 +1,7 @@
 """Runs in an SDK's own environment: its conversions of what midstream wrote, and what it writes itself.
 
-stdin: JSON {"sample": hex, "outputs": hex}; stdout: JSON {"sample", "outputs", "request": hex}.
+stdin: JSON {"sample": hex, "outputs": hex, "sample_json": object, "outputs_json": object}; stdout: JSON {"sample",
+"outputs", "request": hex, "from_json": [sample, outputs], or null for a version that reads no JSON results}.
 """
 
 import json
@@ -8,14 +9,14 @@ import sys
 
 import numpy as np
 from tinker import types
+from tinker.lib._pydantic_conv import deserialize_json_response
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 
-def sample(data: bytes) -> dict:
-    read = deserialize_sample_response(data)
+def sample(read: types.SampleResponse) -> dict:
     return {
         "sequences": [[one.stop_reason, one.tokens, one.logprobs] for one in read.sequences],
         "prompt_logprobs": read.prompt_logprobs,
@@ -24,8 +25,7 @@ def sample(data: bytes) -> dict:
     }
 
 
-def outputs(data: bytes) -> dict:
-    read = deserialize_forward_backward_output(data)
+def outputs(read: types.ForwardBackwardOutput) -> dict:
     return {
         "type": read.loss_fn_output_type,
         "outputs": [
@@ -34,6 +34,13 @@ def outputs(data: bytes) -> dict:
         ],
         "metrics": read.metrics,
     }
+
+
+def from_json(sampled: dict, losses: dict) -> list | None:
+    read = deserialize_json_response(sampled, types.SampleResponse)
+    if isinstance(read, dict):
+        return None
+    return [sample(read), outputs(deserialize_json_response(losses, types.ForwardBackwardOutput))]
 
 
 def request() -> bytes:
@@ -79,8 +86,9 @@ def request() -> bytes:
 asked = json.load(sys.stdin)
 json.dump(
     {
-        "sample": sample(bytes.fromhex(asked["sample"])),
-        "outputs": outputs(bytes.fromhex(asked["outputs"])),
+        "sample": sample(deserialize_sample_response(bytes.fromhex(asked["sample"]))),
+        "outputs": outputs(deserialize_forward_backward_output(bytes.fromhex(asked["outputs"]))),
+        "from_json": from_json(asked["sample_json"], asked["outputs_json"]),
         "request": request().hex(),
     },
     sys.stdout,

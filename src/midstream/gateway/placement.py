@@ -3,8 +3,8 @@
 A known session stays where its KV cache is. A new session goes to the highest of its rendezvous-hash candidates that is not
 overloaded, or to the next one if that has clearly fewer sessions: balanced like a table, and gateways agree like by a hash. A
 request without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else to the replica
-with the least load. While other requests with that beginning run, as in a group of samples of one prompt, the replica gets no more
-than its even share of the load by following.
+with the least load. While other requests with that beginning run, as in a group of samples of one prompt, following gives the
+replica no more than its even share of the load.
 
 Always holds:
 - Same session, same replica, while that replica is usable; when it is not, only its sessions move, and they stay where

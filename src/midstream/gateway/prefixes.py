@@ -4,8 +4,8 @@ The bytes of the body from its `messages` or `prompt` on are cut at fixed bounds
 what came before it. A turn that continues an earlier one repeats its bytes, so the longest beginning that is known says which
 replica computed it.
 
-Requests that run at the same time and share a beginning are a group (of samples of one prompt, say): `Known.shared` says so, and
-placement spreads a group by load instead of filling one replica with it.
+Requests that run at the same time and share a beginning are a group, of samples of one prompt for example. `Known.shared` says
+so, and placement spreads a group by load instead of filling one replica with it.
 
 Always holds: the table never exceeds its bound (the least recently used beginning goes first); a body is never parsed, and of
 each piece at most PIECE_BYTES are hashed; two tenants' equal prompts are different ones. A wrong guess costs a cache miss,

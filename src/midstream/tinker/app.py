@@ -24,7 +24,7 @@ from midstream.errors import MidstreamError
 from midstream.gateway.auth import Authenticator
 from midstream.tinker import serving, wire
 from midstream.tinker.errors import TinkerError
-from midstream.tinker.futures import PROTOBUF, Future, Futures
+from midstream.tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
 from midstream.tinker.runs import Runs
 from midstream.tinker.serving import PREFIX, answer, body_of
 from midstream.tinker.store import SamplingSession, Store, no_session
@@ -390,9 +390,10 @@ class _Front:
             return answer(again, status=408)
         if body.allow_metadata_only and outcome.status == 200 and len(outcome.body) > INLINE_BYTES:
             return answer({"status": "complete_metadata", "response_payload_size": len(outcome.body)})
+        content, media_type = await _in_accepted_form(outcome, request.headers.get("accept", ""))
         self._futures.fetched(future)
         headers = {name: _printable(value) for name, value in outcome.headers.items()}
-        return Response(outcome.body, outcome.status, media_type=outcome.media_type, headers=headers)
+        return Response(content, outcome.status, media_type=media_type, headers=headers)
 
     async def _wait(self, request: Request, future: Future) -> None:
         """Until it has ended, the client has left, or for poll_s."""
@@ -433,6 +434,23 @@ class _Front:
             msgspec.json.encode({"request_id": asked, "status": ended, **known}),
             media_type="application/json",
         )
+
+
+async def _in_accepted_form(outcome: Outcome, accept: str) -> tuple[bytes, str]:
+    """The body and its media type. What exists as JSON only, errors too, is given as JSON whatever the client accepts.
+
+    Raises TinkerError (406).
+    """
+    if outcome.as_json is None:
+        return outcome.body, outcome.media_type
+    form = serving.preferred(accept, (outcome.media_type, JSON))
+    if form is None:
+        message = f"accept: this result is {outcome.media_type} or {JSON}, and the request accepts neither"
+        raise TinkerError(406, message, "accept")
+    if form == outcome.media_type:
+        return outcome.body, form
+    made = await asyncio.to_thread(outcome.as_json, outcome.body)
+    return msgspec.json.encode(made), JSON
 
 
 def _printable(value: str) -> str:

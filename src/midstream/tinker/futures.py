@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """status 200 with a body, or 410. details: of the versions extension."""
+    """status 200 with a body, or 410. details: of the versions extension. as_json: makes JSON of a body in protobuf."""
 
     status: Literal[200, 410]
     body: bytes
     media_type: str = JSON
     headers: dict[str, str] = {}
     details: dict[str, Any] = {}
+    as_json: Callable[[bytes], Mapping[str, Any]] | None = None
 
 
 class Future:
@@ -75,10 +76,11 @@ class Future:
         body: bytes,
         media_type: str,
         *,
+        as_json: Callable[[bytes], Mapping[str, Any]] | None = None,
         headers: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """End with a result: protobuf, or a JSON object without a field `error`."""
+        """End with a result: protobuf, with what makes JSON of it, or a JSON object without a field `error`."""
         self._end(
             Outcome(
                 status=200,
@@ -86,6 +88,7 @@ class Future:
                 media_type=media_type,
                 headers=dict(headers or {}),
                 details=dict(details or {}),
+                as_json=as_json,
             )
         )
 

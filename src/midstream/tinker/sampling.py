@@ -158,7 +158,13 @@ class Sampling:
             logger.exception("sample %s failed", future.request_id)
             future.fail("the server failed on this sample; its log says why", "server")
         else:
-            future.resolve(encoded, PROTOBUF, headers=_headers(done), details=_details(future, done))
+            future.resolve(
+                encoded,
+                PROTOBUF,
+                as_json=wire.sample_json,
+                headers=_headers(done),
+                details=_details(future, done),
+            )
 
 
 async def _read(sample: Sample, answer: Answer, key: str | None) -> tuple[Sampled, bytes]:

@@ -41,7 +41,7 @@ from midstream.tinker.types import (
     SaveWeightsForSamplerBody,
     Served,
 )
-from midstream.tinker.wire import loss_outputs
+from midstream.tinker.wire import loss_outputs, loss_outputs_json
 
 MAX_WAITING_BYTES = 1 << 30  # of one model's requests whose turn has not come
 BUSY_RETRY_S = 5
@@ -166,7 +166,7 @@ class Training:
 
         async def run(future: Future) -> None:
             losses: m.Losses = await self._loaded.call(model.row.id, m.RunForwardBackward(body))
-            future.resolve(loss_outputs(losses.result), PROTOBUF)
+            future.resolve(loss_outputs(losses.result), PROTOBUF, as_json=loss_outputs_json)
 
         kind = "forward" if body.forward_only else "forward_backward"
         return self._submit(model, kind, _given(body.seq_id), body, run)

@@ -1,4 +1,5 @@
-"""Results as the SDK reads them and training requests as it writes them: protobuf on one side, types.py on the other.
+"""Results as the SDK reads them and training requests as it writes them: protobuf on one side, types.py on the other. Results
+are also given as JSON, made of the protobuf when a client accepts nothing else.
 
 Always holds: numbers are little-endian and packed; what comes in is checked for its size before anything is made of it; sparse
 tensors become dense ones, of at most MAX_MADE_BYTES in a request.
@@ -7,7 +8,7 @@ tensors become dense ones, of at most MAX_MADE_BYTES in a request.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from math import prod
 from typing import Any
 
@@ -90,6 +91,62 @@ def _write_record(record: Any, datums: list[dict[str, Tensor]]) -> None:
         field.data = b"".join(datum[name].data for datum in datums)
         ends = np.cumsum([0, *(len(datum[name].data) for datum in datums)], dtype="<i8")
         field.offsets = ends.tobytes()
+
+
+def sample_json(encoded: bytes) -> dict[str, Any]:
+    """A SampleResponse in the SDK's JSON form: null where a prompt position has no logprob."""
+    message = proto.SampleResponse.FromString(encoded)
+    result: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": "stop" if sequence.stop_reason == proto.STOP else "length",
+                "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
+                "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
+            }
+            for sequence in message.sequences
+        ],
+        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
+    }
+    if message.HasField("prompt_logprobs"):
+        numbers = np.frombuffer(message.prompt_logprobs, "<f4")
+        result["prompt_logprobs"] = [None if np.isnan(number) else float(number) for number in numbers]
+    if message.HasField("topk_prompt_logprobs"):
+        result["topk_prompt_logprobs"] = _read_topk(message.topk_prompt_logprobs)
+    return result
+
+
+def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
+    shape = (message.length, message.k)
+    tokens = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
+    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(shape).tolist()
+    rows = [
+        [(token, logprob) for token, logprob in zip(*row, strict=True) if logprob != EMPTY_LOGPROB]
+        for row in zip(tokens, logprobs, strict=True)
+    ]
+    return [row or None for row in rows]
+
+
+def loss_outputs_json(encoded: bytes) -> dict[str, Any]:
+    """A ForwardBackwardOutput in the SDK's JSON form: for each datum, its fields as {data (flat), dtype, shape}."""
+    message = proto.ForwardBackwardOutput.FromString(encoded)
+    return {
+        "loss_fn_output_type": message.loss_fn_output_type,
+        "loss_fn_outputs": [datum for record in message.loss_fn_outputs for datum in _read_record(record)],
+        "metrics": dict(message.metrics),
+    }
+
+
+def _read_record(record: Any) -> list[dict[str, Any]]:
+    datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+    for name, field in record.fields.items():
+        dtype, inner = _DTYPES[field.dtype], tuple(field.trailing_shape)
+        offsets = np.frombuffer(field.offsets, "<i8").tolist()
+        for datum, (start, end) in zip(datums, pairwise(offsets), strict=True):
+            items = _numbers(field.data[start:end], dtype, name)
+            shape = items.reshape(-1, *inner).shape
+            datum[name] = {"data": items.tolist(), "dtype": dtype, "shape": list(shape)}
+    return datums
 
 
 def forward_backward(body: bytes) -> ForwardBackward:
