@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from midstream.errors import NotFound
+from midstream.errors import InvalidRequest, NotFound
+
+HEADER_MODEL = "fireworks-model"
 
 
 class ServedNames(msgspec.Struct, frozen=True):
@@ -31,3 +33,15 @@ class ServedNames(msgspec.Struct, frozen=True):
         if resource not in self.accepted():
             raise NotFound(f"model {name!r} is not served here; this server has {self.model}", param="model")
         return snapshot if at else None
+
+    def wanted(self, model: str, header: str = "") -> str | None:
+        """The snapshot that a request asks for by name, in its body's `model` or else in the header `fireworks-model`.
+
+        None if any will do. Raises NotFound, and InvalidRequest for an empty one.
+        """
+        wanted, param = self.split(model), "model"
+        if wanted is None and "@" in header:
+            wanted, param = self.split(header), HEADER_MODEL
+        if wanted == "":
+            raise InvalidRequest(f"{param}: the snapshot named after @ must not be empty", param=param)
+        return wanted

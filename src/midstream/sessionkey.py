@@ -1,6 +1,7 @@
 """Which session a request belongs to. Pure; used by the gateway (placement) and by a replica that is asked directly.
 
-Order: `x-multi-turn-session-id` > `x-session-affinity` > `X-Session-ID` > body `prompt_cache_key` > body `user` > none.
+Order: `x-multi-turn-session-id` > `x-session-affinity` > `X-Session-ID` > body `prompt_cache_key` > body `user` > none. An
+empty one is passed over if another names a session.
 Always holds: the key is compared whole (never by prefix), and two tenants' equal keys are different sessions: whoever
 stores keys pairs them with the tenant.
 """
@@ -8,7 +9,7 @@ stores keys pairs them with the tenant.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from midstream.errors import InvalidRequest
 
@@ -18,23 +19,31 @@ MAX_KEY_BYTES = 512
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-def session_from_headers(headers: Mapping[str, str]) -> str | None:
-    """The key in `headers` (lower-case names), or None. Raises InvalidRequest on a value that cannot be a key, an empty one
-    too."""
+def session_key(named: Iterable[tuple[str, str | None]]) -> str | None:
+    """The key of a request, from the fields that may name it in their order, each with its value or None; None without any.
+
+    An empty value is passed over when a later field names a session. Reads no field behind the one that does. Raises
+    InvalidRequest on a value that cannot be a key, and when all that are given are empty.
+    """
+    empty = None
+    for name, value in named:
+        if value:
+            return check_key(value, name)
+        if value is not None and empty is None:
+            empty = name
+    return None if empty is None else check_key("", empty)
+
+
+def named_in_headers(headers: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    """For `session_key`. `headers` have lower-case names."""
     for name in SESSION_HEADERS:
         value = headers.get(name)
-        if value is not None:
-            return check_key(value.strip(" \t"), name)
-    return None
+        yield name, None if value is None else value.strip(" \t")
 
 
-def session_from_body(prompt_cache_key: str | None, user: str | None) -> str | None:
-    """The key in the body fields, or None. Raises InvalidRequest on a value that cannot be a key, an empty one too."""
-    if prompt_cache_key is not None:
-        return check_key(prompt_cache_key, "prompt_cache_key")
-    if user is not None:
-        return check_key(user, "user")
-    return None
+def named_in_body(prompt_cache_key: str | None, user: str | None) -> Iterator[tuple[str, str | None]]:
+    """For `session_key`."""
+    return zip(SESSION_BODY_FIELDS, (prompt_cache_key, user), strict=True)
 
 
 def check_key(value: str, param: str) -> str:

@@ -541,6 +541,57 @@ def test_what_a_body_asks_for_is_told_by_the_replica_that_reads_it() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("header", "body", "status", "param"),
+    [
+        ("snapshot: v2", {"model": f"{NAMES.model}@v1"}, 400, "x-midstream-snapshot"),
+        ("snapshot: v2", {"midstream": {"snapshot": "v1"}}, 400, "x-midstream-snapshot"),
+        ("min-snapshot: v2", {"midstream": {"min_snapshot": "v3"}}, 400, "x-midstream-min-snapshot"),
+        ("max-staleness: 0", {"midstream": {"max_staleness": 1}}, 400, "x-midstream-max-staleness"),
+        ("snapshot: v2", {"midstream": {"snapshots": "v2"}}, 400, "midstream.snapshots"),
+        ("snapshot: v2", {"model": "other"}, 404, "model"),
+        ("snapshot: v2", {"model": f"{NAMES.model}@"}, 400, "model"),
+    ],
+)
+def test_a_body_that_contradicts_the_headers_is_refused_before_it_waits(
+    header: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    async def main() -> None:
+        async with staged(Versioned("v0"), Versioned("v0")) as stage:
+            for replica in (0, 1):
+                serve(stage, replica, "v0", stage=SwapStage.FETCHING, target="v2")
+            tell(stage, "v0", "v1", "v2", ready=["v0", "v1"])
+            asked = json.dumps({"model": NAMES.model, "prompt": "a", **body}).encode()
+            answer = await stage.ask(post(asked, headers=f"x-midstream-{header}\r\n"))
+            assert (answer.status, answer.error["param"]) == (status, param)
+            assert not any(mock.requests for mock in stage.mocks), "and no replica is asked"
+
+    run(main)
+
+
+def test_what_a_body_asks_for_counts_while_its_request_waits() -> None:
+    async def main() -> None:
+        mocks = [Versioned("v1"), Versioned("v1")]
+        async with staged(*mocks) as stage:
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v1")
+            tell(stage, "v1", "v2", "v3", ready=["v1"])
+            body = json.dumps({"model": f"{NAMES.model}@v3", "prompt": "a"}).encode()
+            headers = "x-midstream-min-snapshot: v2\r\nx-midstream-snapshot-wait: 60\r\n"
+            asked = asyncio.create_task(served(stage, post(body, headers=headers)))
+            await waiting(stage)
+            for replica, snapshot in ((0, "v2"), (1, "v3")):
+                mocks[replica].snapshot = snapshot
+                serve(stage, replica, snapshot)
+            assert await asked == ("replica-1", "v3")
+            assert (mocks[0].admitted, mocks[1].admitted) == (
+                [],
+                [Admitted("v3", pinned=True, body=True)],
+            )
+
+    run(main)
+
+
 def test_a_report_that_overtakes_a_refusal_is_believed() -> None:
     mock = Versioned("v1")
     mock.wish = Wish(snapshot="v2")

@@ -115,13 +115,17 @@ def test_an_unknown_field_is_named_exactly(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x-multi-turn-session-id", "x-session-affinity", "x-session-id"])
-def test_an_empty_session_header_is_refused_by_name(name: str) -> None:
-    body = parse_completion(b'{"model":"m","prompt":"a","user":"u"}')
-    checked = check(body, ModelInfo(max_model_len=10, vocab_size=10))
+def test_an_empty_session_header_names_none_and_alone_it_is_refused_by_name(name: str) -> None:
+    unnamed, named = (
+        check(parse_completion(body), ModelInfo(max_model_len=10, vocab_size=10))
+        for body in (b'{"model":"m","prompt":"a"}', b'{"model":"m","prompt":"a","user":"u"}')
+    )
     with pytest.raises(InvalidRequest) as raised:
-        session_of(checked, {name: ""})
+        session_of(unnamed, {name: ""})
     assert raised.value.param == name
-    assert session_of(checked, {"x-midstream-session": ""}) == ("", "u"), "the gateway sends none"
+    assert session_of(named, {name: ""}) == ("", "u")
+    assert session_of(unnamed, {name: ""} | {"x-session-id": "c"}) == ("", "c")
+    assert session_of(named, {"x-midstream-session": ""}) == ("", "u"), "the gateway sends none"
 
 
 def test_a_method_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:

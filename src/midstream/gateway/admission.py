@@ -1,7 +1,8 @@
 """A request that asks for certain snapshots: sent where one serves, made to wait for it, or answered with what is served.
 
 Owns: reading the wish from headers and from a replica's refusal (versions.py), and the wait.
-Always holds: a request without a wish costs four look-ups; no body is read for one; what waits is woken by reports and signals,
+Always holds: a request without a wish costs four look-ups; no body is read for one; a body is read before its request waits, so
+that one that contradicts its headers is refused at once; what waits is woken by reports and signals,
 and ends when its client leaves; a stream that goes on elsewhere is still bound to the snapshot that it is pinned to, and one
 of whose rest nothing was computed yet to the whole wish.
 """
@@ -9,13 +10,17 @@ of whose rest nothing was computed yet to the whole wish.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from midstream.errors import MidstreamError, SnapshotNotServed
+from midstream.gateway.bodies import NOT_JSON
 from midstream.gateway.inference import InferenceExchange
 from midstream.gateway.versions import REFUSE, SEND, Admission, Verdict
 from midstream.gateway.view import ReplicaView
+from midstream.names import HEADER_MODEL, ServedNames
 from midstream.types import ReplicaReport
 from midstream.versions import (
     HEADER_ADMITTED,
@@ -25,14 +30,25 @@ from midstream.versions import (
     Wish,
     as_header,
     from_header,
+    wish_of_body,
     wish_of_headers,
 )
 
 if TYPE_CHECKING:
     from midstream.gateway.proxy import Placed
 
+BODY_READ_BYTES_MAX = 2**20  # a longer one is read by a replica only
+_MODEL = HEADER_MODEL.encode()
 _ADMITTED = HEADER_ADMITTED.encode()
 _REFUSED = HEADER_REFUSED.encode()
+
+
+class _Asking(msgspec.Struct):
+    model: str
+    midstream: dict[str, Any] | None = None
+
+
+_body = msgspec.json.Decoder(_Asking)
 
 
 class VersionedExchange(InferenceExchange):
@@ -105,6 +121,8 @@ class VersionedExchange(InferenceExchange):
         verdict, replicas = self._verdict, self._deployment.replicas
         if self._admission is None or verdict is SEND:
             super()._not_placed()
+        elif not self._admission.body_known and len(self._request.body) <= BODY_READ_BYTES_MAX:
+            self._judge_with_body(self._admission)
         elif verdict is REFUSE:
             self._fail(self._admission.refusal(replicas.views))
         else:
@@ -112,6 +130,17 @@ class VersionedExchange(InferenceExchange):
             replicas.wait(self._send_to_a_replica, any_report=self._admission.doubted)
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(verdict.until, self._send_to_a_replica)
+
+    def _judge_with_body(self, admission: Admission) -> None:
+        """Before it waits, or is refused: the body may ask for something else than the headers, or name what is not here."""
+        try:
+            admission.learn_body(
+                wish_of_request(self._deployment.names, self._request.first, self._request.body)
+            )
+        except MidstreamError as error:
+            self._fail(error)
+        else:
+            self._send_to_a_replica()
 
     def _asking(self, wish: Wish) -> Admission:
         return Admission(wish, self._deployment.order, asyncio.get_running_loop().time())
@@ -146,3 +175,17 @@ class VersionedExchange(InferenceExchange):
 
 def _refusal(headers: list[tuple[bytes, bytes]]) -> Refusal | None:
     return next((from_header(value, Refusal) for name, value in headers if name == _REFUSED), None)
+
+
+def wish_of_request(names: ServedNames, headers: Mapping[bytes, bytes], body: bytes) -> Wish:
+    """What a body, or the name of its model, asks for: what a replica would say of it. Nothing, if the body cannot be read:
+    the replica names what is wrong with it. `headers` have lower-case names.
+
+    Raises NotFound for a model that is not served here, and InvalidRequest.
+    """
+    try:
+        fields = _body.decode(body)
+    except NOT_JSON:
+        return NOTHING
+    named = names.wanted(fields.model, headers.get(_MODEL, b"").decode("utf-8", "replace"))
+    return wish_of_body(fields.midstream).with_(Wish(named))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from midstream import sessionkey
 from midstream.gateway.bodies import NOT_JSON
-from midstream.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, session_from_body, session_from_headers
+from midstream.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, named_in_body
 from midstream.types import Session
 
 _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
@@ -41,20 +42,24 @@ _model_decoder = msgspec.json.Decoder(_BodyModel)
 def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
     """The session key of a request, or None. `headers` have lower-case names.
 
-    Raises InvalidRequest on a value that cannot be a key. A body that is not valid JSON, or has such a field of
-    another type, has no key here: the replica names what is wrong with it.
+    Raises InvalidRequest on a value that cannot be a key, and when all that are given are empty. A body that is not valid
+    JSON, or has such a field of another type, has no key here: the replica names what is wrong with it.
     """
+    return sessionkey.session_key(_named(headers, body))
+
+
+def _named(headers: Mapping[bytes, bytes], body: bytes) -> Iterator[tuple[str, str | None]]:
     for name, text_name in _HEADERS:
         value = headers.get(name)
-        if value is not None and (key := session_from_headers({text_name: _text(value)})) is not None:
-            return key
+        if value is not None:
+            yield text_name, _text(value).strip(" \t")
     if _FIELD.search(body) is None:
-        return None
+        return
     try:
         fields = _decoder.decode(body)
     except NOT_JSON:
-        return None
-    return session_from_body(fields.prompt_cache_key, fields.user)
+        return
+    yield from named_in_body(fields.prompt_cache_key, fields.user)
 
 
 def body_model(body: bytes) -> str | None:

@@ -134,6 +134,15 @@ class Admission:
         """A replica was found to serve something else than it reported: any new report may say better."""
         return bool(self._heard)
 
+    @property
+    def body_known(self) -> bool:
+        """Whether what the body asks for is part of the wish."""
+        return self._body
+
+    def learn_body(self, wish: Wish) -> None:
+        """What the body asks for. Raises InvalidRequest when the headers ask for something else."""
+        self.wish, self._body = self.wish.with_(wish), True
+
     def refused(self, view: ReplicaView, refusal: Refusal, under: ReplicaReport | None) -> None:
         """The replica it was sent to did not take it. Until the next report that is what is known of that replica, unless it
         has reported another snapshot since the request was sent, `under` an older report: the refusal may be older still.
@@ -141,7 +150,7 @@ class Admission:
         Raises InvalidRequest when the body asks for something else than the headers.
         """
         told = not self._body and refusal.wish != NOTHING
-        self.wish, self._body = self.wish.with_(refusal.wish), True
+        self.learn_body(refusal.wish)
         self._refusals += 1
         as_expected = not told and refusal.serving == self._expected
         pinnable = refusal.pinnable or self.wish.snapshot is None

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,7 +21,7 @@ from msgspec.structs import replace
 
 from midstream.engine.base import Engine
 from midstream.errors import InvalidRequest
-from midstream.names import ServedNames
+from midstream.names import HEADER_MODEL, ServedNames
 from midstream.replica import admission, grammar
 from midstream.replica.capabilities import ages_are_kept, check_needs, check_resume
 from midstream.replica.chat import TextModel
@@ -43,11 +44,10 @@ from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.toolformat import ToolFormat
 from midstream.replica.tools import check_template, prepare_history
 from midstream.resumption import HEADER_RESUMABLE, Resume
-from midstream.sessionkey import session_from_body, session_from_headers
+from midstream.sessionkey import named_in_body, named_in_headers, session_key
 from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo, SamplingParams, Session
 from midstream.versions import HEADER_ADMITTED, Admitted, Wish, from_header, wish_of_body
 
-HEADER_MODEL = "fireworks-model"
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
 _LONG_TEXT = 16_384  # characters of all prompts together from which tokenizing leaves the event loop
 
@@ -159,21 +159,11 @@ class Service:
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """What it asks of the snapshot that serves it. A resumed stream was judged when it began."""
-        named = self._wanted(body.model, headers)
+        named = self.names.wanted(body.model, headers.get(HEADER_MODEL, ""))
         wish = wish_of_body(body.midstream).with_(Wish(named))
         given = headers.get(HEADER_ADMITTED)
         admitted = None if given is None else from_header(given, Admitted)
         return Asked(self.names.model, wish, admitted, judged=judged)
-
-    def _wanted(self, model: str, headers: Mapping[str, str]) -> str | None:
-        """The snapshot asked for by name: in the body's model, or else in the header's."""
-        wanted, param = self.names.split(model), "model"
-        header = headers.get(HEADER_MODEL, "")
-        if wanted is None and "@" in header:
-            wanted, param = self.names.split(header), HEADER_MODEL
-        if wanted == "":
-            raise InvalidRequest(f"{param}: the snapshot named after @ must not be empty", param=param)
-        return wanted
 
     def _unread(
         self, body: CompletionBody | ChatBody, checked: Checked, body_size: int
@@ -246,8 +236,8 @@ class Service:
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     """The gateway's word, or what it would have said when the replica is asked directly."""
     given = headers.get(HEADER_SESSION)
-    key = unquote(given) if given else session_from_headers(headers)
-    key = key or session_from_body(checked.prompt_cache_key, checked.user)
+    named = chain(named_in_headers(headers), named_in_body(checked.prompt_cache_key, checked.user))
+    key = unquote(given) if given else session_key(named)
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
 
 
