@@ -224,6 +224,28 @@ def test_a_session_sticks_wherever_its_key_stands(
     run(main)
 
 
+def test_the_log_at_info_says_where_a_session_is_placed_and_where_it_moves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "midstream.gateway")
+
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            caplog.clear()
+            for headers in ("x-session-id: k\r\n", "x-session-id: k\r\n", ""):
+                home = (await stage.ask(post(headers=headers))).headers["x-midstream-replica"]
+                if headers:
+                    first = stage.views[int(home[-1])]
+            first.report = None
+            assert (await stage.ask(post(headers="x-session-id: k\r\n"))).status == 200
+            other = stage.views[1 - first.index]
+            assert [r.getMessage() for r in caplog.records if "mapped" in r.getMessage()] == [
+                f"Hash key 'k' mapped to worker: {view.url} (index={view.index})" for view in (first, other)
+            ]
+
+    run(main)
+
+
 def test_a_long_temporary_directory_does_not_keep_the_control_app_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

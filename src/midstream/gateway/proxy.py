@@ -225,8 +225,10 @@ class Proxy:
         if prompt is not None:
             prefixes.learn(prompt, placed.view.name)
         self.metrics.routes[placed.decision.reason] += 1
-        if logger.isEnabledFor(logging.DEBUG):
-            self._log(session, placed.view, placed.decision)
+        # A session that is placed or moves is worth a line; a turn that goes home, or a request without a session, is not.
+        level = logging.INFO if placed.stamp else logging.DEBUG
+        if logger.isEnabledFor(level):
+            _log(level, session, placed.view, placed.decision)
         return placed
 
     def _follow(
@@ -243,11 +245,6 @@ class Proxy:
     ) -> bool:
         """A replica that is usable, not in `tried`, and `eligible`."""
         return bool(_others(deployment.replicas, tried, eligible))
-
-    def _log(self, session: Session | None, view: ReplicaView, decision: Decision) -> None:
-        key = "-" if session is None else session[1]
-        logger.debug("Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
-        logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
 
 
 @dataclass(slots=True)
@@ -271,6 +268,12 @@ class Upstream:
 
     def __repr__(self) -> str:
         return f"Upstream({len(self.exchanges)} exchanges, {self.pool})"
+
+
+def _log(level: int, session: Session | None, view: ReplicaView, decision: Decision) -> None:
+    key = "-" if session is None else session[1]
+    logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
+    logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
 
 
 def _rest(
