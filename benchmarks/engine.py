@@ -30,6 +30,7 @@ from servers import (
     VLLM_PYTHON,
     Endpoint,
     Midstream,
+    MidstreamBefore,
     Model,
     Server,
     Transformers,
@@ -37,10 +38,13 @@ from servers import (
 )
 
 HERE = Path(__file__).parent
-SERVERS: dict[str, type[Server]] = {"midstream": Midstream, "vllm": Vllm, "transformers": Transformers}
+SERVERS: dict[str, type[Server]] = {
+    server.name: server for server in (Midstream, MidstreamBefore, Vllm, Transformers)
+}
 TOO_SLOW = {("transformers", "dense-0.5b", 1024, 64)}  # a quarter of an hour for one round
 DECODE_ONLY = ("midstream through the gateway", "midstream with routes")
 COLUMNS = ("midstream", *DECODE_ONLY, "vllm", "transformers")
+BEFORE = ", before"  # ends the columns of another commit
 SETTLE_S = 0.5  # idle between two measurements: OpenMP threads spin for a while after their last work
 
 
@@ -158,10 +162,10 @@ def measure_line(
         column: (server, endpoint, variant)
         for server in servers.values()
         for variant, (column, endpoint) in enumerate(server.endpoints().items())
-        if (line.kind == "decode" or column not in DECODE_ONLY)
+        if (line.kind == "decode" or column.removesuffix(BEFORE) not in DECODE_ONLY)
         and (model.name == "tiny-moe" or "routes" not in column)
         and (column, model.name, line.prompt, line.streams) not in TOO_SLOW
-        and (options.columns is None or column in options.columns)
+        and (options.columns is None or column.removesuffix(BEFORE) in options.columns)
     }
     runs: dict[str, list[dict[str, float]]] = {column: [] for column in places}
     used = dict.fromkeys(places, 0.0)
@@ -249,8 +253,11 @@ def merge(result: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def save(result: dict[str, Any]) -> None:
-    path = write_result("engine", result)
-    write_table(result)
+    if MidstreamBefore.checkout is not None:
+        path = write_result("engine-before", result)
+    else:
+        path = write_result("engine", result)
+        write_table(result)
     say(f"  wrote {path.name}")
 
 
@@ -279,7 +286,7 @@ def new_result(options: argparse.Namespace) -> dict[str, Any]:
         result["versions"]["vllm environment"] = vllm_versions()
     result |= {"servers": {}, "lines": []}
     path = RESULTS / "engine.json"
-    if options.write and path.exists():
+    if options.write and options.before is None and path.exists():
         older = json.loads(path.read_text())
         result |= {"servers": older["servers"], "lines": older["lines"]}
         result["versions"] = {**older["versions"], **result["versions"]}
@@ -294,7 +301,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["tiny-moe", "dense-0.5b"])
     parser.add_argument("--kinds", nargs="+", default=["decode", "prefill", "late"])
-    parser.add_argument("--engines", nargs="+", default=list(SERVERS), choices=list(SERVERS))
+    engines = [name for name in SERVERS if name != MidstreamBefore.name]
+    parser.add_argument("--engines", nargs="+", default=engines, choices=engines)
+    parser.add_argument(
+        "--before",
+        metavar="DIR",
+        type=Path,
+        help="a checkout of another commit, measured beside this one alone; --write: results/engine-before.json",
+    )
     parser.add_argument(
         "--columns", nargs="+", choices=COLUMNS, help="of those the engines have; default all"
     )
@@ -307,6 +321,9 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help="to results/engine.json and docs/benchmarks.md")
     options = parser.parse_args()
+    if options.before is not None:
+        MidstreamBefore.checkout = options.before.resolve()
+        options.engines = [Midstream.name, MidstreamBefore.name]
     if "vllm" in options.engines and not VLLM_PYTHON.exists():
         parser.error(f"{VLLM_PYTHON} is missing; `make bench-engine` makes it")
     result = new_result(options)

@@ -75,6 +75,20 @@ def provenance(**configuration: Any) -> dict[str, Any]:
     }
 
 
+def commit_of(checkout: Path | None) -> str:
+    """The commit that is checked out there."""
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def source_of(checkout: Path | None) -> dict[str, str]:
+    """Environment of a process that runs that checkout's source instead of this one's, in the same Python environment."""
+    assert checkout is not None
+    return {"PYTHONPATH": str(checkout / "src")}
+
+
 def write_result(name: str, result: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

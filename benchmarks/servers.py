@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hardware import commit_of, source_of
+
 HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
 PR_SET_PDEATHSIG = 1
@@ -194,6 +196,22 @@ class Midstream(Server):
 
     def configuration(self) -> dict[str, Any]:
         return {"threads": self.model.threads, "replicas": 1}
+
+
+class MidstreamBefore(Midstream):
+    """Another commit of it, beside this one: what a change costs."""
+
+    name = "midstream-before"
+    checkout: Path | None = None
+
+    def environment(self) -> dict[str, str]:
+        return source_of(self.checkout)
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        return {f"{column}, before": endpoint for column, endpoint in super().endpoints().items()}
+
+    def configuration(self) -> dict[str, Any]:
+        return {**super().configuration(), "commit": commit_of(self.checkout)}
 
 
 class Vllm(Server):

@@ -27,7 +27,16 @@ from hardware import provenance, write_result
 from gateway import loads, tools
 from gateway.keys import KEYS, decisions
 from gateway.loads import LoadShape
-from gateway.routers import ROUTERS, Midstream, Router, RouterFailed, folder_for, probe, temporary_folder
+from gateway.routers import (
+    ROUTERS,
+    Midstream,
+    MidstreamBefore,
+    Router,
+    RouterFailed,
+    folder_for,
+    probe,
+    temporary_folder,
+)
 from gateway.table import write_table
 
 MOCKS = 4
@@ -238,6 +247,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="results/gateway.json and docs/benchmarks.md")
     parser.add_argument("--only", nargs="+", choices=[kind.name for kind in ROUTERS], help="these routers")
     parser.add_argument(
+        "--before",
+        metavar="DIR",
+        type=Path,
+        help="a checkout of another commit, measured beside this one alone; --write: results/gateway-before.json",
+    )
+    parser.add_argument(
         "--shapes", nargs="+", choices=[shape.name for shape in loads.SHAPES], help="these loads"
     )
     parser.add_argument("--profile", help="write a cProfile of midstream's gateway here (slows it down)")
@@ -248,7 +263,10 @@ def main() -> None:
         sys.exit("this needs two cores")
     effort = QUICK if args.quick else FULL
     shapes = [shape for shape in loads.SHAPES if not args.shapes or shape.name in args.shapes]
-    kinds = [kind for kind in ROUTERS if not args.only or kind.name in args.only]
+    if args.before is not None:
+        MidstreamBefore.checkout, args.only = args.before.resolve(), [Midstream.name, MidstreamBefore.name]
+    chosen = args.only or [kind.name for kind in ROUTERS if kind is not MidstreamBefore]
+    kinds = [kind for kind in ROUTERS if kind.name in chosen]
     with temporary_folder() as folder, Bench(Path(folder), effort, (available[0], available[1])) as bench:
         bench.start(kinds)
         result = provenance(
@@ -265,7 +283,9 @@ def main() -> None:
             headers=loads.HEAD,
         )
         result |= run(bench, shapes)
-    if args.write:
+    if args.write and args.before is not None:
+        write_result("gateway-before", result)
+    elif args.write:
         write_result("gateway", result)
         write_table(result)
     else:

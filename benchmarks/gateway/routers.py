@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from hardware import commit_of, source_of
 
 from gateway import peers
 from gateway.tools import pin
@@ -58,6 +59,10 @@ class Router(ABC):
 
     @abstractmethod
     def command(self) -> list[str]: ...
+
+    def environment(self) -> dict[str, str]:
+        """Variables that its process has beside this one's."""
+        return {}
 
     @classmethod
     @abstractmethod
@@ -99,6 +104,7 @@ class Router(ABC):
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=child,
+                env={**os.environ, **self.environment()},
             )
         try:
             self.started()
@@ -194,7 +200,8 @@ class Midstream(Router):
             log_level="info",
         )
         (self.folder / "bucket").mkdir(exist_ok=True)
-        self._say(msgspec.json.encode(spec))
+        defaults = {**msgspec.to_builtins(spec), "settings": {}}  # also of a commit that has fewer settings
+        self._say(msgspec.json.encode(defaults))
         assert self.process.stdout is not None
         said = self.process.stdout.readline()  # it listens; a line said before that is not heard
         told = msgspec.json.decode(said, type=Listening) if said else Listening()
@@ -219,6 +226,23 @@ class Midstream(Router):
         assert self.process.stdin is not None
         self.process.stdin.write(line + b"\n")
         self.process.stdin.flush()
+
+
+class MidstreamBefore(Midstream):
+    """Another commit of it, beside this one: what a change costs."""
+
+    name = "midstream-before"
+    checkout: Path | None = None
+
+    def environment(self) -> dict[str, str]:
+        return source_of(self.checkout)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if cls.checkout is not None else "no --before"
+
+    def version(self) -> str:
+        return commit_of(self.checkout)
 
 
 class PythonPeer(Router):
@@ -406,7 +430,15 @@ http {{
         self.pin(self.core)
 
 
-ROUTERS: tuple[type[Router], ...] = (Midstream, VllmRouter, Smg, SglangRouter, HAProxy, Nginx)
+ROUTERS: tuple[type[Router], ...] = (
+    Midstream,
+    MidstreamBefore,
+    VllmRouter,
+    Smg,
+    SglangRouter,
+    HAProxy,
+    Nginx,
+)
 
 
 def free_port() -> int:
