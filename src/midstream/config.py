@@ -6,6 +6,7 @@ an error that names it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import shlex
@@ -16,6 +17,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from midstream.errors import ConfigError
+from midstream.scopes import parse_grant
 
 EngineKind = Literal["embedded", "vllm"]
 Dtype = Literal["bfloat16", "float32"]
@@ -57,6 +59,15 @@ def parse_size(what: str, text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An API key that may not do everything."""
+
+    key: str  # the key itself, or "sha256:" and the 64 hexadecimal digits of its SHA-256
+    # Of midstream/scopes.py: sample, publish, observe, operate; on one deployment only as "sample:NAME".
+    scopes: tuple[str, ...]
+    tenant: str | None = None  # whose key it is; keys of one tenant share sessions, caches and Tinker models
+
+
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_body_bytes: int = 64 * 2**20
     max_header_bytes: int = 64 * 2**10
@@ -83,7 +94,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_cert: str | None = None
     tls_key: str | None = None
     workers: int = 1  # processes that share the port
-    api_keys: tuple[str, ...] = ()  # empty: no authentication
+    # A key written as text may do everything; one written as a table, what its scopes say. Empty: everybody may do everything.
+    api_keys: tuple[str | KeySettings, ...] = ()
     chain_max: int = 64  # incremental snapshots on one full snapshot
     # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).
     allowed_buckets: tuple[str, ...] = ()
@@ -228,10 +240,7 @@ def _checked(settings: Settings) -> Settings:
     check_name("deployment", settings.deployment)
     gateway = settings.gateway
     checks = [
-        (
-            all(key.strip() == key != "" for key in gateway.api_keys),
-            "gateway.api_keys must not hold an empty key",
-        ),
+        *_key_checks(gateway.api_keys),
         *(
             (0 < getattr(gateway, name) < math.inf, f"gateway.{name} must be above 0 and finite")
             for name in (
@@ -321,6 +330,39 @@ def _checked(settings: Settings) -> Settings:
         if not holds:
             raise ConfigError(f"configuration: {message}")
     return settings
+
+
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+def key_digest(text: str) -> bytes:
+    """The SHA-256 of a key that is written as itself or as its digest."""
+    match = _DIGEST.fullmatch(text)
+    return bytes.fromhex(match[1]) if match else hashlib.sha256(text.encode()).digest()
+
+
+def _key_checks(keys: tuple[str | KeySettings, ...]) -> list[tuple[bool, str]]:
+    """Never with a key in a message. Raises ConfigError on a scope that is none."""
+    texts = [entry if isinstance(entry, str) else entry.key for entry in keys]
+    checks = [
+        (all(key.strip() == key != "" for key in texts), "gateway.api_keys must not hold an empty key"),
+        (
+            all(_DIGEST.fullmatch(key) for key in texts if key.startswith("sha256:")),
+            "gateway.api_keys: sha256: is followed by the 64 hexadecimal digits of a key's SHA-256",
+        ),
+        (len(set(map(key_digest, texts))) == len(texts), "gateway.api_keys holds a key twice"),
+    ]
+    for number, entry in enumerate(keys, 1):
+        if isinstance(entry, str):
+            continue
+        checks.append((bool(entry.scopes), f"gateway.api_keys: number {number} has no scopes"))
+        if entry.tenant is not None:
+            check_name("gateway.api_keys: tenant", entry.tenant)
+        try:
+            parse_grant(entry.scopes)
+        except ConfigError as error:
+            raise ConfigError(f"configuration: gateway.api_keys: number {number}: {error}") from error
+    return checks
 
 
 #: Ray's own resources, of which a node has enough for several gateways.

@@ -5,6 +5,7 @@
         UnknownField 400
         SnapshotRefused 400         a hot-load signal that cannot be taken
       Unauthorized 401
+      Forbidden 403                 the API key may not do that; no retry helps
       NotFound 404
       RequestTimeout 408            the client did not send its request in time
       Conflict 409
@@ -74,6 +75,11 @@ class SnapshotRefused(InvalidRequest):
 class Unauthorized(MidstreamError):
     status = 401
     code = "authentication_error"
+
+
+class Forbidden(MidstreamError):
+    status = 403
+    code = "permission_error"
 
 
 class NotFound(MidstreamError):

@@ -22,6 +22,7 @@ BASE_SNAPSHOT = "base"
 HEADER_SESSION = "x-midstream-session"  # percent-encoded session key; absent: the request has no session
 HEADER_TOKEN = "x-midstream-token"  # the secret between a gateway and its replicas, when they have one
 HEADER_TENANT = "x-midstream-tenant"  # who the API key belongs to; absent: single tenant
+HEADER_SCOPES = "x-midstream-scopes"  # what the API key may do, for the control app only
 HEADER_PLACED = "x-midstream-placed"  # stamp of a session that begins, or begins again, on this replica
 
 HEADER_FOLLOW_PREFIX = (

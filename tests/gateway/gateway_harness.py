@@ -218,7 +218,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
         view.admitted = True
     deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     metrics = GatewayMetrics(deployments)
-    app = app or control_app(deployments, metrics)
+    app = app or control_app(deployments, metrics, keyed=bool(settings.get("api_keys")))
     gateway = Gateway(GatewaySettings(**settings), deployments, metrics, app, **options)
     stage = Stage(gateway, await gateway.start("127.0.0.1", 0), replicas, mocks)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.config import load_settings
+from midstream.config import KeySettings, load_settings
 from midstream.errors import ConfigError
 
 
@@ -26,6 +26,24 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("[embedded]\nmax_batch_tokens = 8\nmax_running = 16", "would starve"),
         ("[embedded]\nkv_cache_tokens = 8", "must hold at least two blocks"),
         ('[gateway]\napi_keys = ["", "real"]', "empty key"),
+        ('[gateway]\napi_keys = ["real", "real"]', "gateway.api_keys holds a key twice"),
+        (
+            '[gateway]\napi_keys = ["k", "sha256:8254C329A92850F6D539DD376F4816EE2764517DA5E0235514AF433164480D7A"]',
+            "gateway.api_keys holds a key twice",
+        ),
+        ('[gateway]\napi_keys = ["sha256:abc"]', "followed by the 64 hexadecimal digits"),
+        ('[gateway]\napi_keys = ["j", {key = "k"}]', "missing required field `scopes`"),
+        ('[gateway]\napi_keys = ["j", {key = "k", scopes = []}]', "gateway.api_keys: number 2 has no scopes"),
+        (
+            '[gateway]\napi_keys = [{key = "k", scopes = ["train"]}]',
+            "gateway.api_keys: number 1: scope 'train': expected one of sample, publish, observe, operate",
+        ),
+        (
+            '[gateway]\napi_keys = [{key = "k", scopes = ["publish:default/actor"]}]',
+            "there are no policies yet",
+        ),
+        ('[gateway]\napi_keys = [{key = "k", scopes = ["sample"], tenant = "a b"}]', "tenant 'a b'"),
+        ('[gateway]\napi_keys = [{key = "k", scope = ["sample"]}]', "unknown field `scope`"),
         ("[gateway]\nconnect_timeout_s = 0", "gateway.connect_timeout_s must be above 0"),
         ('[gateway]\ntls_cert = "c"', "gateway.tls_cert and gateway.tls_key go together"),
         ("[gateway]\nload_bound = inf", "gateway.load_bound must be above 0 and finite"),
@@ -76,3 +94,30 @@ def test_the_tinker_api_is_on_and_can_be_switched_off(tmp_path: Path) -> None:
     assert (off.enabled, off.base_models) == (False, ("Qwen/Qwen3-8B-Base",))
     file.write_text("[tinker]\nenabled = false\n")
     assert not load_settings(str(file), {"no_tinker": False}).tinker.enabled
+
+
+def test_keys_are_written_as_texts_and_as_tables(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text(
+        '[gateway]\napi_keys = ["a", {key = "b", scopes = ["sample:x", "publish"], tenant = "t"}]\n'
+    )
+    expected = ("a", KeySettings(key="b", scopes=("sample:x", "publish"), tenant="t"))
+    assert load_settings(str(file), {}).gateway.api_keys == expected
+    file.write_text('[[gateway.api_keys]]\nkey = "b"\nscopes = ["observe"]\n')
+    assert load_settings(str(file), {}).gateway.api_keys == (KeySettings(key="b", scopes=("observe",)),)
+
+
+def test_no_message_about_a_key_shows_it(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    for keys in (
+        '"secret", "secret"',
+        '" secret"',
+        '"sha256:secret"',
+        '{key = "secret", scopes = []}',
+        '{key = "secret", scopes = ["x"]}',
+        '{key = "secret", scopes = "sample"}',
+    ):
+        file.write_text(f"[gateway]\napi_keys = [{keys}]\n")
+        with pytest.raises(ConfigError) as error:
+            load_settings(str(file), {})
+        assert "secret" not in str(error.value)

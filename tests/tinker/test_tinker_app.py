@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from midstream.config import KeySettings
 from midstream.gateway.auth import Authenticator
+from midstream.scopes import TINKER_ROUTES
 from midstream.tinker import app as module
 from midstream.tinker import proto, serving
 from midstream.tinker.app import INLINE_BYTES, tinker_app
@@ -90,7 +92,9 @@ class Played:
 
 
 class Front:
-    def __init__(self, keys: tuple[str, ...] = (), poll_s: float = 30.0, base_policy: Any = "exact") -> None:
+    def __init__(
+        self, keys: tuple[str | KeySettings, ...] = (), poll_s: float = 30.0, base_policy: Any = "exact"
+    ) -> None:
         self.futures = Futures()
         self.store = Store(":memory:")
         self.played = Played(self.futures, self.store)
@@ -103,6 +107,7 @@ class Front:
             served=Served(
                 names=("tiny", "Org/Alias"),
                 directory="/models/tiny",
+                deployment="accounts/acme/deployments/policy",
                 max_context=512,
                 base_policy=base_policy,
             ),
@@ -676,6 +681,50 @@ def test_configured_keys_are_asked_for_and_passed_on() -> None:
         assert {future.tenant for future in front.played.submitted} == {serving.tenant_of(KEY)}
 
     play(test, keys=(KEY,))
+
+
+TRAINING = {
+    *("create_model", "load_weights", "forward_backward"),
+    *("optim_step", "save_weights", "save_weights_for_sampler"),
+}
+SAMPLING = {"create_sampling_session", "asample"}
+SCOPED = {
+    "tml-sample": ("sample:policy",),
+    "tml-publish": ("publish:policy",),
+    "tml-both": ("sample", "publish"),
+    "tml-operate": ("operate",),
+    "tml-observe": ("observe",),
+    "tml-elsewhere": ("sample:other", "publish:other"),
+}
+
+
+def test_what_a_key_may_do_here_follows_from_its_scopes(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(front: Front) -> None:
+        for method, path in sorted(TINKER_ROUTES):
+            name = path.removeprefix("/api/v1/")
+            served = {"tml-both", "tml-operate"}
+            if name not in SAMPLING:
+                served |= {"tml-publish"}
+            if name not in TRAINING and method != "DELETE":
+                served |= {"tml-sample"}
+            for key in SCOPED:
+                before = list(front.played.calls)
+                asked = path.replace("{", "").replace(":path}", "").replace("}", "")
+                headers = {"X-API-Key": key}
+                answer = await front.client.request(method, asked, content=b"{}", headers=headers)
+                if key in served:
+                    assert answer.status_code not in (401, 403), (key, path)
+                    continue
+                assert (answer.status_code, answer.json()["param"]) == (403, None), (key, path)
+                assert answer.json()["detail"].endswith("on the deployment of the Tinker API")
+                assert front.played.calls == before
+        lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+        tenant = serving.tenant_of("tml-sample")
+        lacks = "this API key lacks the scope 'publish' on the deployment of the Tinker API"
+        assert f"refused: tenant {tenant}, POST /api/v1/optim_step: {lacks}" in lines
+
+    play(test, keys=tuple(KeySettings(key=key, scopes=scopes) for key, scopes in SCOPED.items()))
+    assert not any(key in caplog.text for key in SCOPED)
 
 
 def test_without_configured_keys_each_key_is_a_tenant() -> None:

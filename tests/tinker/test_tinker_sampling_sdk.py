@@ -27,7 +27,7 @@ CONFIG = f"""\
 account = "acme"
 deployment = "policy"
 [gateway]
-api_keys = ["{API_KEY}", "tml-another"]
+api_keys = ["{API_KEY}", "tml-another", {{ key = "tml-rollouts", scopes = ["sample"] }}]
 [tinker]
 base_models = ["{ALIAS}"]
 """
@@ -59,6 +59,21 @@ def complete(server: Server, **body: Any) -> dict[str, Any]:
 def entries(answer: dict[str, Any], choice: int = 0) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = answer["choices"][choice]["logprobs"]["content"]
     return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_key_that_may_only_sample_samples_and_is_refused_a_model_at_once(
+    server: Server, version: str
+) -> None:
+    given = {"url": server.url, "api_key": "tml-rollouts", "base_model": ALIAS, "prompt": PROMPT}
+    told = run_sdk(version, HERE / "sdk_scopes.py", given)
+    assert len(told["sampled"]["sequences"][0]["tokens"]) > 0
+    assert told["refused"]["status"] == 403
+    assert (
+        "this API key lacks the scope 'publish' on the deployment of the Tinker API"
+        in told["refused"]["text"]
+    )
+    assert told["asked"] == 1, "it is not tried again"
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ CONFIG = f"""\
 account = "acme"
 deployment = "policy"
 [gateway]
-api_keys = ["{API_KEY}", "tml-another"]
+api_keys = [{{ key = "{API_KEY}", scopes = ["sample", "publish"] }}, "tml-another"]
 [tinker]
 base_models = ["{ALIAS}"]
 """

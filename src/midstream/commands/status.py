@@ -15,9 +15,10 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from midstream.client import HotLoadServer, PublishError, ReplicaStatus, Status
+from midstream.client import HotLoadServer, PublishError, ReplicaStatus, SignalRefused, Status
 from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
 from midstream.commands.table import plain, table
+from midstream.errors import Forbidden
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
 IN_FLIGHT = "midstream_replica_requests_in_flight"
@@ -71,13 +72,23 @@ def _watch(look: Callable[[], str], interval_s: float) -> None:
 
 def _look(server: HotLoadServer, draw: Callable[[Status, Load], str], deployment: str | None) -> str:
     status = server.status(retry_s=0)
-    picture = draw(status, read_load(server.metrics(retry_s=0)))
+    picture = draw(status, read_load(_metrics(server)))
     if status.replicas or draw is as_json:
         return picture
     name = full_deployment_name(server, deployment)
     row = next((row for row in server.deployments(retry_s=0) if row["name"] == name), {})
     why = (row.get("status") or {}).get("message")
     return f"{picture}: {row.get('state')}, {plain(why)}" if why else picture
+
+
+def _metrics(server: HotLoadServer) -> str:
+    """Nothing, where the key may see the status but not the metrics."""
+    try:
+        return server.metrics(retry_s=0)
+    except SignalRefused as error:
+        if error.status != Forbidden.status:
+            raise
+        return ""
 
 
 def read_load(exposition: str) -> Load:

@@ -1,6 +1,7 @@
 """The account and its models as Fireworks' control plane shows them: `/v1/accounts`, an account, its models, one model.
 
-Always holds: there is one account, the server's; a model is listed once, whether it is deployed or only can be. Read only.
+Always holds: there is one account, the server's; a model is listed once, whether it is deployed or only can be. A key that is
+not for every deployment sees only the models of those that it may use. Read only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.errors import NotFound
+from midstream.gateway.access import grant_of, shown_only
 from midstream.gateway.registry import Deployments
+from midstream.scopes import SCOPES, forbidden
 
 
 def account_routes(deployments: Deployments) -> list[BaseRoute]:
@@ -39,15 +42,24 @@ class _Accounts:
 
     async def models(self, request: Request) -> Response:
         self._check_account(request)
-        models = [_model(name) for name in self._deployments.models]
+        models = [_model(name) for name in self._names(request)]
         return JSONResponse({"models": models, "nextPageToken": "", "totalSize": len(models)})
 
     async def model(self, request: Request) -> Response:
         account = self._check_account(request)
         name = f"{account}/models/{request.path_params['model']}"
-        if name not in self._deployments.models:
-            raise NotFound(f"there is no model {name}; this server has {', '.join(self._deployments.models)}")
+        names = self._names(request)
+        if name not in names and not grant_of(request).everywhere(SCOPES):
+            raise forbidden(SCOPES, f"model {request.path_params['model']!r}")
+        if name not in names:
+            raise NotFound(f"there is no model {name}; this server has {', '.join(names)}")
         return JSONResponse(_model(name))
+
+    def _names(self, request: Request) -> list[str]:
+        grant = grant_of(request)
+        if grant.everywhere(SCOPES):
+            return self._deployments.models
+        return sorted({one.model for one in shown_only(grant, SCOPES, self._deployments)})
 
     def _account(self) -> dict[str, Any]:
         name = self._deployments.default.names.account

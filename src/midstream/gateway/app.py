@@ -1,7 +1,8 @@
 """The control app: every endpoint of the gateway that is not proxied inference, as ordinary ASGI.
 
 Always holds: each response, errors included, is JSON in the API's shape (but /metrics, which is Prometheus' text).
-The data path has checked the API key before a request comes here, and answers POSTs to inference paths itself.
+The data path has checked the API key before a request comes here, says what it may do, and answers POSTs to inference paths
+itself. Every route is behind what the table of scopes asks for it (access.py), and shows what the key may see.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.errors import InvalidRequest, MidstreamError, NotFound
 from midstream.gateway import capabilities
+from midstream.gateway.access import grant_of, guarded, meant, shown_only
 from midstream.gateway.accounts import account_routes
 from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from midstream.gateway.proxy import INFERENCE_PATHS
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.trajectories import session_routes
 from midstream.gateway.view import ReplicaView
+from midstream.scopes import SCOPES, Grant
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +36,13 @@ def control_app(
     metrics: GatewayMetrics,
     *,
     created: int = 0,
+    keyed: bool = False,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """The app; `created` (seconds since the epoch) is when the model came to be served."""
+    """The app; `created` (seconds since the epoch) is when the model came to be served.
+
+    keyed: API keys are in use, so a request that does not say what its key may do may do nothing.
+    """
     endpoints = _Endpoints(deployments, metrics, created)
     routes: list[BaseRoute] = [
         *extra_routes,
@@ -49,7 +56,7 @@ def control_app(
         routes.append(Route(f"{prefix}/v1/models/{{model:path}}", endpoints.model, methods=["GET"]))
     routes += [Route(path.decode(), _post_only, methods=["POST"]) for path in INFERENCE_PATHS]
     app = Starlette(
-        routes=routes,
+        routes=guarded(routes, deployments, keyed=keyed),
         exception_handlers={
             MidstreamError: _midstream_error,
             HTTPException: _http_exception,
@@ -67,31 +74,42 @@ class _Endpoints:
         self._created = created
 
     async def health(self, request: Request) -> Response:
-        views = [view for deployment in self._deployments for view in deployment.replicas.views]
-        usable = sum(view.usable for view in views)
-        body = {
-            "deployments": [_deployment_summary(deployment) for deployment in self._deployments],
-            "status": "ok" if usable else "unavailable",
-            "usable_replicas": usable,
-            "gateway_workers_ready": self._metrics.workers_ready(),
-            "replicas": [_summary(view) for view in views],
-        }
-        return JSONResponse(body, status_code=200 if usable else 503)
+        """Whether there is a usable replica, to everybody; the rest, to a key, of the deployments that it may use."""
+        grant = grant_of(request)
+        up = any(view.usable for deployment in self._deployments for view in deployment.replicas.views)
+        body: dict[str, Any] = {"status": "ok" if up else "unavailable"}
+        if grant.anywhere(SCOPES):
+            shown = shown_only(grant, SCOPES, self._deployments)
+            views = [view for deployment in shown for view in deployment.replicas.views]
+            body |= {
+                "deployments": [_deployment_summary(deployment) for deployment in shown],
+                "usable_replicas": sum(view.usable for view in views),
+                "gateway_workers_ready": self._metrics.workers_ready(),
+                "replicas": [_summary(view) for view in views],
+            }
+        return JSONResponse(body, status_code=200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._models()})
+        return JSONResponse({"object": "list", "data": self._models(grant_of(request))})
 
     async def model(self, request: Request) -> Response:
-        asked = str(request.path_params["model"])
-        return JSONResponse(self._model(self._deployments.find(asked, param="model")))
+        asked, grant = str(request.path_params["model"]), grant_of(request)
 
-    def _models(self) -> list[dict[str, Any]]:
-        """Each once, as it stands with the deployment that its name means."""
+        def find() -> Deployment:
+            return self._deployments.find(asked, param="model")
+
+        found = (
+            find() if grant.everywhere(SCOPES) else meant(self._deployments, grant, SCOPES, find, None, asked)
+        )
+        return JSONResponse(self._model(found))
+
+    def _models(self, grant: Grant) -> list[dict[str, Any]]:
+        """Each once, as it stands with the deployment that its name means to this key."""
         served: dict[str, Deployment] = {}
-        for deployment in self._deployments:
+        for deployment in shown_only(grant, SCOPES, self._deployments):
             if not deployment.deleting:
                 served.setdefault(deployment.model, deployment)
         return [self._model(deployment) for deployment in served.values()]

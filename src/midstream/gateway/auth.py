@@ -1,46 +1,75 @@
-"""Who may call, and as which tenant.
+"""Who calls, as which tenant, and with which scopes.
 
-Always holds: keys are compared in constant time and never logged or passed on; a tenant's name is stable for its key
-and does not reveal it. Without configured keys everybody may call and there is no tenant.
+Always holds: keys are kept and compared as SHA-256 digests, and never logged or passed on; a tenant's name is the one that the
+settings give, or is stable for its key and does not reveal it. Without configured keys everybody may do everything and there is
+no tenant.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+from midstream.config import KeySettings, key_digest
 from midstream.errors import Unauthorized
+from midstream.scopes import EVERYTHING, NOTHING, Grant, parse_grant
+
+
+class Caller(NamedTuple):
+    tenant: str
+    grant: Grant
+
+
+ANYBODY = Caller("", EVERYTHING)  # where keys are not in use
+NOBODY = Caller("", NOTHING)
 
 
 class Authenticator:
-    def __init__(self, api_keys: Iterable[str]) -> None:
-        self._tenants = [(key.encode(), tenant_of(key)) for key in api_keys]
+    def __init__(self, api_keys: Iterable[str | KeySettings]) -> None:
+        # By the key's digest: how long a lookup takes tells nothing that leads to a key. Without a tenant: it is made of the
+        # key, which is not known here before it is presented.
+        self._callers: dict[bytes, Caller] = {}
+        for entry in api_keys:
+            if isinstance(entry, KeySettings):
+                self._callers[key_digest(entry.key)] = Caller(entry.tenant or "", parse_grant(entry.scopes))
+            else:
+                self._callers[key_digest(entry)] = Caller("", EVERYTHING)
+
+    def __repr__(self) -> str:
+        return f"Authenticator({len(self._callers)} keys)"
 
     @property
     def required(self) -> bool:
-        return bool(self._tenants)
+        return bool(self._callers)
 
-    def tenant(self, headers: Mapping[bytes, bytes]) -> str:
-        """The tenant of a request with these headers (lower-case names), "" when keys are not in use.
+    def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Of a request with these headers (lower-case names).
 
         Raises Unauthorized. `Authorization: Bearer` and `X-Api-Key` both count; one that matches is enough.
         """
-        if not self._tenants:
-            return ""
+        if not self._callers:
+            return ANYBODY
         for presented in (
             _bearer(headers.get(b"authorization", b"")),
             headers.get(b"x-api-key", b"").strip(),
         ):
-            matches = [tenant for key, tenant in self._tenants if hmac.compare_digest(key, presented)]
-            if matches:
-                return matches[0]
+            digest = hashlib.sha256(presented).digest()
+            found = self._callers.get(digest) if presented else None
+            if found is not None:
+                if not found.tenant:
+                    found = self._callers[digest] = Caller(_tenant(presented), found.grant)
+                return found
         raise Unauthorized("a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'")
 
 
 def tenant_of(api_key: str) -> str:
     """A short name for whoever holds the key; a one-way digest."""
-    return hashlib.blake2b(api_key.encode(), digest_size=8, person=b"midstream tenant").hexdigest()
+    return _tenant(api_key.encode())
+
+
+def _tenant(api_key: bytes) -> str:
+    return hashlib.blake2b(api_key, digest_size=8, person=b"midstream tenant").hexdigest()
 
 
 def _bearer(value: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 Always holds: a change is answered after it is committed in the ledger, and is carried out afterwards (gateway/roster.py). The
 default deployment, the one of the command line, cannot be deleted. A bucket outside the server's own and the allowed ones is
-refused.
+refused. A key that is not for every deployment sees and changes its own, and moves none to another bucket.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.errors import ConfigError, InvalidRequest, NotFound
 from midstream.gateway import resource
+from midstream.gateway.access import grant_of
 from midstream.gateway.bodies import read_body, whole_number
 from midstream.gateway.registry import Deployments
 from midstream.gateway.roster import HARD
 from midstream.gateway.status import loading_state
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 from midstream.ledger.records import DeploymentChange
+from midstream.scopes import OBSERVE, OPERATE, PUBLISH, forbidden
 from midstream.snapshots.identity import file_url_path, parse_bucket
 
 PAGE_SIZE = 50
@@ -116,7 +118,13 @@ class _Api:
         self._check_account(request)
         found = await self._ledger.deployments()
         rows = sorted(
-            (row for row in found if row.name.startswith(f"{self._account}/")), key=lambda row: row.name
+            (
+                row
+                for row in found
+                if row.name.startswith(f"{self._account}/")
+                and grant_of(request).allows((PUBLISH, OBSERVE), row.name)
+            ),
+            key=lambda row: row.name,
         )
         after = request.query_params.get("pageToken", "")
         size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE_MAX)
@@ -131,6 +139,8 @@ class _Api:
         given = resource.parse_body(await read_body(request))
         masks = request.query_params.getlist("updateMask") or request.query_params.getlist("update_mask")
         fields = resource.mask_of(",".join(masks) or None, given)
+        if "hotLoadBucketUrl" in fields and not grant_of(request).everywhere((OPERATE,)):
+            raise forbidden((OPERATE,), "every deployment, to change hotLoadBucketUrl")
         return JSONResponse(await self._shown(await self._change(row, given, fields)))
 
     async def scale(self, request: Request) -> Response:
@@ -166,7 +176,8 @@ class _Api:
         """The row after the `fields` are as `given` says; one that it does not give goes back to its default."""
         if row.deleting:
             raise InvalidRequest(f"{row.name} is being deleted", param="name")
-        if "baseModel" in fields and self._base_model(given.get("baseModel")) != row.model:
+        prefix = f"{self._account}/models/"
+        if "baseModel" in fields and prefix + given.get("baseModel", "").removeprefix(prefix) != row.model:
             raise InvalidRequest(f"baseModel: cannot be changed, it is {row.model}", param="baseModel")
         change: DeploymentChange = {}
         if "minReplicaCount" in fields or "maxReplicaCount" in fields:

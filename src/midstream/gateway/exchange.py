@@ -63,7 +63,8 @@ class ControlExchange:
         self._event_stream = False
         self._chunked = False
         self._tail = b""  # the last bytes written of an event stream
-        self._tenant = proxy.tenant(request)
+        self._caller = proxy.caller(request)
+        self._tenant = self._caller.tenant
         self._resumable = False  # the replica is asked to say what another one needs to go on with its stream
 
     # -- http1.Exchange
@@ -233,7 +234,7 @@ class ControlExchange:
     # -- what kinds of exchanges differ in
 
     def _upstream_headers(self) -> list[bytes]:
-        return []
+        return self._proxy.scopes_header(self._caller)
 
     def _response_headers(self) -> bytes:
         return b""

@@ -4,13 +4,14 @@ Always holds:
 - A signal is answered 200 only after it is committed in the ledger; it is refused whole when any part of it is not
   understood. Errors are raised as MidstreamError; the app that mounts the routes turns them into responses.
 - What GET says is read off the ledger and the reports at that moment; nothing is cached here.
+- A key that may publish to some deployments only publishes nothing out of the bucket of another one.
 - A hint changes nothing that is desired, and no failure of a replica to follow it is the client's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -19,8 +20,10 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.control.reconcile import failure, serving_generation
 from midstream.errors import ReplicaUnavailable, SnapshotError, SnapshotMissing, SnapshotRefused
+from midstream.gateway.access import grant_of
 from midstream.gateway.bodies import read_body, whole_number
 from midstream.gateway.capabilities import check_signal
+from midstream.gateway.deployments import lies_in
 from midstream.gateway.ledgerview import ledger_body
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.signals import (
@@ -33,7 +36,8 @@ from midstream.gateway.signals import (
 )
 from midstream.gateway.status import replica_rows
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
-from midstream.snapshots.identity import check_bucket, snapshot_url
+from midstream.scopes import PUBLISH, forbidden
+from midstream.snapshots.identity import check_bucket, parse_bucket, snapshot_url
 from midstream.snapshots.store import find_file, snapshot_fingerprint
 from midstream.types import Hint, ReplicaReport
 
@@ -157,13 +161,26 @@ class _Api:
             raise SnapshotRefused(f"{row.name} has enableHotLoad false", param="enableHotLoad")
         bucket = row.bucket_url
         source = request.headers.get(SOURCE_URL_HEADER)
-        if not source:
-            return snapshot_url(bucket, body.identity)
-        return source_url(source, (bucket, *self._allowed_buckets))
+        url = snapshot_url(bucket, body.identity)
+        if source:
+            url = source_url(source, (bucket, *self._allowed_buckets))
+        grant = grant_of(request)
+        if not grant.everywhere((PUBLISH,)):
+            buckets = {row.name: row.bucket_url for row in await self._ledger.deployments()}
+            if not any(grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.name,)):
+                raise forbidden((PUBLISH,), "the place of this snapshot")
+        return url
 
     def _named(self, request: Request) -> str:
         name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
         return self._deployments.get(name).name
+
+
+def whose(url: str, buckets: Mapping[str, str]) -> list[str]:
+    """The deployments that a directory belongs to: those with the innermost bucket around it. buckets: by deployment."""
+    around = {name: bucket for name, bucket in buckets.items() if lies_in(url, bucket)}
+    depth = {name: len(parse_bucket(bucket).path.strip("/")) for name, bucket in around.items()}
+    return [name for name in around if depth[name] == max(depth.values())]
 
 
 async def _fingerprint(url: str) -> str:

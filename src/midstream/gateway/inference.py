@@ -64,7 +64,7 @@ class InferenceExchange(ControlExchange):
 
     def start(self) -> None:
         try:
-            self._deployment = self._proxy.deployment_of(self._request)
+            self._deployment = self._proxy.deployment_of(self._request, self._caller.grant)
             key = session_key(self._request.first, self._request.body)
             follows = _follows(self._request.first)
         except MidstreamError as error:

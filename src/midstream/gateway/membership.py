@@ -26,10 +26,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.errors import ConfigError, Conflict, InvalidRequest, NotFound
+from midstream.gateway.access import grant_of
 from midstream.gateway.bodies import NOT_JSON, read_body
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.view import ReplicaView
 from midstream.ledger import DeploymentRow, Ledger
+from midstream.scopes import OBSERVE
 from midstream.types import ReplicaEntry
 
 logger = logging.getLogger(__name__)
@@ -178,7 +180,8 @@ class _Api:
             raise InvalidRequest(f"url: {name} is none of gateway.allowed_replicas", param="url")
         for other in self._deployments:
             if name in other.entries and (other is not deployment or other.entries[name].url):
-                raise Conflict(f"{name} belongs to {other.name} already")
+                known = grant_of(request).allows((OBSERVE,), other.name)
+                raise Conflict(f"{name} belongs to {other.name if known else 'another deployment'} already")
         entry = ReplicaEntry(given.url.rstrip("/"), given.weight, given.drain or False)
         await self._keep(deployment, name, entry)
         return self._answer(deployment, name)

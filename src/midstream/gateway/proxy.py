@@ -4,13 +4,15 @@ Owns: the state all exchanges share, and placement. What happens to a request wh
 Always holds:
 - A session's home changes only when its replica is not usable: one that fails a request while it stays usable is
   passed over for that request alone.
-- With one deployment no body is looked into for its model.
+- With one deployment no body is looked into for its model, unless the key is for some deployments only.
+- A request for inference reaches a replica only of a deployment that its key may sample from.
 - `in_flight` of a view counts exactly the exchanges that are on it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import logging
 import os
@@ -20,7 +22,8 @@ from dataclasses import dataclass
 
 from midstream.config import GatewaySettings
 from midstream.errors import MidstreamError, Unauthorized
-from midstream.gateway.auth import Authenticator
+from midstream.gateway.access import meant, scopes_header
+from midstream.gateway.auth import NOBODY, Authenticator, Caller
 from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
 from midstream.gateway.front import CREDENTIALS, FrontExchange, FrontUnauthorized
 from midstream.gateway.front import PREFIX as FRONT_PREFIX
@@ -36,7 +39,8 @@ from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.view import ReplicaView
 from midstream.http1 import ClientConnection, Exchange
 from midstream.http_message import Request
-from midstream.types import Session
+from midstream.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant, forbidden
+from midstream.types import HEADER_TOKEN, Session
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,9 @@ INFERENCE_PATHS = {
     for path in (b"/v1/completions", b"/v1/chat/completions")
 }
 _CONTROL = "control"
+_HEALTH = b"/health"
+_TOKEN = HEADER_TOKEN.encode()
+_SUPERVISOR = Caller("", Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 
 
@@ -73,6 +80,7 @@ class Proxy:
         """
         self.deployments = deployments
         self.upstreams: dict[ReplicaView, Upstream] = {}
+        self._token = (replica_token or "").encode()
         self.replica_header = token_header(replica_token).removesuffix("\r\n").encode()
         self.clock = clock
         self._unreachable_s = unreachable_s
@@ -110,14 +118,18 @@ class Proxy:
             await self._empty
 
     def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
-        if target.partition(b"?")[0] == b"/health":
+        path = target.partition(b"?")[0]
+        if path == _HEALTH:
             return
         try:
-            self._auth.tenant(headers)
+            caller = self._auth.caller(headers)
         except Unauthorized as error:
             if self.front is not None and target.startswith(FRONT_PREFIX):
                 raise FrontUnauthorized(error.message) from error
             raise
+        grant = caller.grant
+        if grant is not EVERYTHING and path in INFERENCE_PATHS and not grant.anywhere((SAMPLE,)):
+            raise forbidden((SAMPLE,), "any deployment")
 
     def refused(self, error: MidstreamError) -> None:
         self.metrics.requests["refused", error.status] += 1
@@ -158,26 +170,41 @@ class Proxy:
 
     # -- for exchanges
 
-    def tenant(self, request: Request) -> str:
+    def caller(self, request: Request) -> Caller:
+        """Of a request that check_head let pass."""
         try:
-            return self._auth.tenant(request.first)
-        except MidstreamError:  # /health, which needs no key
-            return ""
+            return self._auth.caller(request.first)
+        except Unauthorized:  # /health, which needs no key; the server's own supervisor has none
+            given = request.first.get(_TOKEN, b"")
+            known = bool(self._token) and hmac.compare_digest(given, self._token)
+            return _SUPERVISOR if known else NOBODY
+
+    def scopes_header(self, caller: Caller) -> list[bytes]:
+        """For the control app; none where keys are not in use."""
+        return [scopes_header(caller.grant)] if self._auth.required else []
 
     def request_id(self) -> bytes:
         return f"{self._request_prefix}-{next(self._request_ids):x}".encode()
 
-    def deployment_of(self, request: Request) -> Deployment:
-        """The deployment a request is for. Raises NotFound, and InvalidRequest when its model's name fits several."""
-        headers = request.first
-        named = self.deployments.decide(
-            _decoded(headers.get(b"fireworks-deployment")), _decoded(headers.get(b"fireworks-model"))
-        )
-        if named is not None:
-            return named
-        if len(self.deployments) > 1 and (model := body_model(request.body)) is not None:
-            return self.deployments.find(model, param="model")
-        return self.deployments.default
+    def deployment_of(self, request: Request, grant: Grant) -> Deployment:
+        """The deployment that a request for inference is for.
+
+        Raises Forbidden, NotFound, and InvalidRequest when its model's name fits several.
+        """
+        deployment = _decoded(request.first.get(b"fireworks-deployment"))
+        model = _decoded(request.first.get(b"fireworks-model"))
+        limited = grant is not EVERYTHING and not grant.everywhere((SAMPLE,))
+        in_body = deployment is None and model is None and (limited or len(self.deployments) > 1)
+        asked = body_model(request.body) if in_body else None
+
+        def find() -> Deployment:
+            if asked is not None:
+                return self.deployments.find(asked, param="model")
+            return self.deployments.decide(deployment, model) or self.deployments.default
+
+        if limited:
+            return meant(self.deployments, grant, (SAMPLE,), find, deployment, asked or model)
+        return find()
 
     def upstream(self, view: ReplicaView) -> Upstream:
         found = self.upstreams.get(view)

@@ -24,6 +24,7 @@ from midstream.config import (
     EngineKind,
     EngineSettings,
     GatewaySettings,
+    KeySettings,
     SwapOrder,
     TinkerSettings,
     VllmSettings,
@@ -96,7 +97,7 @@ class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     deployment: str  # accounts/A/deployments/D
     bucket: str
     state_dir: str
-    api_keys: tuple[str, ...]
+    api_keys: tuple[str | KeySettings, ...]
     threads: int  # of the trainer
     settings: TinkerSettings
     log_level: str

@@ -85,7 +85,8 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
             chain_max=spec.settings.chain_max,
         ),
     ]
-    app = control_app(deployments, metrics, created=int(time.time()), extra_routes=routes)
+    keyed = bool(spec.settings.api_keys)
+    app = control_app(deployments, metrics, created=int(time.time()), keyed=keyed, extra_routes=routes)
     gateway = Gateway(
         spec.settings,
         deployments,

@@ -50,6 +50,7 @@ from midstream.launch.process import (
 from midstream.ledger import sqlite_url
 from midstream.snapshots.bucket import check_settings
 from midstream.snapshots.identity import parse_bucket
+from midstream.types import HEADER_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +344,7 @@ class Supervisor:
     async def _usable(self, client: httpx.AsyncClient, url: str) -> int | str:
         """How many replicas the default deployment should have, by a gateway that has what it should; else what it lacks."""
         try:
-            health = (await client.get(f"{url}/health")).json()
+            health = (await client.get(f"{url}/health", headers={HEADER_TOKEN: self._token})).json()
         except (httpx.TransportError, ValueError) as error:
             return f"the gateway does not answer at {url}: {error or repr(error)}"
         waiting = self.crew.waiting(self.deployment)

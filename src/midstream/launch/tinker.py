@@ -102,6 +102,7 @@ def served_model(spec: TinkerSpec) -> Served:
     return Served(
         names=spec.names,
         directory=spec.model_dir,
+        deployment=spec.deployment,
         max_context=max_context(Path(spec.model_dir)),
         base_policy=spec.settings.base_model_clients,
     )

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from midstream.errors import MidstreamError
+from midstream.gateway.access import behind
 from midstream.gateway.auth import Authenticator
 from midstream.tinker import serving, wire
 from midstream.tinker.errors import TinkerError
@@ -135,7 +136,12 @@ def tinker_app(
         ClientDisconnect: serving.disconnected,
         Exception: serving.unexpected,
     }
-    app = Starlette(routes=front.routes() + runs.routes(), exception_handlers=handlers, lifespan=lifespan)
+
+    def check(request: Request, path: str) -> None:
+        serving.check_scope(authenticator, request, path, served.deployment)
+
+    routes = [behind(check, route) for route in (*front.routes(), *runs.routes())]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False  # the client would be sent to the host it claims
     return app
 

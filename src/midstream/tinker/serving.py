@@ -1,6 +1,7 @@
 """What the front's endpoints share: who calls, the request's body, JSON answers, errors.
 
-Always holds: every error is a JSON object `{"detail", "param"}` with a sentence for a person; a body is read up to a limit.
+Always holds: a route is served only to a key that has the scope it needs; every error is a JSON object `{"detail", "param"}`
+with a sentence for a person; a body is read up to a limit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from midstream.errors import MidstreamError, Unauthorized
+from midstream.gateway.access import log_refusal
 from midstream.gateway.auth import Authenticator, tenant_of
+from midstream.scopes import EVERYTHING, TINKER_ROUTES, Grant, forbidden, need_of
 from midstream.tinker.errors import TinkerError
 
 PREFIX = "/api/v1"
@@ -33,18 +36,40 @@ class Caller(NamedTuple):
 
 def caller(authenticator: Authenticator, request: Request) -> Caller:
     """Raises Unauthorized. Without configured keys every key presented is a tenant of its own, and none is one too."""
+    return _known(authenticator, request)[0]
+
+
+def check_scope(authenticator: Authenticator, request: Request, path: str, deployment: str) -> None:
+    """Whether the caller may use this route, of the front of this deployment. path: as the app spells it.
+
+    Raises Unauthorized, Forbidden.
+    """
+    need = need_of(TINKER_ROUTES, request.method, path)
+    if need is None:
+        return
+    who, grant = _known(authenticator, request)
+    if not grant.allows(need.scopes, deployment):
+        error = forbidden(need.scopes, "the deployment of the Tinker API")
+        log_refusal(logger, request, who.tenant, error)
+        raise error
+
+
+def _known(authenticator: Authenticator, request: Request) -> tuple[Caller, Grant]:
+    """Raises Unauthorized."""
     key = request.headers.get("x-api-key", "").strip()
     scheme, _, bearer = request.headers.get("authorization", "").strip().partition(" ")
     presented = [key] if key else []
     if scheme.lower() == "bearer" and bearer.strip():
         presented.append(bearer.strip())
     if not authenticator.required:
-        return Caller(tenant_of(presented[0] if presented else ""), presented[0] if presented else None)
+        one = presented[0] if presented else None
+        return Caller(tenant_of(one or ""), one), EVERYTHING
     for one in presented:
         try:
-            return Caller(authenticator.tenant({b"x-api-key": one.encode("latin-1")}), one)
+            known = authenticator.caller({b"x-api-key": one.encode("latin-1")})
         except Unauthorized:
             continue
+        return Caller(known.tenant, one), known.grant
     raise Unauthorized("a valid API key is needed, as 'X-API-Key: KEY' or 'Authorization: Bearer KEY'")
 
 

@@ -101,6 +101,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...]
     directory: str  # of the model, with its tokenizer; absolute
+    deployment: str = ""  # accounts/A/deployments/D
     max_context: int | None = None
     trainable: bool = True
     base_policy: Literal["exact", "serving"] = "exact"

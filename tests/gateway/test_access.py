@@ -1,0 +1,531 @@
+"""What each kind of key may do, on every route of a gateway with a real ledger, two deployments and replicas that answer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_harness import Message, MockReplica, Stage, get, post, reconciler, run
+
+from midstream.config import GatewaySettings, KeySettings
+from midstream.gateway.app import control_app
+from midstream.gateway.deployments import deployment_routes
+from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.gateway.membership import membership_routes
+from midstream.gateway.metrics import GatewayMetrics
+from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.replicas import ReplicaSet
+from midstream.gateway.server import Gateway
+from midstream.ledger import Ledger, sqlite_url
+from midstream.names import ServedNames
+from midstream.scopes import GATEWAY_ROUTES
+from midstream.types import ReplicaReport
+
+A = "accounts/local"
+DEPLOYMENTS = f"/v1/{A}/deployments"
+TOKEN = "token-of-the-replicas"
+#: Kinds of keys; each key is called as its kind, with `key-` before it.
+SCOPES = {
+    "sample": ["sample"],
+    "publish": ["publish"],
+    "observe": ["observe"],
+    "operate": ["operate"],
+    "trainer": ["sample", "publish"],
+    "sample:other": ["sample:other"],
+    "publish:other": ["publish:other"],
+    "observe:other": ["observe:other"],
+    "operate:other": ["operate:other"],
+    "sample:default": ["sample:default"],
+    "publish:default": ["publish:default"],
+    "operate:gone": ["operate:gone"],
+}
+KEYS = (
+    "key-full",
+    *(KeySettings(key=f"key-{kind}", scopes=tuple(scopes)) for kind, scopes in SCOPES.items()),
+)
+KINDS = ("full", *SCOPES)
+
+
+def bearer(kind: str | None) -> str:
+    return "" if kind is None else f"authorization: Bearer key-{kind}\r\n"
+
+
+class World:
+    """A gateway before a ledger with the deployments `default` and `other`, each of a model of its own, with one replica."""
+
+    def __init__(self, stage: Stage, ledger: Ledger, bucket: Path) -> None:
+        self.stage = stage
+        self.ledger = ledger
+        self.bucket = bucket
+
+    async def ask(
+        self, kind: str | None, method: str, path: str, body: Any = None, headers: str = ""
+    ) -> Message:
+        headers += bearer(kind)
+        if body is None:
+            peer = await self.stage.connect()
+            peer.send(get(path, headers, method))
+            message = await peer.message(head_only=method == "HEAD")
+            peer.writer.close()
+            return message
+        data = json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nhost: t\r\ncontent-length: {len(data)}\r\n{headers}\r\n"
+        return await self.stage.ask(head.encode() + data)
+
+    async def state(self) -> Any:
+        """All that a control call can change."""
+        names = [row.name for row in await self.ledger.deployments()]
+        return [
+            (
+                await self.ledger.deployment(name),
+                await self.ledger.snapshots(name),
+                await self.ledger.state(name),
+            )
+            for name in names
+        ]
+
+
+@contextlib.asynccontextmanager
+async def world(keys: Any = KEYS) -> AsyncIterator[World]:
+    async def answer(request: Message, peer: Any) -> None:
+        peer.respond(b'{"closed": true, "sessions": []}')
+
+    with tempfile.TemporaryDirectory() as directory:
+        bucket = Path(directory) / "bucket"
+        for place in ("s1", "other/s1"):
+            (bucket / place).mkdir(parents=True)
+            (bucket / place / "config.json").write_text("{}")
+        ledger = Ledger(sqlite_url(Path(directory) / "ledger.db"))
+        mocks, made = [MockReplica(answer), MockReplica(answer)], []
+        for name, place, mock in zip(("default", "other"), (bucket, bucket / "other"), mocks, strict=True):
+            names = ServedNames(f"{A}/models/{name}-model", f"{A}/deployments/{name}")
+            await ledger.ensure_deployment(names.deployment, names.model, place.as_uri(), "ASYNC", 1)
+            await mock.start()
+            replicas = ReplicaSet([(f"{name}-replica-0", f"http://127.0.0.1:{mock.port}")])
+            replicas.views[0].report = ReplicaReport(replica=replicas.views[0].name, boot="b", ready=True)
+            replicas.views[0].admitted = True
+            made.append(Deployment(names, replicas, reconciler(replicas)))
+        deployments = Deployments(made[0], ("default-model", "other-model", "third-model"))
+        deployments.add(made[1])
+
+        async def changed() -> None: ...
+
+        routes = [
+            *deployment_routes(ledger, deployments, bucket=bucket.as_uri(), changed=changed),
+            *membership_routes(ledger, deployments, allowed=("127.0.0.1",), changed=changed),
+            *hotload_routes(ledger, deployments),
+        ]
+        metrics = GatewayMetrics(deployments)
+        app = control_app(deployments, metrics, keyed=bool(keys), extra_routes=routes)
+        gateway = Gateway(GatewaySettings(api_keys=keys), deployments, metrics, app, replica_token=TOKEN)
+        stage = Stage(gateway, await gateway.start("127.0.0.1", 0), made[0].replicas, mocks)
+        try:
+            yield World(stage, ledger, bucket)
+        finally:
+            for peer in stage.peers:
+                peer.abort()
+            await gateway.close()
+            for mock in mocks:
+                mock.stop()
+            ledger.close()
+
+
+#: The kinds that need no key but some valid one, and those with a scope everywhere or on `default`.
+ALL = set(KINDS)
+SAMPLES = {"full", "operate", "sample", "trainer"}
+PUBLISHES = {"full", "operate", "publish", "trainer"}
+READS = PUBLISHES | {"observe"}
+OPERATES = {"full", "operate"}
+ON_OTHER = {"operate:other"}
+ONE, OTHER = f"{DEPLOYMENTS}/default", f"{DEPLOYMENTS}/other"
+TO_OTHER = "fireworks-deployment: other\r\n"
+
+#: (route of the table, method and path asked for, body, headers) -> the kinds of keys that are served.
+Case = tuple[str, str, str, Any, str, set[str]]
+
+
+def of_each_deployment(
+    route: str, method: str, path: str, body: Any, all_of: set[str], scoped: str
+) -> list[Case]:
+    """A route whose deployment the headers name: all_of: served on both; scoped: the scope that serves on one."""
+    return [
+        (route, method, path, body, "", all_of | ({f"{scoped}:default"} & ALL)),
+        (route, method, path, body, TO_OTHER, all_of | ({f"{scoped}:other"} & ALL) | ON_OTHER),
+        (
+            route,
+            method,
+            path,
+            body,
+            "fireworks-model: other-model\r\n",
+            all_of | ({f"{scoped}:other"} & ALL) | ON_OTHER,
+        ),
+    ]
+
+
+CASES: list[Case] = []
+for prefix in ("", "/inference"):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        CASES += of_each_deployment(prefix + path, "POST", prefix + path, {}, SAMPLES, "sample")
+    CASES += of_each_deployment(
+        prefix + "/v1/sessions", "GET", prefix + "/v1/sessions", None, SAMPLES, "sample"
+    )
+    one = prefix + "/v1/sessions/{key:path}"
+    for method in ("GET", "DELETE"):
+        CASES += of_each_deployment(one, method, prefix + "/v1/sessions/s", None, SAMPLES, "sample")
+    CASES.append((prefix + "/v1/models", "GET", prefix + "/v1/models", None, "", ALL))
+    mine = {kind for kind in KINDS if ":" not in kind}
+    one = prefix + "/v1/models/{model:path}"
+    CASES.append(
+        (
+            one,
+            "GET",
+            prefix + "/v1/models/default-model",
+            None,
+            "",
+            mine | {"sample:default", "publish:default"},
+        )
+    )
+    others = {"sample:other", "publish:other", "observe:other", "operate:other"}
+    CASES.append((one, "GET", prefix + "/v1/models/other-model", None, "", mine | others))
+CASES += of_each_deployment(HOT_LOAD_PATH, "GET", HOT_LOAD_PATH, None, READS, "publish")[:1]
+CASES += [
+    (HOT_LOAD_PATH, "GET", HOT_LOAD_PATH, None, TO_OTHER, READS | ON_OTHER | {"publish:other", "observe:other"}),
+    ("/metrics", "GET", "/metrics", None, "", {"full", "operate", "observe"}),
+    ("/metrics", "HEAD", "/metrics", None, "", {"full", "operate", "observe"}),
+    ("/v1/accounts", "GET", "/v1/accounts", None, "", ALL),
+    ("/v1/accounts/{account}", "GET", f"/v1/{A}", None, "", ALL),
+    ("/v1/accounts/{account}/models", "GET", f"/v1/{A}/models", None, "", ALL),
+    ("/v1/accounts/{account}/models/{model}", "GET", f"/v1/{A}/models/other-model", None, "", mine | others),
+    ("/v1/accounts/{account}/models/{model}", "GET", f"/v1/{A}/models/third-model", None, "", mine),
+    ("/v1/accounts/{account}/deployments", "GET", DEPLOYMENTS, None, "",
+     ALL - {"sample", "sample:other", "sample:default"}),
+    ("/v1/accounts/{account}/deployments/{name}", "GET", ONE, None, "", READS | {"publish:default"}),
+    ("/v1/accounts/{account}/deployments/{name}", "GET", OTHER, None, "",
+     READS | ON_OTHER | {"publish:other", "observe:other"}),
+    # what is decoded on the way is the same route
+    ("/v1/accounts/{account}/deployments/{name}/ledger", "GET", f"{DEPLOYMENTS}/default%2Fledger", None, "",
+     READS | {"publish:default"}),
+    ("/v1/accounts/{account}/deployments/{name}/ledger", "GET", f"{OTHER}/ledger", None, "",
+     READS | ON_OTHER | {"publish:other", "observe:other"}),
+    ("/v1/accounts/{account}/deployments/{name}/replicas", "GET", f"{OTHER}/replicas", None, "",
+     OPERATES | ON_OTHER | {"observe", "observe:other"}),
+    # what changes something, the deletions last
+    *of_each_deployment(HOT_LOAD_PATH, "POST", HOT_LOAD_PATH, {"identity": "s1"}, PUBLISHES, "publish"),
+    *of_each_deployment(f"{HOT_LOAD_PATH}/hint", "POST", f"{HOT_LOAD_PATH}/hint",
+                        {"identity": "s1", "files": ["config.json"]}, PUBLISHES, "publish"),
+    ("/v1/accounts/{account}/deployments", "POST", f"{DEPLOYMENTS}?deploymentId=other", {"baseModel": "other-model"}, "",
+     OPERATES),
+    ("/v1/accounts/{account}/deployments/{name}", "PATCH", ONE, {"displayName": "x"}, "", OPERATES),
+    ("/v1/accounts/{account}/deployments/{name}", "PATCH", OTHER, {"displayName": "x"}, "", OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployments/{name}", "PATCH", OTHER, {"hotLoadBucketUrl": ""}, "", OPERATES),
+    *(("/v1/accounts/{account}/deployments/{name}:scale", method, f"{OTHER}:scale", {"replicaCount": 1}, "",
+       OPERATES | ON_OTHER) for method in ("PATCH", "POST")),
+    ("/v1/accounts/{account}/deployments/{name}:undelete", "POST", f"{OTHER}:undelete", {}, "", OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployments/{name}/replicas", "POST", f"{OTHER}/replicas", {"url": "http://127.0.0.1:9"}, "",
+     OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployments/{name}/replicas/{replica}", "PATCH", f"{OTHER}/replicas/other-replica-0",
+     {"drain": False}, "", OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployments/{name}/replicas/{replica}", "DELETE", f"{OTHER}/replicas/other-replica-0", None, "",
+     OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployments/{name}/ledger", "DELETE", f"{ONE}/ledger", None, "", OPERATES),
+    ("/v1/accounts/{account}/deployments/{name}/ledger", "DELETE", f"{OTHER}/ledger", None, "", OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployments/{name}", "DELETE", ONE, None, "", OPERATES),
+    ("/v1/accounts/{account}/deployments/{name}", "DELETE", OTHER, None, "", OPERATES | ON_OTHER),
+]  # fmt: skip
+
+
+def test_the_cases_are_of_every_route_in_the_table() -> None:
+    asked = {(method, route) for route, method, *_ in CASES if method != "HEAD"}
+    assert asked == set(GATEWAY_ROUTES)
+
+
+def test_every_kind_of_key_on_every_route() -> None:
+    async def main() -> None:
+        async with world() as here:
+            before = await here.state()
+            for _, method, path, body, headers, served in CASES:
+                for kind in KINDS:
+                    if kind in served:
+                        continue
+                    answer = await here.ask(kind, method, path, body, headers)
+                    assert answer.status == 403, (kind, method, path, headers)
+                    if method == "HEAD":
+                        continue
+                    assert answer.error["code"] == "permission_error"
+                    assert answer.error["message"].startswith("this API key lacks the scope '")
+                    assert "retry-after" not in answer.headers
+                for nobody in (None, "unknown"):
+                    answer = await here.ask(nobody, method, path, body, headers)
+                    assert answer.status == 401, (method, path)
+            assert await here.state() == before
+            assert [len(mock.requests) for mock in here.stage.mocks] == [0, 0], (
+                "what is refused reaches no replica"
+            )
+            for _, method, path, body, headers, served in CASES:
+                for kind in sorted(served):
+                    answer = await here.ask(kind, method, path, body, headers)
+                    assert answer.status in (200, 202, 400, 404, 409), (
+                        kind,
+                        method,
+                        path,
+                        headers,
+                        answer.body,
+                    )
+                    assert (
+                        answer.status < 400 or method in ("POST", "PATCH", "DELETE") or "/sessions/" in path
+                    )
+            assert await here.state() != before
+
+    run(main)
+
+
+def test_without_configured_keys_everybody_may_do_everything() -> None:
+    async def main() -> None:
+        async with world(keys=()) as here:
+            for _, method, path, body, headers, _ in CASES:
+                for kind in (None, "sample"):
+                    assert (await here.ask(kind, method, path, body, headers)).status not in (401, 403), path
+            told = "x-midstream-scopes: sample:nothing\r\n"
+            assert (await here.ask(None, "GET", "/metrics", headers=told)).status == 200
+
+    run(main)
+
+
+def test_nobody_gives_himself_scopes_or_a_tenant() -> None:
+    async def main() -> None:
+        async with world() as here:
+            told = "x-midstream-scopes: operate\r\nx-midstream-tenant: key-full\r\n"
+            for kind, status in (("sample", 403), (None, 401)):
+                assert (await here.ask(kind, "DELETE", f"{ONE}/ledger", headers=told)).status == status
+            assert set(json.loads((await here.ask(None, "GET", "/health", headers=told)).body)) == {"status"}
+            await here.ask("sample", "POST", "/v1/completions", {}, told)
+            (asked,) = here.stage.mocks[0].requests
+            assert "x-midstream-scopes" not in asked.headers
+            assert asked.headers["x-midstream-tenant"] != "key-full"
+
+    run(main)
+
+
+def test_a_refusal_names_the_scope_and_what_it_is_missing_on() -> None:
+    async def main() -> None:
+        async with world() as here:
+            lacks = "this API key lacks the scope "
+            for kind, method, path, headers, message in (
+                ("sample", "DELETE", f"{ONE}/ledger", "", "'operate' on deployment 'default'"),
+                ("sample", "GET", f"{ONE}/ledger", "", "'publish' or 'observe' on deployment 'default'"),
+                ("sample", "GET", "/metrics", "", "'observe' on every deployment"),
+                ("sample", "POST", HOT_LOAD_PATH, "", "'publish' on the default deployment"),
+                ("sample", "POST", HOT_LOAD_PATH, TO_OTHER, "'publish' on deployment 'other'"),
+                ("publish", "POST", "/v1/completions", "", "'sample' on any deployment"),
+                ("sample:other", "POST", "/v1/completions", "", "'sample' on the default deployment"),
+                (
+                    "operate:other",
+                    "POST",
+                    f"{DEPLOYMENTS}?deploymentId=other",
+                    "",
+                    "'operate' on every deployment",
+                ),
+            ):
+                body = {} if method == "POST" else None
+                answer = await here.ask(kind, method, path, body, headers)
+                assert (answer.status, answer.error["message"]) == (403, lacks + message)
+
+    run(main)
+
+
+@pytest.mark.parametrize("where", ["fireworks-deployment", "fireworks-model", "body"])
+def test_a_deployment_that_is_not_the_keys_and_one_that_does_not_exist_look_the_same(where: str) -> None:
+    names = ["default", f"{A}/deployments/default", "default-model", "default-model@s1", "nowhere"]
+    names += [f"{A}/deployments/nowhere", "accounts/else/deployments/other2", "x" * 5000]
+
+    async def main() -> None:
+        async with world() as here:
+            seen = set()
+            for path in ("/v1/completions", "/v1/sessions") if where != "body" else ("/v1/completions",):
+                for name in names:
+                    headers = "" if where == "body" else f"{where}: {name}\r\n"
+                    body = None if path == "/v1/sessions" else {"model": name} if where == "body" else {}
+                    method = "GET" if body is None else "POST"
+                    answer = await here.ask("sample:other", method, path, body, headers)
+                    assert answer.status == 403, (path, name)
+                    shown = name if len(name) < 200 else name[:200] + "..."
+                    assert repr(shown) in answer.error["message"]
+                    seen.add(answer.error["message"].replace(repr(shown), "NAME"))
+            kind = "deployment" if where == "fireworks-deployment" else "model"
+            assert seen == {f"this API key lacks the scope 'sample' on {kind} NAME"}
+            for path in (f"{DEPLOYMENTS}/default", f"{DEPLOYMENTS}/nowhere", f"{DEPLOYMENTS}/nowhere/ledger"):
+                assert (await here.ask("publish:other", "GET", path)).status == 403
+            assert [len(mock.requests) for mock in here.stage.mocks] == [0, 0]
+
+    run(main)
+
+
+def test_a_key_for_a_deployment_that_is_not_there_is_told_so() -> None:
+    async def main() -> None:
+        async with world() as here:
+            gone = "fireworks-deployment: gone\r\n"
+            for method, path, body in (("POST", "/v1/completions", {}), ("GET", "/v1/sessions", None)):
+                answer = await here.ask("operate:gone", method, path, body, gone)
+                assert (answer.status, answer.error["code"]) == (404, "not_found_error")
+                assert answer.error["message"] == "deployment 'gone' is not served here"
+            assert (await here.ask("operate:gone", "GET", f"{DEPLOYMENTS}/gone")).status == 404
+
+    run(main)
+
+
+def test_the_replica_of_the_keys_own_deployment_serves_it() -> None:
+    async def main() -> None:
+        async with world() as here:
+            for headers, body in (
+                (TO_OTHER, {}),
+                ("", {"model": "other"}),
+                ("", {"model": "other-model@s1"}),
+            ):
+                answer = await here.ask("sample:other", "POST", "/v1/completions", body, headers)
+                assert (answer.status, answer.headers["x-midstream-replica"]) == (200, "other-replica-0")
+
+    run(main)
+
+
+def test_lists_show_what_a_key_may_use() -> None:
+    async def names(here: World, kind: str, path: str, listed: str, key: str) -> list[str]:
+        answer = json.loads((await here.ask(kind, "GET", path)).body)
+        return [entry[key].rpartition("/")[2] for entry in answer[listed]]
+
+    async def main() -> None:
+        async with world() as here:
+            for kind, deployments, models, known in (
+                ("operate", ["default", "other"], ["default-model", "other-model"],
+                 ["default-model", "other-model", "third-model"]),
+                ("publish:other", ["other"], ["other-model"], ["other-model"]),
+                ("operate:gone", [], [], []),
+            ):  # fmt: skip
+                assert await names(here, kind, DEPLOYMENTS, "deployments", "name") == deployments
+                assert await names(here, kind, "/v1/models", "data", "id") == models
+                assert await names(here, kind, f"/v1/{A}/models", "models", "name") == known
+            page = json.loads((await here.ask("publish:other", "GET", f"{DEPLOYMENTS}?pageSize=1")).body)
+            assert (page["totalSize"], page["nextPageToken"]) == (1, "")
+
+    run(main)
+
+
+def test_health_says_only_whether_it_is_up_to_whoever_has_no_key() -> None:
+    async def main() -> None:
+        async with world() as here:
+            for headers in ("", "authorization: Bearer wrong\r\n", "x-midstream-token: wrong\r\n"):
+                answer = await here.ask(None, "GET", "/health", headers=headers)
+                assert (answer.status, json.loads(answer.body)) == (200, {"status": "ok"})
+            for kind, shown in (
+                ("sample", ["default", "other"]),
+                ("publish:other", ["other"]),
+                ("operate:gone", []),
+            ):
+                told = json.loads((await here.ask(kind, "GET", "/health")).body)
+                assert [row["name"].rpartition("/")[2] for row in told["deployments"]] == shown
+                assert [row["name"] for row in told["replicas"]] == [f"{name}-replica-0" for name in shown]
+                assert told["usable_replicas"] == len(shown)
+            supervisor = f"x-midstream-token: {TOKEN}\r\n"
+            told = json.loads((await here.ask(None, "GET", "/health", headers=supervisor)).body)
+            assert len(told["deployments"]) == 2
+            assert (await here.ask(None, "GET", "/metrics", headers=supervisor)).status == 401
+            here.stage.views[0].admitted = False
+            assert (await here.ask(None, "GET", "/health")).status == 200, "the other deployment has one"
+            for deployment in here.stage.gateway.proxy.deployments:
+                deployment.replicas.views[0].admitted = False
+            down = await here.ask(None, "GET", "/health")
+            assert (down.status, json.loads(down.body)) == (503, {"status": "unavailable"})
+
+    run(main)
+
+
+def test_a_key_publishes_nothing_out_of_the_bucket_of_another_deployment() -> None:
+    async def main() -> None:
+        async with world() as here:
+            before = await here.state()
+            source = f"x-fireworks-hot-load-source-url: {(here.bucket / 'other' / 's1').as_uri()}\r\n"
+            for identity, headers in (("other/s1", ""), ("s9", source)):
+                answer = await here.ask(
+                    "publish:default", "POST", HOT_LOAD_PATH, {"identity": identity}, headers
+                )
+                assert (answer.status, answer.error["message"]) == (
+                    403,
+                    "this API key lacks the scope 'publish' on the place of this snapshot",
+                )
+            assert await here.state() == before
+            for kind, identity, headers in (
+                ("publish:default", "s1", ""),
+                ("publish:other", "s1", TO_OTHER),
+                ("publish", "other/s1", ""),
+            ):
+                answer = await here.ask(kind, "POST", HOT_LOAD_PATH, {"identity": identity}, headers)
+                assert (answer.status, json.loads(answer.body)["identity"]) == (200, identity)
+
+    run(main)
+
+
+def test_a_refused_control_call_leaves_one_line_and_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        caplog.clear()
+        async with world() as here:
+            await here.ask("sample", "DELETE", f"{ONE}/ledger?key-sample")
+            await here.ask("sample", "POST", f"{DEPLOYMENTS}/a%0Ab:scale", {})
+            lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+            assert len(lines) == 2
+            tenant = lines[0].split("tenant ")[1].split(",")[0]
+            assert len(tenant) == 16
+            asked = f"DELETE {ONE}/ledger"
+            lacks = "this API key lacks the scope 'operate' on deployment"
+            assert lines[0] == f"refused: tenant {tenant}, {asked}: {lacks} 'default'"
+            assert lines[1] == f"refused: tenant {tenant}, POST {DEPLOYMENTS}/a%0Ab%3Ascale: {lacks} 'a\\nb'"
+            assert "key-sample" not in caplog.text
+
+    caplog.set_level(logging.DEBUG)
+    run(main)
+
+
+def test_a_key_may_be_written_as_its_digest_and_keys_of_one_tenant_share_sessions() -> None:
+    digest = "sha256:" + hashlib.sha256(b"key-a").hexdigest()
+    keys = (
+        KeySettings(key=digest, scopes=("sample",), tenant="team"),
+        KeySettings(key="key-b", scopes=("sample",), tenant="team"),
+        "sha256:" + hashlib.sha256(b"key-c").hexdigest(),
+    )
+
+    async def main() -> None:
+        async with world(keys=keys) as here:
+            session = "x-session-id: s\r\n"
+            reasons = []
+            for key in ("a", "b", "c"):
+                answer = await here.ask(key, "POST", "/v1/completions", {}, session)
+                assert answer.status == 200
+                reasons.append(answer.headers["x-midstream-route-reason"])
+            assert reasons == ["new", "sticky", "new"]
+            tenants = [request.headers["x-midstream-tenant"] for request in here.stage.mocks[0].requests]
+            assert tenants[:2] == ["team", "team"]
+            assert tenants[2] not in ("team", "")
+            as_key = f"authorization: Bearer {digest}\r\n"
+            assert (await here.ask(None, "POST", "/v1/completions", {}, as_key)).status == 401, (
+                "a digest is no key"
+            )
+            empty = "authorization: Bearer \r\nx-api-key: \r\n"
+            assert (await here.ask(None, "GET", "/v1/models", headers=empty)).status == 401
+
+    run(main)
+
+
+def test_a_request_that_may_not_sample_is_refused_before_its_body(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with world() as here:
+            client = await here.stage.connect()
+            client.send(post(b"", headers=bearer("publish")).replace(b"Length: 0", b"Length: 1000000"))
+            answer = await client.message()
+            assert (answer.status, answer.error["code"]) == (403, "permission_error")
+
+    run(main)
