@@ -40,6 +40,11 @@ class TopLogprob(msgspec.Struct, array_like=True, frozen=True):
     logprob: float  # of the raw model, nats
 
 
+#: Choices that a record may call near ties; a record's `near_tie` has bit i for the i-th. native/sample.h has the same bits.
+NEAR_TIES = ("router", "top_k", "top_p", "min_p", "greedy")
+NEAR_ROUTER, NEAR_TOP_K, NEAR_TOP_P, NEAR_MIN_P, NEAR_GREEDY = (1 << i for i in range(len(NEAR_TIES)))
+
+
 class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     """One token and the forward pass that produced (generated) or scored (prompt) it.
 
@@ -49,6 +54,8 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
         None on prompt tokens; NaN where the engine cannot tell.
     route: bytes of a C-order [moe_layers, top_k] array, uint8 (little-endian uint16 above 256 experts); None when
         not asked for, on a dense model, and on the first prompt token.
+    near_tie: bits of NEAR_TIES: choices of that pass that another rounding of the same numbers may make differently. A
+        prompt token has no other than "router". 0 also where the engine cannot tell.
     """
 
     token_id: int
@@ -57,6 +64,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     snapshot: str
     route: bytes | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
+    near_tie: int = 0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +287,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "cached_prompt_logprobs": "prompts whose log-probabilities are asked for reuse cached KV",
     "grammars": "answers that match a JSON schema, and forced tool calls",
     "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
+    "near_ties": "near_tie in token records: choices that another rounding may make differently",
     "logit_bias": "logit_bias and penalties",
     "cache_policies": "reset_prompt_cache all, new_session and none, without reuse beyond what they say",
     "max_cache_age": 'reset_prompt_cache {"max_age": k}',

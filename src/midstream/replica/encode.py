@@ -21,8 +21,12 @@ from midstream.replica.checked import Checked, Prompt
 from midstream.replica.choice import Choice, Piece, Scored, ToolCall
 from midstream.replica.text import Vocabulary
 from midstream.sse import event, json_line
-from midstream.types import FinishReason, TokenRecord, served_model_name
+from midstream.types import NEAR_TIES, FinishReason, TokenRecord, served_model_name
 
+#: By the bits of a record: the names of its near ties.
+NEAR_TIE_NAMES = [
+    tuple(name for i, name in enumerate(NEAR_TIES) if bits >> i & 1) for bits in range(1 << len(NEAR_TIES))
+]
 LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON does not have
 
 _encode = msgspec.json.Encoder().encode
@@ -47,6 +51,7 @@ class Entry(msgspec.Struct):
     routing_matrix_dtype: str | UnsetType = (
         UNSET  # "uint16" (little-endian) above 256 experts, else absent: uint8
     )
+    near_tie: tuple[str, ...] | UnsetType = UNSET  # of NEAR_TIES; absent: none
 
 
 class ContentLogprobs(msgspec.Struct):
@@ -353,6 +358,8 @@ class Encoder:
         if self._checked.routes and record.route is not None:
             entry.routing_matrix = b64encode(record.route).decode("ascii")
             entry.routing_matrix_dtype = self._route_dtype
+        if record.near_tie:
+            entry.near_tie = NEAR_TIE_NAMES[record.near_tie]
         return entry
 
     def _top_entry(self, token_id: int, logprob: float) -> TopEntry:

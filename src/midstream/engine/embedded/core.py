@@ -273,7 +273,8 @@ class EngineCore:
         )
         slots = np.array([self._slot(work.seq, position + 1) for work, position, _ in scores])
         taken = None if routes is None else routes[[row for _, _, row in scores]]
-        self._scores.write(slots, np.array(scored.logprobs), taken, self._ordinal)
+        ties = self.runner.router_ties[[row for _, _, row in scores]]
+        self._scores.write(slots, np.array(scored.logprobs), taken, self._ordinal, ties)
         for (work, position, _), top in zip(scores, scored.top, strict=True):
             if top:
                 work.seq.prompt_tops[position + 1] = _alternatives(top)
@@ -284,18 +285,20 @@ class EngineCore:
         if not kept:
             return
         slots = [self._slot(seq, len(seq.tokens) - 1) for seq, _ in kept]
-        logprobs, ordinals, routes = zip(*(last for _, last in kept), strict=True)
+        logprobs, ordinals, routes, ties = zip(*(last for _, last in kept), strict=True)
         self._scores.write(
             np.array(slots),
             np.array(logprobs),
             None if routes[0] is None else self._scores.routes_of(b"".join(routes)),
             np.array(ordinals),
+            np.array(ties),
         )
 
     def _report(
         self, rows: Rows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
     ) -> list[Output]:
         outputs: list[Output] = []
+        router_ties = self.runner.router_ties
         packed, width = (None, 0) if routes is None else (routes.tobytes(), routes[0].nbytes)
         for work, _ in rows.ends:
             if work.seq in broken and not work.seq.done:
@@ -313,13 +316,16 @@ class EngineCore:
                 continue
             assert sampled is not None
             route = None if packed is None else packed[row * width : (row + 1) * width]
-            outputs.append((seq.request.request_id, self._event(seq, sampled, i, route)))
+            event = self._event(seq, sampled, i, route, int(router_ties[row]))
+            outputs.append((seq.request.request_id, event))
         return outputs
 
     def _end_broken(self, work: Work) -> list[Output]:
         return self._end_with_error([work], f"snapshot {self.snapshot} gave a logit that is not finite")
 
-    def _event(self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None) -> GenerationEvent:
+    def _event(
+        self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None, router_tie: int
+    ) -> GenerationEvent:
         """Sample i of this step, whose pass took `route`, as the next event of `seq`."""
         request = seq.request
         finish: FinishReason | None = "length"
@@ -334,8 +340,9 @@ class EngineCore:
                 self.snapshot,
                 route if request.want_routes else None,
                 _alternatives(sampled.top[i]),
+                sampled.near_ties[i] | router_tie,
             )
-            tokens, finish = (record,), self._append(seq, record, route)
+            tokens, finish = (record,), self._append(seq, record, route, router_tie)
         kv_told = not request.want_kv_snapshots or seq.told_epoch == self.scheduler.epoch
         if announced and finish is None and kv_told:
             return GenerationEvent(index=seq.index, tokens=tokens)  # nearly all events
@@ -368,9 +375,11 @@ class EngineCore:
             (self.snapshots[ordinals[start]], start, end) for start, end in zip(starts, ends, strict=True)
         )
 
-    def _append(self, seq: Sequence, record: TokenRecord, route: bytes | None) -> FinishReason | None:
+    def _append(
+        self, seq: Sequence, record: TokenRecord, route: bytes | None, router_tie: int
+    ) -> FinishReason | None:
         seq.tokens.append(record.token_id)
-        seq.last_sampled = (record.logprob, self._ordinal, route)
+        seq.last_sampled = (record.logprob, self._ordinal, route, router_tie)
         self._generated_tokens += 1
         return self._end_after(seq, record.token_id)
 
@@ -401,7 +410,7 @@ class EngineCore:
             if position == 0:
                 records.append(TokenRecord(seq.tokens[0], 0.0, None, self.snapshot))
                 continue
-            logprob, ordinal, route = self._scores.read(self._slot(seq, position))
+            logprob, ordinal, route, router_tie = self._scores.read(self._slot(seq, position))
             assert ordinal != NO_SNAPSHOT, f"prompt position {position} was not scored"
             records.append(
                 TokenRecord(
@@ -411,6 +420,7 @@ class EngineCore:
                     snapshot=self.snapshots[ordinal],
                     route=route if seq.request.want_routes else None,
                     top_logprobs=seq.prompt_tops.get(position, ()),
+                    near_tie=router_tie,
                 )
             )
         return tuple(records)

@@ -21,6 +21,7 @@ from midstream.compiled import NoCompiler
 from midstream.engine.embedded.batch import StepBatch
 from midstream.engine.embedded.memory import big, copied, give_back
 from midstream.engine.embedded.native.library import Kernels, kernels
+from midstream.engine.embedded.ties import near_tie
 
 GROUP = 16  # tokens that share a group of the cache; blocks are made of whole groups
 PANEL = 32  # outputs packed side by side
@@ -140,6 +141,8 @@ class FusedDecoder:
         moe = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, _Experts)]
         self.moe_layers = len(moe)
         self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
+        self.router_ties = np.zeros(0, np.uint8)
+        self._tie = near_tie(self.dtype)
         self._route_dtype = np.uint8 if self.num_experts <= 256 else np.dtype("<u2")
         self._scratch = _Scratch(self, 0)
         self._pieces = {}
@@ -161,6 +164,7 @@ class FusedDecoder:
         scratch = self._scratch
         torch.index_select(self._embedding, 0, torch.from_numpy(batch.ids), out=scratch.residual[:tokens])
         routes = np.empty((tokens, self.moe_layers, self.top_k), self._route_dtype)
+        self.router_ties = np.zeros(tokens, np.uint8)
         moe_layer = 0
         for number, layer in enumerate(self.layers):
             self._attend(layer, batch, tokens, cache.keys[number].data_ptr(), cache.values[number].data_ptr())
@@ -237,9 +241,10 @@ class FusedDecoder:
                 moe.count,
                 moe.top_k,
                 moe.flags,
+                self._tie,
             ),
             *(self._scratch.residual_at, routes.ctypes.data + number * self.top_k * routes.itemsize),
-            *(stride, self.threads),
+            *(stride, self.router_ties.ctypes.data, self.threads),
         )
 
     def _linear(self, linear: _Map, x: int, tokens: int, mode: int, out: int, width: int) -> None:

@@ -48,6 +48,9 @@ class Decoder(Protocol):
     moe_layers: int
     top_k: int  # 0 on a dense model
     num_experts: int
+    router_ties: (
+        np.ndarray
+    )  # [tokens] of the last forward, uint8: 1 where a router's choice was a near tie (ties.py)
 
     def new_cache(self, slots: int) -> Any: ...
 

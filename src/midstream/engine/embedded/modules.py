@@ -1,6 +1,6 @@
 """A Hugging Face model run as it is, its attention replaced by ours: what any supported class can do.
 
-Owns: the module, the hooks that note each router's choice, and the way MoE experts are computed.
+Owns: the module, the hooks that note each router's choice and what it chose by, and the way MoE experts are computed.
 Always holds: a token's result does not depend on what else is in the batch as far as torch's kernels allow (attention.py).
 """
 
@@ -16,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from midstream.engine.embedded.attention import KVCache, PackedBatch, prefill_span, round_up
 from midstream.engine.embedded.batch import StepBatch, alone
 from midstream.engine.embedded.blocks import PAD_SLOT
+from midstream.engine.embedded.ties import Routers, near_tie
 
 DENSE_EXPERTS = "midstream_dense"
 # With few small experts, computing all of them is cheaper than sorting tokens by expert.
@@ -36,6 +37,9 @@ class ModuleDecoder:
         )
         self.moe_layers = 0
         self._captured: list[torch.Tensor] = []  # per MoE layer: [tokens, top_k], of the last forward
+        self._chosen_by: list[torch.Tensor] = []  # the same: router logits [tokens, experts]
+        self.router_ties = np.zeros(0, np.uint8)
+        self._routers: Routers | None = None
         if 0 < self.num_experts <= DENSE_EXPERTS_MAX:
             module.set_experts_implementation(DENSE_EXPERTS)
         _check_rotary(module)
@@ -64,6 +68,7 @@ class ModuleDecoder:
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """Logits [len(rows), vocab] of packed rows in the model's dtype, and routes [tokens, moe_layers, top_k]."""
         self._captured.clear()
+        self._chosen_by.clear()
         device = self.device
         output = self.module(
             input_ids=torch.from_numpy(batch.ids).to(device).unsqueeze(0),
@@ -74,6 +79,9 @@ class ModuleDecoder:
             midstream_batch=packed(batch, device),
             midstream_cache=cache,
         )
+        if not self.moe_layers:
+            self.router_ties = np.zeros(len(batch.ids), np.uint8)
+            return output.logits[0], None
         return output.logits[0], self._routes()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,14 +91,20 @@ class ModuleDecoder:
     def release(self) -> None:
         """Let the weights go."""
         self._captured.clear()
-        self.module = None
+        self._chosen_by.clear()
+        self.module, self._routers = None, None
 
-    def _routes(self) -> np.ndarray | None:
-        if not self.moe_layers:
-            return None
+    def _routes(self) -> np.ndarray:
         assert len(self._captured) == self.moe_layers, "a router did not run in this forward"
         stacked = torch.stack(self._captured, dim=1)  # [tokens, moe_layers, top_k]
+        if self._routers is not None and len(self._chosen_by) == self.moe_layers:
+            ties = self._routers.ties(torch.stack(self._chosen_by, dim=1), stacked)
+            self.router_ties = ties.cpu().numpy().view(np.uint8)
+        else:
+            # What its routers choose by is not known, so nobody can say that a choice was clear.
+            self.router_ties = np.ones(len(stacked), np.uint8)
         self._captured.clear()
+        self._chosen_by.clear()
         kind = np.uint8 if self.num_experts <= 256 else np.dtype("<u2")
         return stacked.cpu().numpy().astype(kind)
 
@@ -109,11 +123,19 @@ class ModuleDecoder:
             if len(chosen) != 1:
                 raise UnsupportedModel(f"{target.__name__}: its output does not hold the chosen experts")
             self._captured.append(chosen[0].reshape(-1, chosen[0].shape[-1]))
+            scores = (t for t in output if isinstance(t, torch.Tensor) and t.is_floating_point())
+            by = next((t for t in scores if t.shape[-1] == self.num_experts), None)
+            if by is not None:
+                self._chosen_by.append(by.reshape(-1, self.num_experts))
 
+        routers = []
         for part in module.modules():
             if isinstance(part, target):
                 part.register_forward_hook(note)
-                self.moe_layers += 1
+                routers.append(part)
+        self.moe_layers = len(routers)
+        if routers:
+            self._routers = Routers(routers, near_tie(next(module.parameters()).dtype))
 
 
 def _check_rotary(module: Any) -> None:

@@ -44,6 +44,11 @@ class Runner:
         self.written = batch.slots
         return self.model.decoder.forward(batch, self.cache, np.array(logit_rows, dtype=np.int64))
 
+    @property
+    def router_ties(self) -> np.ndarray:
+        """Of each packed token of the last forward, uint8: 1 where a router's choice was a near tie."""
+        return self.model.decoder.router_ties
+
     def switch(self) -> None:
         """Serve the staged model from the next forward on."""
         assert self.staged is not None

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.types import SamplingParams
+from midstream.engine.embedded.ties import SUM_ROUNDING, near_tie
+from midstream.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
 
 GREEDY_BELOW = 1e-5  # dividing logits by less overflows float32
 SEED_MASK = (1 << 64) - 1
@@ -61,10 +62,11 @@ class Sampled:
     logprobs: list[float]
     sampling_logprobs: list[float]
     top: list[list[tuple[int, float]]]  # per row, best first; empty when not asked for
+    near_ties: list[int]  # bits of NEAR_TIES, of the filters and of a greedy choice
 
     @property
     def columns(self) -> tuple[list[Any], ...]:
-        return self.tokens, self.logprobs, self.sampling_logprobs, self.top
+        return self.tokens, self.logprobs, self.sampling_logprobs, self.top, self.near_ties
 
 
 def is_unmodified(row: SampleRow) -> bool:
@@ -81,7 +83,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     temperature = torch.tensor(temperatures, dtype=torch.float32, device=logits.device).unsqueeze(1)
     greedy = temperature < GREEDY_BELOW
     probs = torch.softmax(scores / torch.where(greedy, torch.ones_like(temperature), temperature), dim=-1)
-    probs = _filtered(probs, rows)
+    rounding = near_tie(logits.dtype) * logits.float().abs().amax(dim=-1)
+    probs, borders = _filtered(probs, rows, rounding)
     draws = np.array([uniform(r.params.seed, r.index, r.position) for r in rows])
     drawn = _inverse_cdf(probs, torch.from_numpy(draws).to(logits.device))
     tokens = torch.where(greedy[:, 0], scores.argmax(dim=-1), drawn)
@@ -93,6 +96,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         logprobs=raw.gather(1, picked)[:, 0].tolist(),
         sampling_logprobs=sampling.tolist(),
         top=_top(raw, [r.top_logprobs for r in rows]),
+        near_ties=_near_ties(scores, rounding, greedy[:, 0], borders, chosen),
     )
 
 
@@ -102,7 +106,7 @@ def score(logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[i
     raw = torch.log_softmax(logits.float(), dim=-1)
     picked = torch.tensor(list(targets), device=logits.device).unsqueeze(1)
     values = raw.gather(1, picked)[:, 0].tolist()
-    return Sampled(list(targets), values, values, _top(raw, top_logprobs))
+    return Sampled(list(targets), values, values, _top(raw, top_logprobs), [0] * len(values))
 
 
 class TorchSampler:
@@ -168,8 +172,29 @@ def _has_penalty(params: SamplingParams) -> bool:
     )
 
 
-def _filtered(probs: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Zero what top-k, then top-p, then min-p exclude, and renormalise; rows without a filter are untouched."""
+@dataclass(frozen=True)
+class Borders:
+    """How near the filters' borders are, of the rows that have filters.
+
+    near: bits of borders where another rounding may keep another number of tokens. by, left_out: which filter cut, and the
+    filtered probability that the heaviest of what it cut would have, so that a token as heavy as that is known.
+    slack: what rounding may change a log weight by.
+    """
+
+    rows: torch.Tensor
+    near: torch.Tensor
+    by: torch.Tensor
+    left_out: torch.Tensor
+    slack: torch.Tensor
+
+
+def _filtered(
+    probs: torch.Tensor, rows: Sequence[SampleRow], rounding: torch.Tensor
+) -> tuple[torch.Tensor, Borders | None]:
+    """Zero what top-k, then top-p, then min-p exclude, and renormalise; rows without a filter are untouched.
+
+    rounding: [rows], what rounding may change the difference of two logits by.
+    """
     vocab = probs.shape[-1]
     limited = [
         i
@@ -178,26 +203,63 @@ def _filtered(probs: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         and (0 < r.params.top_k < vocab or r.params.top_p < 1 or r.params.min_p > 0)
     ]
     if not limited:
-        return probs
+        return probs, None
     where = torch.tensor(limited, device=probs.device)
-    ordered, order = probs[where].sort(dim=-1, descending=True, stable=True)
+    # Sums in float64: their own rounding must not move a border.
+    ordered, order = probs[where].double().sort(dim=-1, descending=True, stable=True)
     params = [rows[i].params for i in limited]
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=probs.device, dtype=ordered.dtype).unsqueeze(1)
 
-    rank = torch.arange(vocab, device=probs.device).unsqueeze(0)
-    keep = rank < column([p.top_k if p.top_k > 0 else vocab for p in params])
-    ordered = ordered * keep
-    ordered = ordered / ordered.sum(dim=-1, keepdim=True)
-    keep &= ordered.cumsum(dim=-1) - ordered < column([min(max(p.top_p, 0.0), 1.0) for p in params])
-    keep &= ordered >= column([p.min_p for p in params]) * ordered[:, :1]
+    top_k = column([p.top_k if p.top_k > 0 else vocab for p in params])
+    top_p = column([min(max(p.top_p, 0.0), 1.0) for p in params])
+    min_p = column([p.min_p for p in params])
+    slack = rounding[where].double().unsqueeze(1) / column([p.temperature for p in params])
+    ranked = torch.arange(vocab, device=probs.device).unsqueeze(0) < top_k
+    whole = (ordered * ranked).sum(dim=-1, keepdim=True)
+    before = (ordered * ranked).cumsum(dim=-1) / whole - ordered / whole
+    heavy = ordered >= min_p * ordered[:, :1]
+    keep = ranked & (before < top_p) & heavy
     keep[:, 0] = True
-    ordered = ordered * keep
-    ordered = ordered / ordered.sum(dim=-1, keepdim=True)
+    kept = ordered * keep
+    mass = kept.sum(dim=-1, keepdim=True)
     result = probs.clone()
-    result[where] = torch.zeros_like(ordered).scatter(1, order, ordered)
-    return result
+    filtered = (kept / mass).to(probs.dtype)
+    result[where] = torch.zeros_like(filtered).scatter(1, order, filtered)
+
+    count = keep.sum(dim=-1, keepdim=True)
+    last, after = count - 1, count.clamp(max=vocab - 1)
+    off = slack * top_p * (1 - top_p) + SUM_ROUNDING
+    near_p = ((mass / whole - top_p).abs() <= off) | ((count > 1) & (top_p - before.gather(1, last) <= off))
+    ratios = (
+        torch.cat([ordered.gather(1, last), ordered.gather(1, after)], 1) / (min_p * ordered[:, :1])
+    ).log()
+    near_min = (ratios.abs() <= slack).any(dim=1, keepdim=True) & (min_p > 0)
+    near = near_p * (top_p < 1) * NEAR_TOP_P + near_min * NEAR_MIN_P
+    by_k, by_p = count >= top_k, mass / whole >= top_p
+    by = torch.where(by_k, NEAR_TOP_K, torch.where(by_p, NEAR_TOP_P, 0)) * (count < vocab)
+    left_out = (ordered.gather(1, after) / mass).log()
+    return result, Borders(where, near[:, 0], by[:, 0], left_out[:, 0], slack[:, 0])
+
+
+def _near_ties(
+    scores: torch.Tensor,
+    rounding: torch.Tensor,
+    greedy: torch.Tensor,
+    borders: Borders | None,
+    chosen: torch.Tensor,
+) -> list[int]:
+    """chosen: [rows], log-probability of the drawn token after the filters."""
+    ties = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+    if borders is not None:
+        # A token as heavy as one that was cut off might be the one cut off.
+        as_heavy = chosen[borders.rows] - borders.left_out <= borders.slack
+        ties[borders.rows] = borders.near | borders.by * as_heavy
+    if bool(greedy.any()):
+        best = scores.topk(min(2, scores.shape[-1]), dim=-1).values
+        ties = torch.where(greedy, (best[:, 0] - best[:, -1] <= rounding) * NEAR_GREEDY, ties)
+    return list(ties.tolist())
 
 
 def _inverse_cdf(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,8 @@ class Sequence:
     arrived: float = field(default_factory=time.perf_counter)
     queued_s: float = 0.0  # until first admission
     cached_tokens: int | None = None  # set at first admission
-    last_sampled: tuple[float, int, bytes | None] | None = (
-        None  # of the last generated token: raw logprob, snapshot, route
+    last_sampled: tuple[float, int, bytes | None, int] | None = (
+        None  # of the last generated token: raw logprob, snapshot, route, router tie
     )
     prompt_tops: dict[int, tuple[TopLogprob, ...]] = field(
         default_factory=dict

@@ -1,8 +1,8 @@
 """What is remembered of the pass that scored each cached token, so that a warm echo equals a cold one.
 
-Owns: per KV slot, the raw logprob of the token at that position, the snapshot whose logits gave it, and the route of that same
-pass (input position p-1 for the token at p). No torch.
-Always holds: the three are written together, so a logprob is never paired with the route or the label of another pass; a slot
+Owns: per KV slot, the raw logprob of the token at that position, the snapshot whose logits gave it, the route of that same
+pass (input position p-1 for the token at p), and whether a router's choice in it was a near tie. No torch.
+Always holds: the four are written together, so a logprob is never paired with the route or the label of another pass; a slot
 given to a new owner has no score.
 """
 
@@ -28,6 +28,7 @@ class ScoreStore:
         self._size = block_size
         self._logprob = np.zeros(slots, dtype=np.float32)
         self._snapshot = np.full(slots, NO_SNAPSHOT, dtype=np.int32)
+        self._router_tie = np.zeros(slots, dtype=np.uint8)
         self._route = np.zeros((slots, moe_layers, top_k if moe_layers else 1), dtype=route_dtype)
 
     def write(
@@ -36,10 +37,13 @@ class ScoreStore:
         logprobs: np.ndarray,
         routes: np.ndarray | None,
         snapshots: np.ndarray | int,
+        router_ties: np.ndarray | int = 0,
     ) -> None:
-        """logprobs: [len(slots)]; routes: [len(slots), moe_layers, top_k], None on a dense model; snapshots: one or of each."""
+        """logprobs: [len(slots)]; routes: [len(slots), moe_layers, top_k], None on a dense model; snapshots and
+        router_ties (0 or 1): one or of each."""
         self._logprob[slots] = logprobs
         self._snapshot[slots] = snapshots
+        self._router_tie[slots] = router_ties
         if routes is not None:
             self._route[slots] = routes
 
@@ -47,10 +51,10 @@ class ScoreStore:
         """[tokens, moe_layers, top_k] from the routes of tokens as `read` gives them, one after the other."""
         return np.frombuffer(packed, dtype=self._route.dtype).reshape(-1, *self._route.shape[1:])
 
-    def read(self, slot: int) -> tuple[float, int, bytes | None]:
-        """(logprob, snapshot, route); the snapshot is NO_SNAPSHOT where nothing was scored."""
+    def read(self, slot: int) -> tuple[float, int, bytes | None, int]:
+        """(logprob, snapshot, route, router tie); the snapshot is NO_SNAPSHOT where nothing was scored."""
         route = self._route[slot].tobytes() if self._route.shape[1] else None
-        return float(self._logprob[slot]), int(self._snapshot[slot]), route
+        return float(self._logprob[slot]), int(self._snapshot[slot]), route, int(self._router_tie[slot])
 
     def complete(self, block: int, first_offset: int, snapshot: int) -> bool:
         """Whether the block's tokens from that offset on were all scored under `snapshot`."""
@@ -67,4 +71,5 @@ class ScoreStore:
         ours, theirs = source * self._size + offsets, target * self._size + offsets
         self._logprob[theirs] = self._logprob[ours]
         self._snapshot[theirs] = snapshot
+        self._router_tie[theirs] = self._router_tie[ours]
         self._route[theirs] = self._route[ours]

@@ -6,11 +6,15 @@
 #include "linear.h"
 
 // Softmax over all experts, then the k best (the lower id first when equal), optionally renormalised to sum 1.
+// Returns whether the last of the k was a near tie: its logit lies within `tie` times the largest logit of the best one left out.
 template <class T>
-static void route(const typename T::elem *logits, int64_t experts, int64_t k, bool renormalise, bool round_weights,
-                  int32_t *chosen, float *weights) {
-  float top = -INFINITY, total = 0, kept = 0;
-  for (int64_t e = 0; e < experts; ++e) top = std::max(top, T::up(logits[e]));
+static bool route(const typename T::elem *logits, int64_t experts, int64_t k, bool renormalise, bool round_weights,
+                  float tie, int32_t *chosen, float *weights) {
+  float top = -INFINITY, lowest = INFINITY, total = 0, kept = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    top = std::max(top, T::up(logits[e]));
+    lowest = std::min(lowest, T::up(logits[e]));
+  }
   static thread_local std::vector<float> probability;
   probability.resize(experts);
   for (int64_t e = 0; e < experts; ++e) total += probability[e] = exp_one(T::up(logits[e]) - top);
@@ -27,6 +31,10 @@ static void route(const typename T::elem *logits, int64_t experts, int64_t k, bo
     if (renormalise) weights[j] /= kept;
     if (round_weights) weights[j] = T::rounded(weights[j]);
   }
+  float left_out = -INFINITY;
+  for (int64_t e = 0; e < experts; ++e)
+    if (probability[e] >= 0) left_out = std::max(left_out, T::up(logits[e]));
+  return T::up(logits[chosen[k - 1]]) - left_out <= tie * std::max(top, -lowest);
 }
 
 template <class T>

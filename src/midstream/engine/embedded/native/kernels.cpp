@@ -14,14 +14,14 @@ static void rms_norm(const typename T::elem *x, const int64_t *rows, const float
 
 template <class T>
 static void moe(const typename T::elem *x, const uint32_t *router, const uint32_t *gate_up, const uint32_t *down,
-                int64_t m, int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags,
-                typename T::elem *residual, void *routes, int64_t route_stride, int threads) {
+                int64_t m, int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags, float tie,
+                typename T::elem *residual, void *routes, int64_t route_stride, uint8_t *near_tie, int threads) {
   std::vector<typename T::elem> logits(m * experts);
   std::vector<int32_t> chosen(m * k);
   std::vector<float> weights(m * k);
   linear<T>({x, hidden, nullptr, router, nullptr, m, experts, hidden, STORE, logits.data(), experts}, threads);
   for (int64_t i = 0; i < m; ++i) {
-    route<T>(logits.data() + i * experts, experts, k, flags & 1, flags & 2, &chosen[i * k], &weights[i * k]);
+    near_tie[i] |= route<T>(logits.data() + i * experts, experts, k, flags & 1, flags & 2, tie, &chosen[i * k], &weights[i * k]);
     for (int64_t j = 0; j < k; ++j)
       if (experts <= 256)
         ((uint8_t *)routes)[i * route_stride + j] = (uint8_t)chosen[i * k + j];
@@ -33,12 +33,13 @@ static void moe(const typename T::elem *x, const uint32_t *router, const uint32_
 
 template <class T>
 static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, const float *temperature,
-                   const Filter *filters, const uint64_t *counters, const int64_t *wanted, int32_t *token, float *logprob,
-                   float *sampling_logprob, int64_t n, int32_t *ids, float *values, int threads) {
-  const Sampler<T> sampler{vocab};
+                   const Filter *filters, const uint64_t *counters, const int64_t *wanted, float tie, int32_t *token,
+                   float *logprob, float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values,
+                   int threads) {
+  const Sampler<T> sampler{vocab, tie};
   parallel(threads, m, 16.0 * m * vocab, [=](int64_t i) {
     sampler.row(logits + i * vocab, temperature[i], filters[i], counters + 3 * i, wanted[i], token + i, logprob + i,
-                sampling_logprob + i, n, ids + i * n, values + i * n);
+                sampling_logprob + i, near_tie + i, n, ids + i * n, values + i * n);
   });
 }
 
@@ -70,16 +71,16 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
                  count, threads);                                                                                      \
   }                                                                                                                    \
   void moe_##NAME(const void *x, const uint32_t *router, const uint32_t *gate_up, const uint32_t *down, int64_t m,     \
-                  int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags, void *residual, void *routes,  \
-                  int64_t route_stride, int threads) {                                                                 \
-    moe<T>((const T::elem *)x, router, gate_up, down, m, hidden, inner, experts, k, flags, (T::elem *)residual,        \
-           routes, route_stride, threads);                                                                             \
+                  int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags, float tie, void *residual,     \
+                  void *routes, int64_t route_stride, uint8_t *near_tie, int threads) {                                \
+    moe<T>((const T::elem *)x, router, gate_up, down, m, hidden, inner, experts, k, flags, tie, (T::elem *)residual,   \
+           routes, route_stride, near_tie, threads);                                                                   \
   }                                                                                                                    \
   void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const float *filters,     \
-                     const uint64_t *counters, const int64_t *wanted, int32_t *token, float *logprob,                  \
-                     float *sampling_logprob, int64_t n, int32_t *ids, float *values, int threads) {                   \
-    sample<T>((const T::elem *)logits, m, vocab, temperature, (const Filter *)filters, counters, wanted, token,        \
-              logprob, sampling_logprob, n, ids, values, threads);                                                     \
+                     const uint64_t *counters, const int64_t *wanted, float tie, int32_t *token, float *logprob,       \
+                     float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values, int threads) {\
+    sample<T>((const T::elem *)logits, m, vocab, temperature, (const Filter *)filters, counters, wanted, tie, token,   \
+              logprob, sampling_logprob, near_tie, n, ids, values, threads);                                           \
   }                                                                                                                    \
   }
 

@@ -7,6 +7,7 @@
 #include "vec.h"
 
 constexpr int64_t CHUNK = 1024;
+constexpr double SUM_ROUNDING = 2e-7;  // of a float32 sum of probabilities, as a share of all; sampler.py has the same
 
 // A number in [0, 1) with 53 random bits that depends on (seed, choice index, position) alone: SplitMix64 (Steele et al., 2014)
 // over the counter. sampler.py has the same function.
@@ -28,6 +29,16 @@ struct Filter {
   bool any(int64_t vocab) const { return (top_k > 0 && top_k < vocab) || top_p < 1 || min_p > 0; }
 };
 
+// Bits of a near tie; types.py has the same.
+enum NearTie : uint8_t { NEAR_TOP_K = 2, NEAR_TOP_P = 4, NEAR_MIN_P = 8, NEAR_GREEDY = 16 };
+
+// Log weights of tokens that were cut off, nearest to those kept: -INFINITY where the filter cut none. near: borders where
+// another rounding may keep another number of tokens.
+struct Border {
+  float top_k = -INFINITY, top_p = -INFINITY;
+  uint8_t near = 0;
+};
+
 struct Candidate {
   float weight;
   int32_t id;
@@ -40,6 +51,7 @@ template <class T>
 struct Sampler {
   typedef typename T::elem elem;
   int64_t vocab;
+  float tie;  // what a rounding may change a logit by, as a share of the row's largest
 
   vf at(const elem *x, int64_t i) const {
     if (i + LANES <= vocab) return T::load16(x + i);
@@ -52,6 +64,17 @@ struct Sampler {
     vf best = splat(-INFINITY);
     for (int64_t i = 0; i < vocab; i += LANES) best = max_of(best, at(x, i));
     return max_lane(best);
+  }
+
+  // What a rounding may change the difference of two logits by.
+  float rounding(const elem *x, float top) const {
+    vf least = splat(INFINITY);
+    for (int64_t i = 0; i < vocab; i += LANES) {
+      vf v = at(x, i);
+      for (int j = (int)std::min<int64_t>(LANES, vocab - i); j < LANES; ++j) v[j] = INFINITY;
+      least = -max_of(-least, -v);
+    }
+    return tie * std::max(top, max_lane(-least));
   }
 
   // Sum of exp((x - top) * inverse); `chunks`, if given, gets the running sum after each CHUNK.
@@ -103,18 +126,23 @@ struct Sampler {
     return mass;
   }
 
-  // The candidates the filter leaves, in order of id. total: what all tokens weigh.
-  void filtered(const elem *x, float top, float inverse, double total, const Filter &f,
-                std::vector<Candidate> &kept) const {
+  // The candidates the filter leaves, in order of id. total: what all tokens weigh. slack: what a rounding may change a log
+  // weight by.
+  Border filtered(const elem *x, float top, float inverse, double total, const Filter &f, float slack,
+                  std::vector<Candidate> &kept) const {
+    Border border;
     const bool by_rank = f.top_k > 0 && f.top_k < vocab;
     const size_t most = by_rank ? (size_t)f.top_k : vocab;
-    for (float reach = 10;; reach *= 3) {
+    float reach = 10;
+    for (;; reach *= 3) {
       const double mass = gather(x, top, inverse, reach, kept);
       if (by_rank ? kept.size() >= most : mass >= f.top_p * total) break;
       if (reach > 88 || (!by_rank && f.min_p > 0 && reach > -std::log(f.min_p))) break;
     }
+    if (by_rank) border.top_k = -reach;
     if (kept.size() > most) {
-      std::nth_element(kept.begin(), kept.begin() + (most - 1), kept.end());
+      std::nth_element(kept.begin(), kept.begin() + most, kept.end());
+      border.top_k = std::log(kept[most].weight);
       kept.resize(most);
     }
     std::sort(kept.begin(), kept.end());
@@ -124,13 +152,25 @@ struct Sampler {
       for (const Candidate &c : kept) norm += c.weight;
     }
     size_t count = 0;
+    double last = 0;  // `before` as the last of the kept found it
     for (; count < kept.size(); ++count) {
       const float weight = kept[count].weight;
       if (count && (before >= f.top_p * norm || weight < f.min_p * kept[0].weight)) break;
+      last = before;
       before += weight;
     }
+    const double target = f.top_p * norm;
+    if (f.top_p < 1) {
+      const double off = norm * (slack * f.top_p * (1 - f.top_p) + SUM_ROUNDING);
+      if (before >= target) border.top_p = count < kept.size() ? std::log(kept[count].weight) : -reach;
+      if (std::abs(before - target) <= off || (count > 1 && target - last <= off)) border.near |= NEAR_TOP_P;
+    }
+    if (f.min_p > 0)
+      for (size_t i = count ? count - 1 : 0; i < std::min(count + 1, kept.size()); ++i)
+        if (std::abs(std::log(kept[i].weight / (f.min_p * kept[0].weight))) <= slack) border.near |= NEAR_MIN_P;
     kept.resize(count);
     std::sort(kept.begin(), kept.end(), [](const Candidate &a, const Candidate &b) { return a.id < b.id; });
+    return border;
   }
 
   int64_t draw_kept(const std::vector<Candidate> &kept, double uniform, double *sum) const {
@@ -140,6 +180,16 @@ struct Sampler {
     for (const Candidate &c : kept)
       if ((reached += c.weight) > uniform * *sum) return c.id;
     return kept.empty() ? 0 : kept.back().id;
+  }
+
+  bool near_second(const elem *x, float top, float slack) const {
+    int64_t close = 0;
+    for (int64_t i = 0; i < vocab && close < 2; i += LANES) {
+      const vf v = at(x, i);
+      if (!(max_lane(v) >= top - slack)) continue;
+      for (int j = 0; j < LANES && i + j < vocab; ++j) close += v[j] >= top - slack;
+    }
+    return close > 1;
   }
 
   int64_t first_equal(const elem *x, float value) const {
@@ -166,7 +216,7 @@ struct Sampler {
 
   // temperature <= 0: greedy. wanted >= 0: do not draw, score that token.
   void row(const elem *x, float temperature, const Filter &filter, const uint64_t *counter, int64_t wanted, int32_t *token, float *logprob,
-           float *sampling_logprob, int64_t n, int32_t *ids, float *values) const {
+           float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values) const {
     static thread_local std::vector<double> chunks;
     chunks.clear();
     const float top = highest(x);
@@ -174,14 +224,24 @@ struct Sampler {
     const double log_raw = std::log(total(x, top, 1.0f, plain ? &chunks : nullptr));
     double log_drawn = log_raw;
     int64_t picked = wanted;
-    if (wanted < 0 && temperature <= 0) picked = first_equal(x, top);
+    *near_tie = 0;
+    if (wanted < 0 && temperature <= 0) {
+      picked = first_equal(x, top);
+      if (near_second(x, top, rounding(x, top))) *near_tie = NEAR_GREEDY;
+    }
     if (wanted < 0 && temperature > 0) {
       const float inverse = 1.0f / temperature;
       double sum = plain ? chunks.back() : total(x, top, inverse, &chunks);
       if (filter.any(vocab) && sum == sum) {
         static thread_local std::vector<Candidate> kept;
-        filtered(x, top, inverse, sum, filter, kept);
+        const float slack = rounding(x, top) * inverse;
+        const Border border = filtered(x, top, inverse, sum, filter, slack, kept);
         picked = draw_kept(kept, uniform(counter), &sum);
+        // A token as heavy as one that was cut off might be the one cut off.
+        const float weight = (T::up(x[picked]) - top) * inverse;
+        *near_tie = border.near;
+        if (weight - border.top_k <= slack) *near_tie |= NEAR_TOP_K;
+        if (weight - border.top_p <= slack) *near_tie |= NEAR_TOP_P;
       } else {
         picked = draw(x, top, inverse, uniform(counter) * sum, chunks);
       }

@@ -21,6 +21,7 @@ from midstream.engine.embedded.sampler import (
     sample,
     score,
 )
+from midstream.engine.embedded.ties import near_tie
 
 
 class NativeSampler:
@@ -39,7 +40,8 @@ class NativeSampler:
         if len(plain) == len(rows):
             return self._plain(logits, rows)
         others = sorted(set(range(len(rows))) - set(plain))
-        merged = Sampled([0] * len(rows), [0.0] * len(rows), [0.0] * len(rows), [[] for _ in rows])
+        zeros = [0.0] * len(rows)
+        merged = Sampled([0] * len(rows), zeros, [*zeros], [[] for _ in rows], [0] * len(rows))
         parts = [(others, sample(logits[others], [rows[i] for i in others]))]
         if plain:
             parts.append((plain, self._plain(logits[plain], [rows[i] for i in plain])))
@@ -82,14 +84,17 @@ class NativeSampler:
         tokens, ids = np.empty(count, dtype=np.int32), np.empty((count, most), dtype=np.int32)
         logprobs, sampling = np.empty((2, count), dtype=np.float32)
         values = np.empty((count, most), dtype=np.float32)
+        ties = np.empty(count, dtype=np.uint8)
         kernels(SUFFIX[logits.dtype]).sample(
             *(logits.data_ptr(), count, vocab, temperatures.ctypes.data, filters.ctypes.data),
             *(
                 counters.ctypes.data,
                 wanted.ctypes.data,
+                near_tie(logits.dtype),
                 tokens.ctypes.data,
                 logprobs.ctypes.data,
                 sampling.ctypes.data,
+                ties.ctypes.data,
             ),
             *(most, ids.ctypes.data, values.ctypes.data, self._threads),
         )
@@ -97,4 +102,4 @@ class NativeSampler:
         if most:
             pairs = zip(ids.tolist(), values.tolist(), top_logprobs, strict=True)
             top = [list(zip(i[:n], v[:n], strict=True)) for i, v, n in pairs]
-        return Sampled(tokens.tolist(), logprobs.tolist(), sampling.tolist(), top)
+        return Sampled(tokens.tolist(), logprobs.tolist(), sampling.tolist(), top, ties.tolist())
