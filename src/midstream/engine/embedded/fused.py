@@ -5,12 +5,13 @@ Always holds:
 - Every output is a sum in one fixed order (native/*.h), so a token's numbers depend on its own sequence alone: not on the
   batch, the chunking, the cache or the number of threads.
 - Values are rounded to the model's dtype where transformers rounds them: after each linear map, norm, product and residual.
+- A head is filled up with zeros to whole vectors (`_Head`), which changes no sum.
 - A model that differs in anything this does not know is refused with NotFused and runs as its own module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,7 +29,8 @@ PANEL = 32  # outputs packed side by side
 STORE, ADD, SILU_MUL = 0, 1, 2
 RENORMALISE, ROUND_WEIGHTS = 1, 2
 SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})  # whose tables depend on the position alone
+# Whose tables depend on the position alone; those of "dynamic" do up to max_position_embeddings, and no request goes beyond.
+ROPE_TYPES = frozenset({"default", "dynamic", "linear", "llama3", "yarn"})
 
 # Class of the causal model: where a layer's sliding window is written, and whether router weights are rounded to the dtype.
 FAMILIES = {
@@ -103,6 +105,42 @@ class _Layer:
     feed_forward: _Mlp | _Experts
 
 
+class _Head:
+    """Where the elements of a head lie for the kernels: both halves of what is rotated, each filled up to whole vectors with
+    zeros, then the rest, filled up so that all are a multiple of 32. Raises NotFused."""
+
+    def __init__(self, own: int, half: int) -> None:
+        """own: elements the model has; half: of those, how many are in each half of what is rotated."""
+        self.own, self._half = own, half
+        self._wide = -(-half // 16) * 16
+        self.size = -(-(2 * self._wide + own - 2 * half) // 32) * 32
+        if self.size > 256:
+            raise NotFused(f"head_dim {own}, which takes more than 256 when it is filled up to whole vectors")
+        at = torch.arange(own)
+        self._places = at + (at >= half) * (self._wide - half) + (at >= 2 * half) * (self._wide - half)
+
+    def rows(self, heads: int) -> torch.Tensor | None:
+        """Which output of a map to so many heads each output of the filled-up one is, -1: none. None: they are the same."""
+        if self.own == self.size:
+            return None
+        rows = torch.full((heads, self.size), -1)
+        rows[:, self._places] = torch.arange(heads * self.own).view(heads, self.own)
+        return rows.reshape(-1)
+
+    def widened(self, values: torch.Tensor) -> torch.Tensor:
+        """Values along the last dimension, of one head or several, filled up with zeros."""
+        if self.own == self.size:
+            return values
+        heads = values.view(*values.shape[:-1], -1, self.own)
+        wide = heads.new_zeros((*heads.shape[:-1], self.size))
+        wide[..., self._places] = heads
+        return wide.flatten(-2)
+
+    def table(self, values: torch.Tensor) -> torch.Tensor:
+        """[positions, half] filled up with zeros."""
+        return torch.nn.functional.pad(values, (0, self._wide - self._half)).contiguous()
+
+
 class FusedDecoder:
     """Weights are copied out of `module`, which is not needed afterwards. Raises NotFused.
 
@@ -120,13 +158,16 @@ class FusedDecoder:
         self.dtype: torch.dtype = base.embed_tokens.weight.dtype
         self.threads = threads
         self.hidden = int(config.hidden_size)
-        self.head_dim = int(attention.head_dim)
-        self.heads = attention.q_proj.out_features // self.head_dim
-        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        _check(module, self.dtype, pieces)
+        cos, sin = _rope_tables(module, max_positions, self.dtype)
+        self._head_layout = head = _Head(int(attention.head_dim), cos.shape[1])
+        self.cos, self.sin = head.table(cos), head.table(sin)
+        self.head_dim = head.size
+        self.heads = attention.q_proj.out_features // head.own
+        self.kv_heads = attention.k_proj.out_features // head.own
         self.scale = float(attention.scaling)
         self.eps = float(config.rms_norm_eps)
         self.vocab = module.lm_head.out_features
-        _check(module, self.dtype, self.head_dim, pieces)
         try:
             self._kernels: Kernels = kernels(SUFFIX[self.dtype])
         except NoCompiler as error:
@@ -134,10 +175,9 @@ class FusedDecoder:
         self._packer = _Packer(self._kernels)
         self._pieces = pieces
         self._embedding = copied(base.embed_tokens.weight.data)
-        self.cos, self.sin = _rope_tables(base.rotary_emb, max_positions, self.dtype)
         self.layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
         self._norm = _floats(base.norm.weight)
-        self._head = self._packer.linear([module.lm_head])
+        self._lm_head = self._packer.linear([module.lm_head])
         moe = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, _Experts)]
         self.moe_layers = len(moe)
         self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
@@ -177,7 +217,7 @@ class FusedDecoder:
         picked = torch.empty((len(rows), self.hidden), dtype=self.dtype)
         self._normalise(scratch.residual, rows, self._norm, len(rows), picked)
         logits = torch.empty((len(rows), self.vocab), dtype=self.dtype)
-        self._linear(self._head, picked.data_ptr(), len(rows), STORE, logits.data_ptr(), self.vocab)
+        self._linear(self._lm_head, picked.data_ptr(), len(rows), STORE, logits.data_ptr(), self.vocab)
         return logits, routes if self.moe_layers else None
 
     def new_cache(self, slots: int) -> PackedCache:
@@ -190,7 +230,7 @@ class FusedDecoder:
             ("sin", self.sin),
             ("norm", self._norm),
         )
-        yield from _tensors_of("head", self._head)
+        yield from _tensors_of("head", self._lm_head)
         for number, layer in enumerate(self.layers):
             yield from _tensors_of(str(number), layer)
 
@@ -198,7 +238,7 @@ class FusedDecoder:
         """Let the weights go: nothing may read them any more."""
         large = [self._embedding, *self._packer.made]
         self.layers, self._packer.made = [], []
-        del self._embedding, self._head
+        del self._embedding, self._lm_head
         for tensor in large:
             give_back(tensor.data_ptr(), tensor.nbytes)
 
@@ -212,7 +252,8 @@ class FusedDecoder:
         self._normalise(scratch.residual, None, layer.input_norm, tokens, scratch.normed)
         self._linear(layer.qkv, scratch.normed_at, tokens, STORE, scratch.qkv_at, layer.qkv.n)
         call.prepare(
-            *(scratch.qkv_at, tokens, *shape, _pointer(layer.q_norm), _pointer(layer.k_norm), self.eps),
+            *(scratch.qkv_at, tokens, *shape, _pointer(layer.q_norm), _pointer(layer.k_norm)),
+            *(self._head_layout.own, self.eps),
             *(self.cos.data_ptr(), self.sin.data_ptr(), 2 * self.cos.shape[1]),
             *(batch.positions.ctypes.data, batch.slots.ctypes.data, keys, values, self.threads),
         )
@@ -265,17 +306,18 @@ class FusedDecoder:
 
     def _layer(self, number: int, layer: Any, config: Any, window_at: str, round_weights: bool) -> _Layer:
         attention, mlp, packer = layer.self_attn, layer.mlp, self._packer
+        head, heads = self._head_layout, self.heads + 2 * self.kv_heads
         window = {"none": None, "config": getattr(config, "sliding_window", None)}.get(
             window_at, getattr(attention, "sliding_window", None)
         )
         dense = hasattr(mlp, "gate_proj")
         return _Layer(
             input_norm=_floats(layer.input_layernorm.weight),
-            qkv=packer.linear([attention.q_proj, attention.k_proj, attention.v_proj]),
-            q_norm=_floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
-            k_norm=_floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            qkv=packer.linear([attention.q_proj, attention.k_proj, attention.v_proj], head.rows(heads)),
+            q_norm=head.widened(_floats(attention.q_norm.weight)) if hasattr(attention, "q_norm") else None,
+            k_norm=head.widened(_floats(attention.k_norm.weight)) if hasattr(attention, "k_norm") else None,
             window=window or 0,
-            out=packer.linear([attention.o_proj]),
+            out=packer.linear([attention.o_proj], widen=head.widened),
             post_norm=_floats(layer.post_attention_layernorm.weight),
             feed_forward=packer.mlp(mlp) if dense else self._experts(number, mlp, round_weights),
         )
@@ -329,7 +371,7 @@ class _Packer:
         self, parts: Sequence[torch.Tensor], order: torch.Tensor | None = None, experts: int = 1
     ) -> torch.Tensor:
         """parts: rows [.., k], taken one below the other and then cut into `experts` of n rows, which are packed one after the
-        other; order: the row of an expert each packed output takes, default all in order."""
+        other; order: the row of an expert each packed output takes, -1 for one that stays zero, default all in order."""
         k = parts[0].shape[-1]
         parts = [part.reshape(-1, k).contiguous() for part in parts]
         lowest = min(part.data_ptr() for part in parts)
@@ -337,27 +379,36 @@ class _Packer:
         rows = torch.cat([torch.arange(len(p)) * step + (p.data_ptr() - lowest) for p in parts]).view(
             experts, -1
         )
-        n = rows.shape[1]
-        width = -(-n // PANEL) * PANEL
+        order = torch.arange(rows.shape[1]) if order is None else order
+        width = -(-len(order) // PANEL) * PANEL
         places = torch.full((experts, width), -1)
-        places[:, :n] = rows if order is None else rows[:, order]
+        places[:, : len(order)] = rows[:, order].masked_fill_(order < 0, -1)
         packed = big(experts * width * step // 4)
         self._call.pack(lowest, places.data_ptr(), experts * width // PANEL, k, packed.data_ptr())
         self.made.append(packed)
         return packed
 
-    def linear(self, modules: list[Any], order: torch.Tensor | None = None) -> _Map:
-        """Linear modules of equal input as one map, their outputs side by side. Raises NotFused."""
+    def linear(
+        self,
+        modules: list[Any],
+        order: torch.Tensor | None = None,
+        widen: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> _Map:
+        """Linear modules of equal input as one map, their outputs side by side. Raises NotFused.
+
+        widen: brings their weights to the inputs that they get.
+        """
         for module in modules:
             if type(module) is not torch.nn.Linear:
                 raise NotFused(f"{type(module).__name__} is not a plain linear map")
-        weights = [m.weight.data for m in modules]
-        n, k = sum(map(len, weights)), weights[0].shape[1]
+        weights = [m.weight.data if widen is None else widen(m.weight.data) for m in modules]
+        n, k = sum(map(len, weights)) if order is None else len(order), weights[0].shape[1]
         bias = None
         if any(m.bias is not None for m in modules):
             parts = [torch.zeros(m.out_features) if m.bias is None else m.bias.data.float() for m in modules]
             bias = torch.zeros(-(-n // PANEL) * PANEL)
-            bias[:n] = torch.cat(parts) if order is None else torch.cat(parts)[order]
+            own = torch.cat(parts)
+            bias[:n] = own if order is None else own[order].masked_fill_(order < 0, 0.0)
         return _Map(self.pack(weights, order), bias, n, k)
 
     def mlp(self, mlp: Any) -> _Mlp:
@@ -389,7 +440,7 @@ def _gate_up_order(inner: int) -> torch.Tensor:
     return pairs.transpose(0, 1).reshape(-1).contiguous()
 
 
-def _check(module: Any, dtype: torch.dtype, head_dim: int, pieces: Mapping[str, Any]) -> None:
+def _check(module: Any, dtype: torch.dtype, pieces: Mapping[str, Any]) -> None:
     """Raises NotFused."""
     config, base = module.config, module.model
     rope = getattr(base.rotary_emb, "rope_type", "default")
@@ -404,7 +455,6 @@ def _check(module: Any, dtype: torch.dtype, head_dim: int, pieces: Mapping[str, 
         ),
         (config.hidden_act == "silu", f"activation {config.hidden_act}"),
         (rope in ROPE_TYPES, f"rotary embedding of type {rope}"),
-        (head_dim % 32 == 0 and head_dim <= 256, f"head_dim {head_dim}, not 32 to 256 in steps of 32"),
         (config.hidden_size % 16 == 0, f"hidden_size {config.hidden_size}, not a multiple of 16"),
         (all(i % 16 == 0 for i in inner), f"inner sizes {sorted(set(inner))}, not multiples of 16"),
     ]
@@ -413,14 +463,15 @@ def _check(module: Any, dtype: torch.dtype, head_dim: int, pieces: Mapping[str, 
             raise NotFused(reason)
 
 
-def _rope_tables(rotary: Any, positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _rope_tables(module: Any, positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin [positions, rotary / 2] float32, rounded to `dtype` as the module rounds them. Raises NotFused."""
+    rotary, most = module.model.rotary_emb, int(module.config.max_position_embeddings)
+    if getattr(rotary, "rope_type", "default") == "dynamic" and positions > most:
+        raise NotFused(f"rotary embedding of type dynamic, of {most} positions where {positions} are needed")
     at = torch.arange(positions).unsqueeze(0)
     cos, sin = (t[0].float() for t in rotary(torch.empty(0, dtype=dtype), at))
     half = cos.shape[1] // 2
-    if half % 16 or not (
-        torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])
-    ):
+    if not (torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])):
         raise NotFused("a rotary embedding of another layout")
     return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 

@@ -40,19 +40,21 @@ struct Prepare {
   elem *qkv;  // [m, (heads + 2 kv_heads) * head_dim], queries are changed in place
   int64_t m, heads;
   const float *q_norm, *k_norm;  // [head_dim] or null
+  int64_t norm_size;  // elements of a head that are the model's own; the others are zero
   float eps;
   const float *cos, *sin;  // [positions, rotary / 2]
   int64_t rotary;  // leading dimensions of a head that are rotated
   const int64_t *positions, *slots;  // [m]
   Cache<T> cache;
 
-  static void norm(const elem *x, const float *weight, int64_t size, float eps, elem *out) {
+  // count: what the sum of squares is divided by.
+  static void norm(const elem *x, const float *weight, int64_t size, int64_t count, float eps, elem *out) {
     vf squares = {};
     for (int64_t i = 0; i < size; i += LANES) {
       const vf v = T::load16(x + i);
       squares += v * v;
     }
-    const float scale = 1.0f / std::sqrt(sum_lanes(squares) / (float)size + eps);
+    const float scale = 1.0f / std::sqrt(sum_lanes(squares) / (float)count + eps);
     for (int64_t i = 0; i < size; i += LANES)
       T::store16(out + i, T::rounded(T::load16(x + i) * scale) * load(weight + i));
   }
@@ -73,7 +75,7 @@ struct Prepare {
     for (int64_t h = 0; h < heads + kv; ++h) {
       elem *x = q + h * dim;
       const float *weight = h < heads ? q_norm : k_norm;
-      if (weight) norm(x, weight, dim, eps, x);
+      if (weight) norm(x, weight, dim, norm_size, eps, x);
       rotate(x, positions[row]);
     }
     for (int64_t h = 0; h < kv; ++h) cache.write(slots[row], h, k + h * dim, v + h * dim);

@@ -8,7 +8,7 @@ template <class T>
 static void rms_norm(const typename T::elem *x, const int64_t *rows, const float *weight, int64_t m, int64_t hidden,
                      float eps, typename T::elem *out, int threads) {
   parallel(threads, m, (double)m * hidden, [=](int64_t i) {
-    Prepare<T>::norm(x + (rows ? rows[i] : i) * hidden, weight, hidden, eps, out + i * hidden);
+    Prepare<T>::norm(x + (rows ? rows[i] : i) * hidden, weight, hidden, hidden, eps, out + i * hidden);
   });
 }
 
@@ -57,9 +57,10 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
     rms_norm<T>((const T::elem *)x, rows, weight, m, hidden, eps, (T::elem *)out, threads);                            \
   }                                                                                                                    \
   void prepare_##NAME(void *qkv, int64_t m, int64_t heads, int64_t kv_heads, int64_t head_dim, const float *q_norm,    \
-                      const float *k_norm, float eps, const float *cos, const float *sin, int64_t rotary,              \
-                      const int64_t *positions, const int64_t *slots, uint32_t *keys, uint32_t *values, int threads) { \
-    prepare<T>({(T::elem *)qkv, m, heads, q_norm, k_norm, eps, cos, sin, rotary, positions, slots,                     \
+                      const float *k_norm, int64_t norm_size, float eps, const float *cos, const float *sin,           \
+                      int64_t rotary, const int64_t *positions, const int64_t *slots, uint32_t *keys,                  \
+                      uint32_t *values, int threads) {                                                                 \
+    prepare<T>({(T::elem *)qkv, m, heads, q_norm, k_norm, norm_size, eps, cos, sin, rotary, positions, slots,          \
                 {keys, values, kv_heads, head_dim}},                                                                   \
                threads);                                                                                               \
   }                                                                                                                    \

@@ -17,7 +17,7 @@ SIGNATURES: dict[str, list[type]] = {
     "linear": [_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _INT],
     "rms_norm": [_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT, _POINTER, _INT],
     "prepare": [
-        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _SIZE),
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, _SIZE),
         *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),
     ],
     "attention": [
