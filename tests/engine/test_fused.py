@@ -21,6 +21,11 @@ from midstream.engine.embedded.loading import checked_decoder
 
 VOCAB, POSITIONS, BLOCKS = 267, 512, 64
 
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+
+
 #: what is at an edge: heads per KV head, head_dim, sizes that fill no panel, windows, expert counts
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "seven-heads-a-group": (
@@ -35,16 +40,43 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "head-dim-256": ("Qwen3Config", {"head_dim": 256, "num_hidden_layers": 1}),
     "narrow-window": ("MistralConfig", {"sliding_window": 5, "head_dim": 32}),
     "odd-sizes": ("LlamaConfig", {"intermediate_size": 48, "hidden_size": 144, "head_dim": 32}),
+    "head-dim-16": ("MixtralConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "head-dim-20-norms": ("Qwen3Config", {"head_dim": 20}),
+    "head-dim-24-biases": ("LlamaConfig", {"head_dim": 24, "attention_bias": True}),
+    "head-dim-80": ("MistralConfig", {"head_dim": 80, "sliding_window": 24}),
+    "linear-rope": ("LlamaConfig", {"head_dim": 16, "rope_parameters": rope("linear", factor=4.0)}),
+    "dynamic-rope": ("LlamaConfig", {"head_dim": 16, "rope_parameters": rope("dynamic", factor=4.0)}),
+    "yarn-rope": (
+        "LlamaConfig",
+        {"head_dim": 16, "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=64)},
+    ),
+    "llama3-rope": (
+        "LlamaConfig",
+        {
+            "head_dim": 16,
+            "rope_parameters": rope(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        },
+    ),
     "one-expert": ("MixtralConfig", {"num_local_experts": 1, "num_experts_per_tok": 1}),
     "300-experts": (
         "Qwen3MoeConfig",
         {"num_experts": 300, "num_experts_per_tok": 5, "moe_intermediate_size": 16},
     ),
+    "head-dim-264": ("LlamaConfig", {"head_dim": 264, "num_hidden_layers": 1}),
     "mixed-layers": (
         "Qwen3MoeConfig",
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [1]},
     ),
 }
+
+
+FUSED = [shape for shape in SHAPES if shape != "head-dim-264"]
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +148,7 @@ def in_chunks(
     return torch.cat(logits), None if routes[0] is None else np.concatenate(routes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", FUSED)
 def test_float32_logits_and_routes_are_the_modules_own(shape: str) -> None:
     module = model(shape, torch.float32)
     ids = np.random.default_rng(0).integers(0, VOCAB, 150)
@@ -136,7 +168,7 @@ def test_float32_logits_and_routes_are_the_modules_own(shape: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", FUSED)
 def test_bits_do_not_depend_on_chunks_batch_threads_or_where_blocks_lie(
     shape: str, dtype: torch.dtype
 ) -> None:
@@ -158,11 +190,18 @@ def test_bits_do_not_depend_on_chunks_batch_threads_or_where_blocks_lie(
     assert torch.equal(last, torch.cat([logits[-2:] for logits, _ in alone]))
 
 
-def test_a_rotary_embedding_that_grows_with_the_prompt_is_not_fused() -> None:
-    module = model("odd-sizes", torch.float32)
-    module.model.rotary_emb.rope_type = "dynamic"
-    with pytest.raises(NotFused, match="rotary embedding of type dynamic"):
-        FusedDecoder(module, POSITIONS, threads=1)
+def test_a_rotary_embedding_that_grows_with_the_prompt_is_not_fused_beyond_where_it_grows() -> None:
+    module = model("dynamic-rope", torch.float32)
+    FusedDecoder(module, POSITIONS, threads=1)
+    with pytest.raises(
+        NotFused, match="rotary embedding of type dynamic, of 512 positions where 513 are needed"
+    ):
+        FusedDecoder(module, POSITIONS + 1, threads=1)
+
+
+def test_heads_that_do_not_fit_the_kernels_when_they_are_filled_up_are_not_fused() -> None:
+    with pytest.raises(NotFused, match="head_dim 264, which takes more than 256"):
+        FusedDecoder(model("head-dim-264", torch.float32), POSITIONS, threads=1)
 
 
 def test_positions_beyond_the_rotary_table_are_refused_not_read() -> None:
