@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from midstream.client import decode_routing_matrix, routes_of, snapshot_of, token_snapshots
+from midstream.client import decode_routing_matrix, near_ties_of, routes_of, snapshot_of, token_snapshots
 
 M = "accounts/local/models/tiny-moe"
 
@@ -53,6 +53,14 @@ def test_what_is_no_routing_matrix_is_an_error(text: str, top_k: int, dtype: Any
 
 
 ROUTES = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+
+
+def test_near_ties_are_read_per_token_and_none_are_where_nothing_is_said() -> None:
+    entries = [entry(), entry(near_tie=["router"]), entry(near_tie=None), entry(near_tie=["router", "top_p"])]
+    expected = [frozenset(), {"router"}, frozenset(), {"router", "top_p"}]
+    assert near_ties_of({"logprobs": {"content": entries}}) == near_ties_of(entries) == expected
+    with pytest.raises(ValueError, match="near_tie of token 1 is no list of names: 'router'"):
+        near_ties_of([entry(), entry(near_tie="router")])
 
 
 def test_routes_are_stacked_per_token_from_a_choice_its_logprobs_or_its_entries() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import socket
 import threading
 import time
@@ -18,6 +19,27 @@ DEADLINE_S = 200.0  # of a busy machine
 ATTEMPTS = 4
 LONG = 4000  # tokens
 CHAT: list[Any] = [{"role": "user", "content": "Say something."}]
+
+
+def test_a_border_of_top_p_within_rounding_is_marked_plain_streamed_and_for_stock_clients(
+    client: openai.OpenAI, server: Server
+) -> None:
+    """A top_p that is what the heaviest token weighs: another rounding keeps one token more."""
+    fields: dict[str, Any] = {"model": server.model, "prompt": list(b"A border"), "max_tokens": 1}
+    probe = client.completions.create(**fields, extra_body={"logprobs": True, "top_logprobs": 2})
+    weights = [math.exp(t["logprob"]) for t in _entries(probe)[0]["top_logprobs"]]
+    for top_p, expected in ((weights[0], True), (weights[0] / 2, False)):
+        body = {"logprobs": True, "seed": 1}
+        plain = client.completions.create(**fields, top_p=top_p, extra_body=body)
+        chunks = client.completions.create(**fields, top_p=top_p, stream=True, extra_body=body)
+        streamed = [entry for chunk in chunks for entry in _entries(chunk)]
+        assert ["top_p" in entry.get("near_tie", ()) for entry in streamed] == [expected]
+        assert _entries(plain) == streamed
+
+
+def _entries(answer: Any) -> list[dict[str, Any]]:
+    found = [choice["logprobs"]["content"] for choice in answer.model_dump()["choices"] if choice["logprobs"]]
+    return [entry for content in found for entry in content]
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/inference/v1"])

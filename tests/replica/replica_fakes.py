@@ -24,6 +24,7 @@ from midstream.replica.runner import SnapshotSource
 from midstream.replica.server import ReplicaServer
 from midstream.types import (
     BASE_SNAPSHOT,
+    NEAR_ROUTER,
     Desired,
     EngineStats,
     FinishReason,
@@ -71,7 +72,8 @@ def ids(text: str) -> tuple[int, ...]:
 def record(
     token: int, position: int, request: GenerateRequest, snapshot: str, *, prompt: bool
 ) -> TokenRecord:
-    """Numbers that a test can recognise: logprob -position, sampling_logprob half of it, route [position, token]."""
+    """Numbers that a test can recognise: logprob -position, sampling_logprob half of it, route [position, token], a near
+    tie at each seventh position."""
     first = prompt and position == 0
     return TokenRecord(
         token_id=token,
@@ -82,6 +84,7 @@ def record(
         top_logprobs=()
         if first
         else tuple(TopLogprob(65 + i, -0.5 - i) for i in range(request.top_logprobs)),
+        near_tie=NEAR_ROUTER if position % 7 == 6 else 0,
     )
 
 

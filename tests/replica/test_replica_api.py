@@ -11,10 +11,19 @@ import httpx
 import msgspec
 import openai
 import pytest
+from msgspec.structs import replace
 from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
 
 from midstream.sse import event as sse_event
-from midstream.types import GenerateRequest, GenerationEvent, ReplicaReport, Stage
+from midstream.types import (
+    NEAR_ROUTER,
+    NEAR_TOP_P,
+    GenerateRequest,
+    GenerationEvent,
+    ReplicaReport,
+    Stage,
+    TokenRecord,
+)
 
 Scenario = Callable[[Running], Awaitable[None]]
 BASE = f"{MODEL}@base"
@@ -203,6 +212,36 @@ def test_the_new_logprobs_format_exactly(tmp_path: Path) -> None:
         ]
 
     play(tmp_path, FakeEngine, scenario)
+
+
+def test_near_ties_are_named_beside_the_numbers_of_their_token_and_absent_where_there_are_none(
+    tmp_path: Path,
+) -> None:
+    class Engine(FakeEngine):
+        """Marks the tokens of some positions."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+            def marked(records: tuple[TokenRecord, ...]) -> tuple[TokenRecord, ...]:
+                ties = {-1.0: NEAR_ROUTER, -3.0: NEAR_ROUTER | NEAR_TOP_P}
+                return tuple(replace(r, near_tie=ties.get(r.logprob, 0)) for r in records)
+
+            async for event in super().generate(request):
+                prompt = None if event.prompt is None else marked(event.prompt)
+                yield replace(event, tokens=marked(event.tokens), prompt=prompt)
+
+    async def scenario(here: Running) -> None:
+        fields: dict[str, Any] = {"prompt": [65, 66, 67], "max_tokens": 2, "logprobs": True, "echo": True}
+        plain = content((await ask(here, **fields)).json()["choices"][0])
+        expected = [None, ["router"], None, ["router", "top_p"], None]
+        assert [e.get("near_tie") for e in plain] == expected
+        assert ["near_tie" in e for e in plain] == [near is not None for near in expected]
+        *events, _ = sse((await ask(here, **fields, stream=True)).text)
+        streamed = [e for event in events for c in event["choices"] if c["logprobs"] for e in content(c)]
+        assert streamed == plain
+        raw = (await ask(here, **fields, raw_output=True)).json()["choices"][0]["raw_output"]
+        assert raw["completion_logprobs"]["content"] == plain
+
+    play(tmp_path, Engine, scenario)
 
 
 def test_the_legacy_logprobs_format_exactly(tmp_path: Path) -> None:

@@ -1,6 +1,12 @@
 """What a trainer imports: publish snapshots, and read routes and snapshots off rollout responses. No server code."""
 
-from midstream.client.decode import decode_routing_matrix, routes_of, snapshot_of, token_snapshots
+from midstream.client.decode import (
+    decode_routing_matrix,
+    near_ties_of,
+    routes_of,
+    snapshot_of,
+    token_snapshots,
+)
 from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed
 from midstream.client.publication import Publication, Published
 from midstream.client.publish import SnapshotPublisher
@@ -19,6 +25,7 @@ __all__ = [
     "SnapshotPublisher",
     "Status",
     "decode_routing_matrix",
+    "near_ties_of",
     "routes_of",
     "snapshot_of",
     "token_snapshots",

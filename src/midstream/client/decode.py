@@ -1,4 +1,4 @@
-"""Reads what rollout responses say about each token: its MoE routes and the snapshot that produced it. Pure.
+"""Reads what rollout responses say about each token: its MoE routes, its near ties and the snapshot that produced it. Pure.
 
 Takes plain dicts or the OpenAI SDK's objects. Always holds: one row or label per token, in order; anything that is
 missing is an error, never a guess: training on shifted routes or labels is worse than stopping.
@@ -58,6 +58,18 @@ def routes_of(choice: Any, *, top_k: int) -> Routes:
     stacked: Any = np.stack(rows)
     routes: Routes = stacked
     return routes
+
+
+def near_ties_of(choice: Any) -> list[frozenset[str]]:
+    """Which choices were near ties in the pass behind each token of a choice: of "router", "top_k", "top_p", "min_p",
+    "greedy". Takes what `routes_of` takes. An engine without the feature `near_ties` marks nothing, whatever happened."""
+    found = []
+    for position, entry in enumerate(_content(choice)):
+        names = entry.get("near_tie") or ()
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"near_tie of token {position} is no list of names: {names!r}")
+        found.append(frozenset(names))
+    return found
 
 
 def snapshot_of(model: str) -> str | None:
