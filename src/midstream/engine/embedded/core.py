@@ -291,7 +291,7 @@ class EngineCore:
             np.array(logprobs),
             None if routes[0] is None else self._scores.routes_of(b"".join(routes)),
             np.array(ordinals),
-            np.array(ties),
+            np.frombuffer(bytes(ties), np.uint8),
         )
 
     def _report(

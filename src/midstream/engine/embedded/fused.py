@@ -205,6 +205,8 @@ class FusedDecoder:
         torch.index_select(self._embedding, 0, torch.from_numpy(batch.ids), out=scratch.residual[:tokens])
         routes = np.empty((tokens, self.moe_layers, self.top_k), self._route_dtype)
         self.router_ties = np.zeros(tokens, np.uint8)
+        routes_at, ties_at = routes.ctypes.data, self.router_ties.ctypes.data
+        route_bytes = self.top_k * routes.itemsize
         moe_layer = 0
         for number, layer in enumerate(self.layers):
             self._attend(layer, batch, tokens, cache.keys[number].data_ptr(), cache.values[number].data_ptr())
@@ -212,7 +214,7 @@ class FusedDecoder:
             if isinstance(layer.feed_forward, _Mlp):
                 self._mlp(layer.feed_forward, tokens)
             else:
-                self._moe(layer.feed_forward, tokens, routes, moe_layer)
+                self._moe(layer.feed_forward, tokens, routes_at + moe_layer * route_bytes, ties_at)
                 moe_layer += 1
         picked = torch.empty((len(rows), self.hidden), dtype=self.dtype)
         self._normalise(scratch.residual, rows, self._norm, len(rows), picked)
@@ -269,7 +271,7 @@ class FusedDecoder:
         self._linear(mlp.gate_up, scratch.normed_at, tokens, SILU_MUL, scratch.active_at, mlp.down.k)
         self._linear(mlp.down, scratch.active_at, tokens, ADD, scratch.residual_at, self.hidden)
 
-    def _moe(self, moe: _Experts, tokens: int, routes: np.ndarray, number: int) -> None:
+    def _moe(self, moe: _Experts, tokens: int, routes: int, ties: int) -> None:
         weights = (moe.router.data_ptr(), moe.gate_up.data_ptr(), moe.down.data_ptr())
         stride = self.moe_layers * self.top_k
         self._kernels.moe(
@@ -284,8 +286,7 @@ class FusedDecoder:
                 moe.flags,
                 self._tie,
             ),
-            *(self._scratch.residual_at, routes.ctypes.data + number * self.top_k * routes.itemsize),
-            *(stride, self.router_ties.ctypes.data, self.threads),
+            *(self._scratch.residual_at, routes, stride, ties, self.threads),
         )
 
     def _linear(self, linear: _Map, x: int, tokens: int, mode: int, out: int, width: int) -> None:

@@ -23,6 +23,8 @@ from midstream.engine.embedded.sampler import (
 )
 from midstream.engine.embedded.ties import near_tie
 
+NEAR_TIES = {dtype: near_tie(dtype) for dtype in SUFFIX}
+
 
 class NativeSampler:
     """Raises NoCompiler."""
@@ -82,7 +84,8 @@ class NativeSampler:
         count, vocab = logits.shape
         most = min(max(top_logprobs, default=0), vocab)
         tokens, ids = np.empty(count, dtype=np.int32), np.empty((count, most), dtype=np.int32)
-        logprobs, sampling = np.empty((2, count), dtype=np.float32)
+        logprobs = np.empty((2, count), dtype=np.float32)  # raw, then of sampling
+        logprobs_at = logprobs.ctypes.data
         values = np.empty((count, most), dtype=np.float32)
         ties = np.empty(count, dtype=np.uint8)
         kernels(SUFFIX[logits.dtype]).sample(
@@ -90,10 +93,10 @@ class NativeSampler:
             *(
                 counters.ctypes.data,
                 wanted.ctypes.data,
-                near_tie(logits.dtype),
+                NEAR_TIES[logits.dtype],
                 tokens.ctypes.data,
-                logprobs.ctypes.data,
-                sampling.ctypes.data,
+                logprobs_at,
+                logprobs_at + 4 * count,
                 ties.ctypes.data,
             ),
             *(most, ids.ctypes.data, values.ctypes.data, self._threads),
@@ -102,4 +105,5 @@ class NativeSampler:
         if most:
             pairs = zip(ids.tolist(), values.tolist(), top_logprobs, strict=True)
             top = [list(zip(i[:n], v[:n], strict=True)) for i, v, n in pairs]
-        return Sampled(tokens.tolist(), logprobs.tolist(), sampling.tolist(), top, ties.tolist())
+        raw, sampling = logprobs.tolist()
+        return Sampled(tokens.tolist(), raw, sampling, top, ties.tolist())
