@@ -11,6 +11,8 @@
       Conflict 409
         SnapshotNotServed           retryable: no replica serves what the request asks for
       PayloadTooLarge 413
+        BodiesTooLarge              retryable: together with the bodies that are still arriving
+      UnsupportedEncoding 415       a compressed body
       SnapshotTransition 425        retryable: a swap holds the door
       Overloaded 429                retryable: queue full
       HeadersTooLarge 431
@@ -119,6 +121,23 @@ class SnapshotNotServed(Conflict):
 class PayloadTooLarge(MidstreamError):
     status = 413
     code = "payload_too_large"
+
+
+class BodiesTooLarge(PayloadTooLarge):
+    """Not this body alone: all that are still arriving. OpenAI's and Fireworks' clients retry a 413 that says they should."""
+
+    retry_after_s = 1
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "x-should-retry": "true"}
+
+
+class UnsupportedEncoding(MidstreamError):
+    status = 415
+    code = "unsupported_content_encoding"
+
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": "identity"}
 
 
 class SnapshotTransition(MidstreamError):

@@ -7,7 +7,9 @@ Always holds:
 - A request that two parsers could frame differently is refused and its connection closed.
 - An exchange sees a request as if it had come in origin form and without an Upgrade header: an absolute-form target gives
   its authority to Host, and an offer to switch protocols is passed over.
-- Memory per connection is bounded: by the body limit, the header limit, and the transport's write buffer.
+- Memory per connection is bounded: by the body limit, the header limit, and the transport's write buffer. What all
+  connections hold of bodies that no exchange has yet is counted in the service's budget, before it is read.
+- A body that comes too slowly is refused; the time in which its connection serves another request does not count.
 - When the client goes away, the exchange that serves it is told at once.
 """
 
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import socket
 import struct
 from collections import deque
@@ -25,7 +26,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import httptools
 
 from midstream.errors import HeadersTooLarge, InvalidRequest, MidstreamError, PayloadTooLarge, RequestTimeout
-from midstream.http_message import Limits, Request, error_response
+from midstream.http_budget import Budget, Share
+from midstream.http_message import Limits, Request, check_framing, error_response, split_absolute_form
 
 if TYPE_CHECKING:
     from midstream.gateway.wire import WireTransport
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 QUEUED_REQUESTS_MAX = 16  # pipelined requests read ahead before reading pauses
 QUEUED_BYTES_MAX = 2**20
 LINGER_S = 2.0  # how long a refused client may go on sending before its connection is cut
+CHUNK_FRAMING_BYTES = 24  # of one chunk, beside its data: its size, its line ends
 _NEVER = math.inf
-_ABSOLUTE_FORM = re.compile(rb"https?://([^/?#@]+)((?:/[^?]*)?(?:\?.*)?)", re.IGNORECASE | re.DOTALL)
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -52,13 +54,16 @@ class Service(Protocol):
     """What the connections of a server share."""
 
     draining: bool
+    budget: Budget
 
     def connected(self, client: ClientConnection) -> None: ...
     def disconnected(self, client: ClientConnection) -> None: ...
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
-        """Raise MidstreamError to refuse a request before its body is read."""
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
+        """The tenant that sends it; None: nobody in particular. Raise MidstreamError to refuse it before its body is read."""
 
-    def exchange(self, request: Request, client: ClientConnection) -> Exchange: ...
+    def exchange(self, request: Request, client: ClientConnection) -> Exchange:
+        """Raise MidstreamError to refuse a request; its connection stays open."""
+
     def refused(self, error: MidstreamError) -> None:
         """A request was answered with `error` without becoming an exchange."""
 
@@ -68,6 +73,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, service: Service, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
         self._service = service
+        self._share = Share(service.budget, self)
         self._limits = limits
         self._now = loop.time
         self._parser = httptools.HttpRequestParser(self)
@@ -85,8 +91,10 @@ class ClientConnection(asyncio.Protocol):
         self.wire: WireTransport | None = None  # a transport that reads plain requests by itself
         self._headers: list[tuple[bytes, bytes]]
         self._first: dict[bytes, bytes]
-        self._body: list[bytes]
+        self._body: bytes | bytearray
         self._in_message = False
+        self._unfinished_bytes = 0  # of the body that is arriving
+        self._arrived_before = 0  # bytes of that body when its window began
         self.writable = True
         self.deadline = _NEVER
         self._start_message()
@@ -108,10 +116,12 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deaf = True
-        self._queue.clear()
-        exchange, self._exchange = self._exchange, None
+        self._forget_queue()
+        exchange = self._exchange
+        self._exchange_over()
         if exchange is not None:
             exchange.client_gone()
+        self._share.is_of(None)
         self._service.disconnected(self)
 
     def eof_received(self) -> bool:
@@ -135,16 +145,17 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._in_message and not self._head_done:
             self._head_fed += len(data)
+        elif self._in_message and self._chunks:
+            self._chunked_fed += len(data)
         try:
             self._feed(data)
             if self._head_fed > self._limits.max_header_bytes and not self._head_done:
                 raise self._head_too_large()
+            self._check_chunk_framing()
         except MidstreamError as error:
             self._refuse(error)
         except httptools.HttpParserError as error:
             self._parse_failed(error)
-        if self._in_message and self._head_done and self._exchange is None:
-            self.deadline = self._now() + self._limits.body_idle_s
         self._pump()
 
     # -- a wire's calls
@@ -156,11 +167,22 @@ class ClientConnection(asyncio.Protocol):
 
     def request_begun(self, target: bytes, first: Mapping[bytes, bytes]) -> bool:
         """The head of a plain request has come and its body only in part. Whether the rest is wanted."""
-        if self._deaf or not self._admits(target, first):
+        if self._deaf or not self._admits(target, first, int(first[b"content-length"])):
             return False
+        self._start_message()
         self._in_message = self._head_done = True
         if self._exchange is None:
-            self.deadline = self._now() + self._limits.body_idle_s
+            self._time_body()
+        return True
+
+    def body_grows(self, more: int) -> bool:
+        """Of such a request so many bytes more are to be read now. Whether they are wanted."""
+        try:
+            self._hold_more(more)
+        except MidstreamError as error:
+            self._refuse(error)
+            self._pump()
+            return False
         return True
 
     def request_received(
@@ -171,19 +193,24 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._in_message:
             self._in_message = False
+            self._unfinished_bytes = 0
         elif not self._admits(target, first):
             return
         request = Request(b"POST", target, [], first, body, False, True, lines)
         if self._exchange is None and not self._queue:
             self._begin(request)
+            if self._exchange is not None:
+                return
         else:
             self._queue.append(request)
             self._queued_bytes += len(body)
-            self._pump()
+            self._count_held()
+        self._pump()
 
-    def _admits(self, target: bytes, first: Mapping[bytes, bytes]) -> bool:
+    def _admits(self, target: bytes, first: Mapping[bytes, bytes], length: int = 0) -> bool:
+        """length: of a body of which some is still to come."""
         try:
-            self._service.check_head(b"POST", target, first)
+            self._check_head(b"POST", target, first, length)
         except MidstreamError as error:
             self._refuse(error)
             self._pump()
@@ -223,23 +250,33 @@ class ClientConnection(asyncio.Protocol):
                 raise InvalidRequest("tunnels are not supported")
             self._offers_upgrade = True
             return
-        self._check_framing()
+        length = check_framing(self._headers, self._first, http10=self._http10)
         if not self._target.startswith(b"/"):
             self._take_absolute_form()
-        length = int(self._first.get(b"content-length", 0))
         if length > self._limits.max_body_bytes:
             raise self._body_too_large()
-        self._service.check_head(self._parser.get_method(), self._target, self._first)
+        self._check_head(self._parser.get_method(), self._target, self._first, length)
+        self._chunks = b"transfer-encoding" in self._first
+        if self._exchange is None and not self._queue:
+            self._time_body()
         expects = self._first.get(b"expect", b"").strip().lower() == b"100-continue"
-        if expects and not self._http10 and (length or b"transfer-encoding" in self._first):
+        if expects and not self._http10 and (length or self._chunks):
             self._owes_continue = True
+
+    def on_chunk_header(self) -> None:
+        self._chunk_framing_max += CHUNK_FRAMING_BYTES
 
     def on_body(self, body: bytes) -> None:
         self._owes_continue = False
-        self._body_bytes += len(body)
-        if self._body_bytes > self._limits.max_body_bytes:
+        if len(self._body) + len(body) > self._limits.max_body_bytes:
             raise self._body_too_large()
-        self._body.append(body)
+        self._hold_more(len(body))
+        if not self._body:
+            self._body = body
+        elif isinstance(self._body, bytearray):
+            self._body += body
+        else:
+            self._body = bytearray(self._body + body)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -251,13 +288,14 @@ class ClientConnection(asyncio.Protocol):
             self._target,
             self._headers,
             self._first,
-            self._body[0] if len(self._body) == 1 else b"".join(self._body),
+            bytes(self._body),
             self._http10,
             keep_alive,
         )
         self._queue.append(request)
-        self._queued_bytes += self._body_bytes
-        self._body = []  # an idle connection holds no body
+        self._queued_bytes += len(request.body)
+        self._unfinished_bytes = 0
+        self._body = b""  # an idle connection holds no body
         if not keep_alive:
             self._deaf = True  # what follows the last request is nobody's
 
@@ -266,6 +304,10 @@ class ClientConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         self._transport.write(data)
 
+    def count_in_flight(self) -> None:
+        """Of the exchange that is being made: it counts as its tenant's request until it is over. Raises Overloaded."""
+        self._share.begin_request()
+
     @property
     def closes_after_response(self) -> bool:
         """The response must say `connection: close`."""
@@ -273,7 +315,7 @@ class ClientConnection(asyncio.Protocol):
 
     def finish(self, *, close: bool = False) -> None:
         """The response is complete; go on with the next request, or close."""
-        self._exchange = None
+        self._exchange_over()
         if close or self.closes_after_response:
             self._close()
         elif not self._pumping:
@@ -281,14 +323,14 @@ class ClientConnection(asyncio.Protocol):
 
     def end_short(self, last: bytes = b"") -> None:
         """Write `last` and close without completing the response, so that the client sees that it is short."""
-        self._exchange = None
+        self._exchange_over()
         if last:
             self._transport.write(last)
         self._close()
 
     def reset(self) -> None:
         """Break the connection so that even a response without framing is seen to be short."""
-        self._exchange = None
+        self._exchange_over()
         self._deaf = True
         if self.wire is not None:
             self.wire.reset()
@@ -303,19 +345,19 @@ class ClientConnection(asyncio.Protocol):
     def check_deadline(self, now: float) -> None:
         if now < self.deadline:
             return
-        if (
-            self.wire is not None
-            and (last := self.wire.last_read())
-            and now < last + self._limits.body_idle_s
-        ):
-            self.deadline = last + self._limits.body_idle_s
-            return
         self.deadline = _NEVER
         if self._in_message and not self._deaf:
-            self._refuse(RequestTimeout("the request did not arrive in time"))
+            if self._head_done and self._arrived() >= self._arrived_before + self._limits.body_bytes_per_window:
+                self._time_body()
+                return
+            self._refuse(self._too_slow())
             self._pump()
         elif self._exchange is None:
             self._transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        return self._exchange is None and not self._queue and not self._in_message and not self._deaf
 
     def drain(self) -> None:
         """Close now when idle; otherwise the response that is under way is the last."""
@@ -326,7 +368,7 @@ class ClientConnection(asyncio.Protocol):
 
     def cut(self, reason: str) -> None:
         """End whatever is under way, visibly."""
-        self._queue.clear()
+        self._forget_queue()
         if self._exchange is not None:
             self._exchange.cut(reason)
         else:
@@ -363,19 +405,31 @@ class ClientConnection(asyncio.Protocol):
 
     def _start_message(self) -> None:
         self._head_done = False
-        self._head_fed = self._trailer_bytes = self._body_bytes = 0
+        self._head_fed = self._trailer_bytes = self._unfinished_bytes = 0
+        self._chunks = False
+        self._chunked_fed = 0  # bytes of a body in chunks, in reads that held nothing else
+        self._chunk_framing_max = 0  # how many of them may be no data
         self._target = b""
         self._headers = []
         self._first = {}
-        self._body = []
+        self._body = b""
         self._http10 = False
 
     def _close(self) -> None:
         """Close once everything written is sent, or the client stopped taking it for a while."""
         self._deaf = True
-        self._queue.clear()
+        self._forget_queue()
         self.deadline = self._now() + self._limits.keep_alive_s
         self._transport.close()
+
+    def _forget_queue(self) -> None:
+        self._queue.clear()
+        self._queued_bytes = self._unfinished_bytes = 0
+        self._count_held()
+
+    def _exchange_over(self) -> None:
+        self._exchange = None
+        self._share.end_request()
 
     def _pump(self) -> None:
         """Start the next request when none is under way, and read ahead only so far."""
@@ -395,16 +449,76 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, request: Request) -> None:
         self._keep_alive = request.keep_alive
         self.deadline = _NEVER
-        self._exchange = self._service.exchange(request, self)
+        self._count_held()
+        try:
+            self._exchange = self._service.exchange(request, self)
+        except MidstreamError as error:
+            self._service.refused(error)
+            self._transport.write(error_response(error, close=self.closes_after_response))
+            if self.closes_after_response:
+                self._close()
+            return
         self._exchange.start()
 
     def _wait_for_request(self) -> None:
         if self._owes_continue:
             self._owes_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self.deadline is _NEVER:
-            limits = self._limits
-            self.deadline = self._now() + (limits.body_idle_s if self._in_message else limits.keep_alive_s)
+        if self.deadline is not _NEVER:
+            return
+        if not self._in_message:
+            self.deadline = self._now() + self._limits.keep_alive_s
+        elif self._head_done:
+            self._time_body()
+        else:
+            self.deadline = self._now() + self._limits.head_timeout_s
+
+    # -- what it counts
+
+    def _check_head(
+        self, method: bytes, target: bytes, headers: Mapping[bytes, bytes], length: int
+    ) -> None:
+        self._share.is_of(self._service.check_head(method, target, headers))
+        if length:
+            self._share.check_room(length)
+
+    def _hold_more(self, more: int) -> None:
+        """Raises BodiesTooLarge when all that is held would be too much."""
+        self._share.check_room(more)
+        self._unfinished_bytes += more
+        self._count_held()
+
+    def _count_held(self) -> None:
+        self._share.holds(self._unfinished_bytes + self._queued_bytes)
+
+    # -- how long a body may take
+
+    def _time_body(self) -> None:
+        """A window begins."""
+        self._arrived_before = self._arrived()
+        self.deadline = self._now() + self._limits.body_window_s
+
+    def _arrived(self) -> int:
+        """Bytes of the body under way."""
+        on_wire = -1 if self.wire is None else self.wire.body_arrived()
+        return len(self._body) if on_wire < 0 else on_wire
+
+    def _too_slow(self) -> RequestTimeout:
+        limits = self._limits
+        if not self._head_done:
+            return RequestTimeout(f"the request's head was not complete after {limits.head_timeout_s:g} s")
+        return RequestTimeout(
+            f"the request's body came too slowly: at least {limits.body_bytes_per_window:g} bytes are expected in "
+            f"{limits.body_window_s:g} s (min_body_rate) until it is complete"
+        )
+
+    def _check_chunk_framing(self) -> None:
+        """What is no data of a body in chunks: sizes, line ends, extensions, trailers."""
+        if self._in_message and self._chunks:
+            framing = self._chunked_fed - len(self._body) - self._chunk_framing_max
+            if framing > self._limits.max_header_bytes:
+                most = self._limits.max_header_bytes
+                raise PayloadTooLarge(f"the body's chunk extensions and trailers are over {most} bytes")
 
     def _throttle(self) -> None:
         ahead = len(self._queue) >= QUEUED_REQUESTS_MAX or self._queued_bytes > QUEUED_BYTES_MAX
@@ -430,6 +544,9 @@ class ClientConnection(asyncio.Protocol):
         self._deaf = True
         self._in_message = self._owes_continue = False
         self._start_message()
+        self._count_held()
+        if self.wire is not None:
+            self.wire.drop_body()
         self._queue.append(error)
 
     def _answer_refusal(self, error: MidstreamError) -> None:
@@ -445,26 +562,9 @@ class ClientConnection(asyncio.Protocol):
         if size > self._limits.max_header_bytes:
             raise self._head_too_large()
 
-    def _check_framing(self) -> None:
-        if b"host" not in self._first and not self._http10:
-            raise InvalidRequest("a request needs a Host header")
-        coding = self._first.get(b"transfer-encoding")
-        if coding is not None and (self._http10 or coding.strip().lower() != b"chunked"):
-            raise InvalidRequest("the only transfer coding supported is chunked, from HTTP/1.1 clients")
-        if len(self._first) != len(self._headers):
-            for once in (b"host", b"transfer-encoding", b"content-length"):
-                if sum(name == once for name, _ in self._headers) > 1:
-                    raise InvalidRequest(f"more than one {once.decode()} header")
-        if b"content-length" in self._first and coding is not None:
-            raise InvalidRequest("both Content-Length and Transfer-Encoding are present")
-
     def _take_absolute_form(self) -> None:
         """Keep path and query of `http://authority/path?query`; its authority is the Host that counts."""
-        form = _ABSOLUTE_FORM.fullmatch(self._target)
-        if form is None:
-            raise InvalidRequest("the request target must be a path or an http URL")
-        authority, target = form.groups()
-        self._target = target if target.startswith(b"/") else b"/" + target
+        authority, self._target = split_absolute_form(self._target)
         self._headers = [(b"host", authority), *(h for h in self._headers if h[0] != b"host")]
         self._first = dict(reversed(self._headers))
 

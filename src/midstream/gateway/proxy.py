@@ -38,6 +38,7 @@ from midstream.gateway.sessions import body_model
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.view import ReplicaView
 from midstream.http1 import ClientConnection, Exchange
+from midstream.http_budget import Bounds, Budget
 from midstream.http_message import Request
 from midstream.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant, forbidden
 from midstream.types import HEADER_TOKEN, Session
@@ -89,6 +90,14 @@ class Proxy:
         self.front = front
         self.metrics = metrics
         self.clients: set[ClientConnection] = set()
+        self.budget = Budget(
+            Bounds(
+                unfinished_body_bytes=settings.max_unfinished_body_bytes,
+                unfinished_body_bytes_per_tenant=settings.max_unfinished_body_bytes_per_tenant,
+                connections_per_tenant=settings.max_connections_per_tenant,
+                requests_per_tenant=settings.max_requests_per_tenant,
+            )
+        )
         self.draining = False
         self._empty: asyncio.Future[None] | None = None
         self.dropped_headers = _NOT_FORWARDED
@@ -117,10 +126,10 @@ class Proxy:
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
 
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
         path = target.partition(b"?")[0]
-        if path == _HEALTH:
-            return
+        if path == _HEALTH and not _has_body(headers):
+            return None
         try:
             caller = self._auth.caller(headers)
         except Unauthorized as error:
@@ -130,6 +139,7 @@ class Proxy:
         grant = caller.grant
         if grant is not EVERYTHING and path in INFERENCE_PATHS and not grant.anywhere((SAMPLE,)):
             raise forbidden((SAMPLE,), "any deployment")
+        return caller.tenant
 
     def refused(self, error: MidstreamError) -> None:
         self.metrics.requests["refused", error.status] += 1
@@ -138,6 +148,7 @@ class Proxy:
         path = request.target.partition(b"?")[0]
         path_class = INFERENCE_PATHS.get(path) if request.method == b"POST" else None
         if path_class is not None:
+            client.count_in_flight()
             return ResumableExchange(self, request, client, path_class)
         if self.front is not None and path.startswith(FRONT_PREFIX):
             return FrontExchange(self, request, client)
@@ -319,6 +330,10 @@ def _others(
         for view in replicas.views
         if view.usable and view.name not in tried and (eligible is None or eligible(view))
     ]
+
+
+def _has_body(headers: Mapping[bytes, bytes]) -> bool:
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
 
 
 def _decoded(value: bytes | None) -> str | None:

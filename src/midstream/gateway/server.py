@@ -46,7 +46,7 @@ class Gateway:
         control_path: str | None = None,
         front_path: str | None = None,
         head_timeout_s: float = 30.0,
-        body_idle_s: float = 60.0,
+        body_window_s: float = 30.0,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
     ) -> None:
@@ -63,7 +63,8 @@ class Gateway:
             max_header_bytes=settings.max_header_bytes,
             keep_alive_s=settings.keep_alive_s,
             head_timeout_s=head_timeout_s,
-            body_idle_s=body_idle_s,
+            min_body_rate=settings.min_body_rate,
+            body_window_s=body_window_s,
         )
         self._control = None if control_path is not None else _control_server(control_app)
         self.control_path = control_path or cast("AppServer", self._control).path

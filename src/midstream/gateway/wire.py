@@ -7,7 +7,7 @@ Always holds:
 - Without a compiler nothing changes but the cost: loops are uvloop's then.
 
 What a protocol on a wire is told beside what asyncio tells it:
-    a client's: request_begun(target, first) -> bool, request_received(target, first, lines, body), raw_received(data) -> bool
+    a client's: request_begun(target, first) -> bool, body_grows(bytes) -> bool, request_received(target, first, lines, body), raw_received(data) -> bool
     an upstream's, of a response that it let the wire relay: relay_ended(begun_now, reusable), relay_broken(reason),
     relay_left(data); its sink: relay_begun().
 """
@@ -225,7 +225,8 @@ class WireTransport(asyncio.Transport):
             self._write_eof,
             self._pause,
             self._pending,
-            self._last_read,
+            self._body_arrived,
+            self._drop_body,
             self._close_after,
             _,
         ) = loop.functions
@@ -322,10 +323,15 @@ class WireTransport(asyncio.Transport):
         if self._fd >= 0:
             self._leave(self._fd)
 
-    def last_read(self) -> float:
-        """When (loop time) a part of the plain request under way came last; 0 when none is."""
-        when: float = self._last_read(self._fd) if self._fd >= 0 else 0
-        return when
+    def body_arrived(self) -> int:
+        """Bytes of the plain request's body under way; -1 when none is."""
+        count: int = self._body_arrived(self._fd) if self._fd >= 0 else -1
+        return count
+
+    def drop_body(self) -> None:
+        """The plain request under way is refused: what has come of its body is let go, what is to come means nothing."""
+        if self._fd >= 0:
+            self._drop_body(self._fd)
 
     def close_after(self) -> None:
         """The response under way, or the next, is the last: if it is relayed, its head says so."""

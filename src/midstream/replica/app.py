@@ -23,6 +23,7 @@ import msgspec
 from midstream import sse
 from midstream.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
 from midstream.http1 import ClientConnection, Exchange
+from midstream.http_budget import Bounds, Budget
 from midstream.http_message import Request, response_head
 from midstream.replica.checked import Kind
 from midstream.replica.generation import Generation
@@ -35,6 +36,7 @@ from midstream.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, Sessions
 
 log = logging.getLogger(__name__)
 
+UNFINISHED_BODY_BYTES_MAX = 2**30  # several gateways' shares
 REPORT_GAP_S = 0.05  # changes closer together than this share one line of the event stream
 REPORT_AT_LEAST_EVERY_S = 1.0
 SESSIONS_GAP_S = (
@@ -68,6 +70,7 @@ class ReplicaApp:
 
     def __init__(self, replica: Replica, token: str = "") -> None:
         self.draining = False
+        self.budget = Budget(Bounds(unfinished_body_bytes=UNFINISHED_BODY_BYTES_MAX))
         self.clients: set[ClientConnection] = set()
         self._all_left = asyncio.Event()
         self._all_left.set()
@@ -110,9 +113,10 @@ class ReplicaApp:
         """Wait until no client connection is open."""
         await self._all_left.wait()
 
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
         if self._token and not hmac.compare_digest(headers.get(_TOKEN, b""), self._token):
             raise Unauthorized("this replica answers its gateway only")
+        return None
 
     def refused(self, error: MidstreamError) -> None:
         log.debug("refused: %s", error)

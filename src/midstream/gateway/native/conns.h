@@ -28,6 +28,7 @@ constexpr size_t HIGH_WATER = 64 << 10, LOW_WATER = 16 << 10;
 constexpr size_t RESPONSE_HEAD_BYTES_MAX = 256 << 10;
 constexpr size_t WHOLE_BYTES_MAX = 256 << 10;  // a response of known length up to this is passed on whole or not at all
 constexpr size_t HELD_BYTES_MAX = 1 << 20;  // of an event that is not complete
+constexpr size_t GRANT_BYTES = 256 << 10;
 constexpr int EVENTS_MAX = 256;
 constexpr size_t NAMES_MAX = 512;
 
@@ -41,13 +42,14 @@ struct Conn {
     bool raw = false;  // a client's: Python's parser is in the middle of a request
     int error = 0;
     uint32_t interest = EPOLLIN;
-    double last_read = 0;
     std::string out;
     size_t out_at = 0;
     // of a request whose body is under way
     PyObject *target = nullptr, *first = nullptr, *lines = nullptr, *body = nullptr;
     char *body_at = nullptr;
-    size_t body_left = 0;
+    size_t body_length = 0, body_left = 0;
+    size_t body_granted = 0;  // of what is left, so much may be read before Python is asked again
+    size_t body_uncounted = 0;  // came with the head: Python has not been asked about it yet
     // of a response before it is passed on
     std::string in;
     size_t needed = 0;  // bytes of `in` before anything can be done
@@ -98,7 +100,7 @@ PyObject *word(const char *text) { return PyUnicode_InternFromString(text); }
 
 struct Words {
     PyObject *data_received = word("data_received"), *raw_received = word("raw_received"),
-             *request_begun = word("request_begun"), *request_received = word("request_received"),
+             *request_begun = word("request_begun"), *body_grows = word("body_grows"), *request_received = word("request_received"),
              *eof_received = word("eof_received"), *pause_writing = word("pause_writing"),
              *resume_writing = word("resume_writing"), *relay_begun = word("relay_begun"), *relay_ended = word("relay_ended"),
              *relay_broken = word("relay_broken"), *relay_left = word("relay_left");

@@ -142,6 +142,9 @@ inline bool read_request(std::string_view head, const Rules &rules, RequestHead 
             case 14:
                 if (field.name == "content-length" && (lengths++ || !read_length(field.value, request.length))) return false;
                 break;
+            case 16:
+                if (field.name == "content-encoding") return false;
+                break;
             case 17:
                 if (field.name == "transfer-encoding") return false;
                 break;

@@ -57,10 +57,30 @@ void give_request(Wire &wire, Conn &conn, std::string_view rest) {
     if (!rest.empty() && conn.state == Conn::OPEN) give_raw(wire, conn, rest);
 }
 
+// Nobody wants the request whose body is under way: what is still to come of it means nothing.
+void forget_body(Conn &conn) {
+    for (PyObject **object : {&conn.target, &conn.first, &conn.lines, &conn.body}) drop(*object);
+    conn.body_left = 0;
+    conn.raw = true;
+}
+
+// Whether more of the body may be read. Python counts it before it is.
+bool may_grow(Wire &wire, Conn &conn) {
+    if (conn.body_granted > 0) return true;
+    conn.body_granted = std::min(conn.body_left, GRANT_BYTES);
+    PyObject *more = PyLong_FromLong((long)(conn.body_granted + conn.body_uncounted));
+    conn.body_uncounted = 0;
+    const bool wanted = tell(wire, conn, conn.owner, words().body_grows, more) && conn.state == Conn::OPEN;
+    drop(more);
+    if (!wanted) forget_body(conn);
+    return wanted;
+}
+
 // The body is read to where it stays. What follows it is not read before Python has had the request.
 void read_body(Wire &wire, Conn &conn) {
     while (conn.body_left > 0) {
-        ssize_t count = recv(conn.fd, conn.body_at, conn.body_left, 0);
+        if (!may_grow(wire, conn)) return;
+        ssize_t count = recv(conn.fd, conn.body_at, conn.body_granted, 0);
         if (count == 0) {
             conn.ended = true;
             kill(wire, conn, 0);  // the client left
@@ -72,7 +92,7 @@ void read_body(Wire &wire, Conn &conn) {
         }
         conn.body_at += count;
         conn.body_left -= (size_t)count;
-        conn.last_read = monotonic();
+        conn.body_granted -= (size_t)count;
     }
     give_request(wire, conn, {});
 }
@@ -91,12 +111,12 @@ void read_client(Wire &wire, Conn &conn, std::string_view data) {
         give_request(wire, conn, rest.substr(length));
         return;
     }
-    conn.last_read = monotonic();
+    conn.body_length = length;
     conn.body_left = length - rest.size();
+    conn.body_uncounted = rest.size();
+    conn.body_granted = 0;
     if (!tell(wire, conn, conn.owner, words().request_begun, conn.target, conn.first) || conn.state != Conn::OPEN) {
-        for (PyObject **object : {&conn.target, &conn.first, &conn.lines}) drop(*object);
-        conn.body_left = 0;
-        conn.raw = true;  // refused: the rest is nobody's
+        forget_body(conn);
         return;
     }
     conn.body = returned(wire, PyBytes_FromStringAndSize(nullptr, (Py_ssize_t)length));

@@ -255,10 +255,17 @@ FUNCTION(pending) {
     return PyLong_FromLong((long)conn.pending());
 }
 
-FUNCTION(last_read) {  // when a part of a request's body last came; 0: none is under way
+FUNCTION(body_arrived) {  // bytes of the request's body under way; -1: none is
     WIRE_AND_CONN;
     (void)wire;
-    return PyFloat_FromDouble(conn.body_left ? conn.last_read : 0);
+    return PyLong_FromLong(conn.body_left ? (long)(conn.body_length - conn.body_left) : -1);
+}
+
+FUNCTION(drop_body) {  // the request's body under way is for nobody
+    WIRE_AND_CONN;
+    (void)wire;
+    if (conn.body_left) forget_body(conn);
+    return new_none();
 }
 
 FUNCTION(close_after) {  // the next response to be relayed says that it is the last
@@ -302,7 +309,8 @@ PyMethodDef FUNCTIONS[] = {
     {"write_eof", (void *)write_eof, METH_FASTCALL, nullptr},
     {"pause", (void *)pause, METH_FASTCALL, nullptr},
     {"pending", (void *)pending, METH_FASTCALL, nullptr},
-    {"last_read", (void *)last_read, METH_FASTCALL, nullptr},
+    {"body_arrived", (void *)body_arrived, METH_FASTCALL, nullptr},
+    {"drop_body", (void *)drop_body, METH_FASTCALL, nullptr},
     {"close_after", (void *)close_after, METH_FASTCALL, nullptr},
     {"rules", (void *)rules, METH_FASTCALL, nullptr},
 };
