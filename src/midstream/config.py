@@ -73,11 +73,19 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_header_bytes: int = 64 * 2**10
     # These bounds are each gateway process's own (workers); a tenant is an API key, and everybody is one without keys.
     # Request bodies that have begun to arrive and are not complete, together: beyond that a 413 that says to retry.
-    max_unfinished_body_bytes: int = 512 * 2**20
-    max_unfinished_body_bytes_per_tenant: int = 256 * 2**20
-    min_body_rate: int = 1024  # bytes/s that a body brings, counted over 30 s, or it is a 408; 0: one byte in 30 s
-    max_connections_per_tenant: int = 0  # beyond it idle ones are closed, then it is a 429; 0: as many as it likes
-    max_requests_per_tenant: int = 0  # completions in flight; beyond it they are a 429; 0: as many as it likes
+    max_unfinished_body_bytes: int | None = (
+        None  # None: 512 MiB, or four times max_body_bytes if that is more
+    )
+    max_unfinished_body_bytes_per_tenant: int | None = None  # None: half of it
+    min_body_rate: int = (
+        1024  # bytes/s that a body brings, counted over 30 s, or it is a 408; 0: one byte in 30 s
+    )
+    max_connections_per_tenant: int = (
+        0  # beyond it idle ones are closed, then it is a 429; 0: as many as it likes
+    )
+    max_requests_per_tenant: int = (
+        0  # completions in flight; beyond it they are a 429; 0: as many as it likes
+    )
     load_bound: float = (
         0.25  # a new session goes to no replica above (1 + load_bound) x mean in-flight requests
     )
@@ -106,6 +114,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chain_max: int = 64  # incremental snapshots on one full snapshot
     # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).
     allowed_buckets: tuple[str, ...] = ()
+
+    @property
+    def unfinished_body_bytes(self) -> tuple[int, int]:
+        """Together, and of one tenant."""
+        together = self.max_unfinished_body_bytes or max(512 * 2**20, 4 * self.max_body_bytes)
+        return together, self.max_unfinished_body_bytes_per_tenant or max(self.max_body_bytes, together // 2)
 
 
 class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -298,12 +312,10 @@ def _checked(settings: Settings) -> Settings:
             settings.embedded.kv_cache_tokens >= 2 * settings.embedded.block_size,
             "embedded.kv_cache_tokens must hold at least two blocks",
         ),
-        *(
-            (
-                getattr(gateway, name) >= gateway.max_body_bytes,
-                f"gateway.{name} must be at least gateway.max_body_bytes, or no body of that size could come",
-            )
-            for name in ("max_unfinished_body_bytes", "max_unfinished_body_bytes_per_tenant")
+        (
+            min(gateway.unfinished_body_bytes) >= gateway.max_body_bytes,
+            "gateway.max_unfinished_body_bytes and its _per_tenant must be at least gateway.max_body_bytes, or no body "
+            "of that size could come",
         ),
         *(
             (0 <= getattr(gateway, name) < math.inf, f"gateway.{name} must be at least 0 and finite")

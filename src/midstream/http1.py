@@ -1,12 +1,10 @@
 """HTTP/1.1 requests in, bytes out, on a raw asyncio protocol: the server side of the gateway's and the replicas' ports.
 
-Owns: one client connection: parsing, limits, refusals, keep-alive, pipelining order, and its timeouts. What a request
-means is the service's business (gateway/proxy.py, replica/app.py).
+Owns: one client connection: limits, refusals, keep-alive, pipelining order, and its timeouts. How a request is read is in
+http_reader.py; what it means is the service's business (gateway/proxy.py, replica/app.py).
 Always holds:
 - Requests of a connection are served one at a time, in the order they came.
-- A request that two parsers could frame differently is refused and its connection closed.
-- An exchange sees a request as if it had come in origin form and without an Upgrade header: an absolute-form target gives
-  its authority to Host, and an offer to switch protocols is passed over.
+- A request that cannot be read is refused and its connection closed.
 - Memory per connection is bounded: by the body limit, the header limit, and the transport's write buffer. What all
   connections hold of bodies that no exchange has yet is counted in the service's budget, before it is read.
 - A body that comes too slowly is refused; the time in which its connection serves another request does not count.
@@ -25,9 +23,10 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
-from midstream.errors import HeadersTooLarge, InvalidRequest, MidstreamError, PayloadTooLarge, RequestTimeout
+from midstream.errors import InvalidRequest, MidstreamError, RequestTimeout
 from midstream.http_budget import Budget, Share
-from midstream.http_message import Limits, Request, check_framing, error_response, split_absolute_form
+from midstream.http_message import Limits, Request, error_response
+from midstream.http_reader import RequestReader
 
 if TYPE_CHECKING:
     from midstream.gateway.wire import WireTransport
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 QUEUED_REQUESTS_MAX = 16  # pipelined requests read ahead before reading pauses
 QUEUED_BYTES_MAX = 2**20
 LINGER_S = 2.0  # how long a refused client may go on sending before its connection is cut
-CHUNK_FRAMING_BYTES = 24  # of one chunk, beside its data: its size, its line ends
 _NEVER = math.inf
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -68,36 +66,27 @@ class Service(Protocol):
         """A request was answered with `error` without becoming an exchange."""
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection(RequestReader, asyncio.Protocol):
     """One client connection. An exchange writes to it through write, finish, end_short and reset."""
 
     def __init__(self, service: Service, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limits)
         self._service = service
         self._share = Share(service.budget, self)
-        self._limits = limits
         self._now = loop.time
-        self._parser = httptools.HttpRequestParser(self)
         self._queue: deque[Request | MidstreamError] = deque()
         self._queued_bytes = 0
-        self._read_bytes = 0  # of the read being parsed
         self._exchange: Exchange | None = None
         self._keep_alive = True
         self._pumping = False
         self._reading = True
         self._deaf = False  # nothing that arrives counts any more
-        self._owes_continue = False
-        self._offers_upgrade = False  # the head just parsed will be parsed again without its Upgrade header
         self._transport: asyncio.Transport
         self.wire: WireTransport | None = None  # a transport that reads plain requests by itself
-        self._headers: list[tuple[bytes, bytes]]
-        self._first: dict[bytes, bytes]
-        self._body: bytes | bytearray
-        self._in_message = False
         self._unfinished_bytes = 0  # of the body that is arriving
         self._arrived_before = 0  # bytes of that body when its window began
         self.writable = True
         self.deadline = _NEVER
-        self._start_message()
 
     def __repr__(self) -> str:
         return f"ClientConnection({'busy' if self._exchange else 'idle'}, {len(self._queue)} queued)"
@@ -143,15 +132,8 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        if self._in_message and not self._head_done:
-            self._head_fed += len(data)
-        elif self._in_message and self._chunks:
-            self._chunked_fed += len(data)
         try:
-            self._feed(data)
-            if self._head_fed > self._limits.max_header_bytes and not self._head_done:
-                raise self._head_too_large()
-            self._check_chunk_framing()
+            self.feed(data)
         except MidstreamError as error:
             self._refuse(error)
         except httptools.HttpParserError as error:
@@ -171,8 +153,7 @@ class ClientConnection(asyncio.Protocol):
             return False
         self._start_message()
         self._in_message = self._head_done = True
-        if self._exchange is None:
-            self._time_body()
+        self._unfinished_bytes = 0
         return True
 
     def body_grows(self, more: int) -> bool:
@@ -198,8 +179,7 @@ class ClientConnection(asyncio.Protocol):
             return
         request = Request(b"POST", target, [], first, body, False, True, lines)
         if self._exchange is None and not self._queue:
-            self._begin(request)
-            if self._exchange is not None:
+            if self._begin(request):
                 return
         else:
             self._queue.append(request)
@@ -210,93 +190,37 @@ class ClientConnection(asyncio.Protocol):
     def _admits(self, target: bytes, first: Mapping[bytes, bytes], length: int = 0) -> bool:
         """length: of a body of which some is still to come."""
         try:
-            self._check_head(b"POST", target, first, length)
+            self._take_head(b"POST", target, first, length)
         except MidstreamError as error:
             self._refuse(error)
             self._pump()
             return False
         return True
 
-    # -- the parser's calls
+    # -- the reader's calls
 
-    def on_message_begin(self) -> None:
-        self._in_message = True
-        self._start_message()
+    def _message_begins(self) -> None:
+        self._unfinished_bytes = 0
         if self._exchange is None and not self._queue:
             self.deadline = self._now() + self._limits.head_timeout_s
 
-    def on_url(self, url: bytes) -> None:
-        self._target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_done:
-            self._headers.append((name.lower(), value))
-        else:  # trailers are dropped
-            self._trailer_bytes += len(name) + len(value) + 4
-            if self._trailer_bytes > self._limits.max_header_bytes:
-                raise self._head_too_large()
-
-    def on_headers_complete(self) -> None:
-        self._head_done = True
-        if self._head_fed + self._read_bytes > self._limits.max_header_bytes:
-            self._check_head_size()
-        self._first = dict(reversed(self._headers))
-        version = self._parser.get_http_version()
-        self._http10 = version == "1.0"
-        if not self._http10 and version != "1.1":
-            raise InvalidRequest(f"HTTP/{version} is not supported")
-        if self._parser.should_upgrade():
-            if self._parser.get_method() == b"CONNECT":
-                raise InvalidRequest("tunnels are not supported")
-            self._offers_upgrade = True
-            return
-        length = check_framing(self._headers, self._first, http10=self._http10)
-        if not self._target.startswith(b"/"):
-            self._take_absolute_form()
-        if length > self._limits.max_body_bytes:
-            raise self._body_too_large()
-        self._check_head(self._parser.get_method(), self._target, self._first, length)
-        self._chunks = b"transfer-encoding" in self._first
+    def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
+        self._share.is_of(self._service.check_head(method, target, first))
+        if length:
+            self._share.check_room(length)
         if self._exchange is None and not self._queue:
             self._time_body()
-        expects = self._first.get(b"expect", b"").strip().lower() == b"100-continue"
-        if expects and not self._http10 and (length or self._chunks):
-            self._owes_continue = True
 
-    def on_chunk_header(self) -> None:
-        self._chunk_framing_max += CHUNK_FRAMING_BYTES
+    def _hold_more(self, more: int) -> None:
+        self._share.check_room(more)
+        self._unfinished_bytes += more
+        self._count_held()
 
-    def on_body(self, body: bytes) -> None:
-        self._owes_continue = False
-        if len(self._body) + len(body) > self._limits.max_body_bytes:
-            raise self._body_too_large()
-        self._hold_more(len(body))
-        if not self._body:
-            self._body = body
-        elif isinstance(self._body, bytearray):
-            self._body += body
-        else:
-            self._body = bytearray(self._body + body)
-
-    def on_message_complete(self) -> None:
-        if self._offers_upgrade:
-            return
-        self._in_message = self._owes_continue = False
-        keep_alive = not self._http10 and self._parser.should_keep_alive()
-        request = Request(
-            self._parser.get_method(),
-            self._target,
-            self._headers,
-            self._first,
-            bytes(self._body),
-            self._http10,
-            keep_alive,
-        )
+    def _take_request(self, request: Request) -> None:
         self._queue.append(request)
         self._queued_bytes += len(request.body)
         self._unfinished_bytes = 0
-        self._body = b""  # an idle connection holds no body
-        if not keep_alive:
+        if not request.keep_alive:
             self._deaf = True  # what follows the last request is nobody's
 
     # -- an exchange's calls
@@ -347,7 +271,10 @@ class ClientConnection(asyncio.Protocol):
             return
         self.deadline = _NEVER
         if self._in_message and not self._deaf:
-            if self._head_done and self._arrived() >= self._arrived_before + self._limits.body_bytes_per_window:
+            if (
+                self._head_done
+                and self._arrived() >= self._arrived_before + self._limits.body_bytes_per_window
+            ):
                 self._time_body()
                 return
             self._refuse(self._too_slow())
@@ -375,45 +302,6 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     # -- inside
-
-    def _feed(self, data: bytes) -> None:
-        rest: bytes | memoryview = data
-        while True:
-            self._read_bytes = len(rest)
-            try:
-                self._parser.feed_data(rest)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                parsed = upgrade.args[0]
-            rest = memoryview(rest)[parsed:]
-            self._parse_without_offer()
-
-    def _parse_without_offer(self) -> None:
-        """The parser takes what follows the head of an upgrade request for another protocol: give a new one that head
-        again, as what it is here, so that it goes on with the body."""
-        self._offers_upgrade = False
-        line = b"%b %b HTTP/%b" % (
-            self._parser.get_method(),
-            self._target,
-            b"1.0" if self._http10 else b"1.1",
-        )
-        kept = [name + b": " + value for name, value in self._headers if name != b"upgrade"]
-        self._parser = httptools.HttpRequestParser(self)
-        head = b"\r\n".join([line, *kept, b"\r\n"])
-        self._read_bytes = len(head)
-        self._parser.feed_data(head)
-
-    def _start_message(self) -> None:
-        self._head_done = False
-        self._head_fed = self._trailer_bytes = self._unfinished_bytes = 0
-        self._chunks = False
-        self._chunked_fed = 0  # bytes of a body in chunks, in reads that held nothing else
-        self._chunk_framing_max = 0  # how many of them may be no data
-        self._target = b""
-        self._headers = []
-        self._first = {}
-        self._body = b""
-        self._http10 = False
 
     def _close(self) -> None:
         """Close once everything written is sent, or the client stopped taking it for a while."""
@@ -446,7 +334,8 @@ class ClientConnection(asyncio.Protocol):
             self._wait_for_request()
         self._throttle()
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request) -> bool:
+        """Whether there is an exchange for it; otherwise it was refused."""
         self._keep_alive = request.keep_alive
         self.deadline = _NEVER
         self._count_held()
@@ -457,8 +346,9 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(error_response(error, close=self.closes_after_response))
             if self.closes_after_response:
                 self._close()
-            return
+            return False
         self._exchange.start()
+        return True
 
     def _wait_for_request(self) -> None:
         if self._owes_continue:
@@ -472,21 +362,6 @@ class ClientConnection(asyncio.Protocol):
             self._time_body()
         else:
             self.deadline = self._now() + self._limits.head_timeout_s
-
-    # -- what it counts
-
-    def _check_head(
-        self, method: bytes, target: bytes, headers: Mapping[bytes, bytes], length: int
-    ) -> None:
-        self._share.is_of(self._service.check_head(method, target, headers))
-        if length:
-            self._share.check_room(length)
-
-    def _hold_more(self, more: int) -> None:
-        """Raises BodiesTooLarge when all that is held would be too much."""
-        self._share.check_room(more)
-        self._unfinished_bytes += more
-        self._count_held()
 
     def _count_held(self) -> None:
         self._share.holds(self._unfinished_bytes + self._queued_bytes)
@@ -512,14 +387,6 @@ class ClientConnection(asyncio.Protocol):
             f"{limits.body_window_s:g} s (min_body_rate) until it is complete"
         )
 
-    def _check_chunk_framing(self) -> None:
-        """What is no data of a body in chunks: sizes, line ends, extensions, trailers."""
-        if self._in_message and self._chunks:
-            framing = self._chunked_fed - len(self._body) - self._chunk_framing_max
-            if framing > self._limits.max_header_bytes:
-                most = self._limits.max_header_bytes
-                raise PayloadTooLarge(f"the body's chunk extensions and trailers are over {most} bytes")
-
     def _throttle(self) -> None:
         ahead = len(self._queue) >= QUEUED_REQUESTS_MAX or self._queued_bytes > QUEUED_BYTES_MAX
         if ahead == self._reading and not self._transport.is_closing():
@@ -544,6 +411,7 @@ class ClientConnection(asyncio.Protocol):
         self._deaf = True
         self._in_message = self._owes_continue = False
         self._start_message()
+        self._unfinished_bytes = 0
         self._count_held()
         if self.wire is not None:
             self.wire.drop_body()
@@ -556,20 +424,3 @@ class ClientConnection(asyncio.Protocol):
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self.deadline = self._now() + LINGER_S
-
-    def _check_head_size(self) -> None:
-        size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-        if size > self._limits.max_header_bytes:
-            raise self._head_too_large()
-
-    def _take_absolute_form(self) -> None:
-        """Keep path and query of `http://authority/path?query`; its authority is the Host that counts."""
-        authority, self._target = split_absolute_form(self._target)
-        self._headers = [(b"host", authority), *(h for h in self._headers if h[0] != b"host")]
-        self._first = dict(reversed(self._headers))
-
-    def _head_too_large(self) -> MidstreamError:
-        return HeadersTooLarge(f"the request head is over {self._limits.max_header_bytes} bytes")
-
-    def _body_too_large(self) -> MidstreamError:
-        return PayloadTooLarge(f"the request body is over {self._limits.max_body_bytes} bytes")

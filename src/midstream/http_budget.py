@@ -1,4 +1,5 @@
-"""What the connections of one port may hold together: bytes of bodies that are still arriving, connections and requests of a tenant.
+"""What the connections of one port hold together, and how much that may be: bytes of bodies that are still arriving; of each
+tenant also connections, and requests in flight.
 
 Owns: the counts (Budget), and what one connection has in them (Share). A tenant is whoever an API key stands for.
 Always holds: a refusal changes no count; all counts are zero again once the connections are gone; a bound of 0 is no bound.
@@ -45,25 +46,18 @@ class Budget:
 
     def __repr__(self) -> str:
         connections = sum(len(members) for members in self._members.values())
-        return f"Budget({self.held_bytes} bytes, {connections} connections, {self._requests.total()} requests)"
+        return (
+            f"Budget({self.held_bytes} bytes, {connections} connections, {self._requests.total()} requests)"
+        )
 
     def check_room(self, tenant: str, more: int) -> None:
         """Raises BodiesTooLarge unless `more` bytes of a body have room beside what is held."""
         bounds = self._bounds
-        for what, name, held, bound in (
-            ("all clients", "max_unfinished_body_bytes", self.held_bytes, bounds.unfinished_body_bytes),
-            (
-                "this API key's clients",
-                "max_unfinished_body_bytes_per_tenant",
-                self._held_by[tenant],
-                bounds.unfinished_body_bytes_per_tenant,
-            ),
-        ):
-            if bound and held + more > bound:
-                raise BodiesTooLarge(
-                    f"the request bodies of {what} that are still arriving would be over {bound} bytes together "
-                    f"({name}); the body itself is not too large: retry later"
-                )
+        together, of_one = bounds.unfinished_body_bytes, bounds.unfinished_body_bytes_per_tenant
+        if together and self.held_bytes + more > together:
+            raise _no_room("all clients", together, "max_unfinished_body_bytes")
+        if of_one and self._held_by[tenant] + more > of_one:
+            raise _no_room("this API key's clients", of_one, "max_unfinished_body_bytes_per_tenant")
 
     def hold(self, tenant: str, more: int) -> None:
         """Count bytes, or no longer count them (below 0)."""
@@ -115,6 +109,13 @@ class Budget:
         self._requests[tenant] -= 1
         if not self._requests[tenant]:
             del self._requests[tenant]
+
+
+def _no_room(whose: str, bound: int, setting: str) -> BodiesTooLarge:
+    return BodiesTooLarge(
+        f"the request bodies of {whose} that are still arriving would be over {bound} bytes together ({setting}); "
+        "this body is not too large by itself: retry later"
+    )
 
 
 class Share:

@@ -230,6 +230,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
         for mock in mocks:
             mock.stop()
     assert not gateway.proxy.clients
+    assert repr(gateway.proxy.budget) == "Budget(0 bytes, 0 connections, 0 requests)"
     assert stage.in_flight() == [0] * len(mocks), "in_flight must return to zero"
 
 

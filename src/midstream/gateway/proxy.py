@@ -90,10 +90,11 @@ class Proxy:
         self.front = front
         self.metrics = metrics
         self.clients: set[ClientConnection] = set()
+        together, of_one = settings.unfinished_body_bytes
         self.budget = Budget(
             Bounds(
-                unfinished_body_bytes=settings.max_unfinished_body_bytes,
-                unfinished_body_bytes_per_tenant=settings.max_unfinished_body_bytes_per_tenant,
+                unfinished_body_bytes=together,
+                unfinished_body_bytes_per_tenant=of_one,
                 connections_per_tenant=settings.max_connections_per_tenant,
                 requests_per_tenant=settings.max_requests_per_tenant,
             )
