@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import resource
@@ -31,6 +32,7 @@ from midstream.config import (
 )
 
 LINE_BYTES_MAX = 16 * 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 STOP_GRACE_S = 10.0  # how long streams may go on after a request to stop
 
 
@@ -149,6 +151,15 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def return_memory() -> None:
+    """What a large body took goes back to the system when it is freed: the C library's bounds for that stay where they are put,
+    instead of growing with the largest block that was freed. Elsewhere than with glibc nothing is done."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**20)  # larger blocks are the system's own
+        mallopt(_M_TRIM_THRESHOLD, 16 * 2**20)  # more than that is not kept at the heap's end
 
 
 async def stop_requested(on_line: Callable[[bytes], None] = lambda line: None) -> None:

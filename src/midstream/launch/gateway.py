@@ -35,6 +35,7 @@ from midstream.launch.child import (
     configure_logging,
     raise_file_limit,
     read_spec,
+    return_memory,
     stop_requested,
 )
 from midstream.launch.workers import Workers
@@ -174,6 +175,7 @@ def main() -> int:
     spec = read_spec(GatewaySpec)
     configure_logging("gateway", spec.log_level)
     raise_file_limit()
+    return_memory()
     try:
         with asyncio.Runner(loop_factory=lambda: new_event_loop(data_path(spec.settings))) as runner:
             return runner.run(serve(spec, announce))

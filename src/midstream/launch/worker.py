@@ -27,6 +27,7 @@ from midstream.launch.child import (
     configure_logging,
     raise_file_limit,
     read_spec,
+    return_memory,
     stop_requested,
 )
 from midstream.launch.gateway import LEARN_S
@@ -122,6 +123,7 @@ def main() -> int:
     spec = read_spec(WorkerSpec)
     configure_logging("gateway", spec.log_level)
     raise_file_limit()
+    return_memory()
 
     async def serve() -> None:
         await Worker(spec, announce).serve()
