@@ -106,6 +106,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deaf = True
         self._forget_queue()
+        self._start_message()  # the parser refers to this connection: what it holds would wait for a collection
         exchange = self._exchange
         self._exchange_over()
         if exchange is not None:

@@ -1,7 +1,11 @@
 """What clients may hold of a gateway: a slow body, unfinished bodies together, connections and requests of a tenant."""
 
 import asyncio
+import gc
+import os
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -176,6 +180,36 @@ def test_unfinished_bodies_are_bounded_together_and_room_comes_back(framed: Call
             clients[2].abort()
             await until(lambda: stage.gateway.proxy.budget.held_bytes == 0)
             assert [request.body for request in stage.mocks[0].requests] == [BODY] * 2
+
+    run(main)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@FRAMINGS
+def test_what_a_body_took_is_the_systems_again_when_its_client_leaves(
+    framed: Callable[[bytes], bytes],
+) -> None:
+    body = framed(b"x" * 60_000_000)[:-10]
+
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            client = socket.socket()  # that keeps no copy of what it sends
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", stage.port))
+            before = resident_bytes()
+            gc.disable()  # a connection and its parser refer to each other: that must not keep the body
+            try:
+                await asyncio.get_running_loop().sock_sendall(client, body)
+                await holds(stage, 59_000_000)
+                assert resident_bytes() > before + 40_000_000
+                client.close()
+                await until(lambda: stage.gateway.proxy.budget.held_bytes == 0)
+                assert resident_bytes() < before + 20_000_000
+            finally:
+                gc.enable()
 
     run(main)
 

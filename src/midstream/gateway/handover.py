@@ -1,0 +1,102 @@
+"""How the listening sockets of a gateway process pass to its successor, while both run.
+
+Owns: the private Unix socket on which a process offers them, and what is said there.
+Always holds: a listening socket is open in one of the two at every moment, so no connection that waits in it is lost. The process
+goes on accepting until its successor has said that it accepts, too; if the successor dies before, nothing has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from midstream.gateway.appserver import socket_directory
+
+SOCKET_NAME = "handover.sock"
+SOCKETS_MAX = 64
+MESSAGE_BYTES_MAX = 2**16
+ANSWER_S = 10.0
+_TAKEN = b"taken\n"
+
+
+class Handed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said beside the sockets. workers: name of each process beside this one -> where that one offers its own."""
+
+    workers: dict[str, str]
+
+
+class Offer:
+    """Made in the event loop it runs in."""
+
+    def __init__(
+        self, sockets: Callable[[], Sequence[socket.socket]], workers: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
+        self._sockets = sockets
+        self._workers = workers
+        self._directory = socket_directory(SOCKET_NAME)
+        self.path = str(self._directory / SOCKET_NAME)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(self.path)
+        self._listener.listen()
+
+    def __repr__(self) -> str:
+        return f"Offer({self.path})"
+
+    async def taken(self) -> None:
+        """Returns once a successor accepts connections on the sockets. This process need accept no more."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asking, _ = await loop.sock_accept(self._listener)
+            with asking, contextlib.suppress(OSError, TimeoutError):
+                said = msgspec.json.encode(Handed(workers=dict(self._workers())))
+                socket.send_fds(asking, [said], [sock.fileno() for sock in self._sockets()])
+                asking.setblocking(False)
+                async with asyncio.timeout(ANSWER_S):
+                    if await loop.sock_recv(asking, len(_TAKEN)) == _TAKEN:
+                        return
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class Taken:
+    """What was taken over: close() or confirm() it."""
+
+    def __init__(self, asking: socket.socket, sockets: list[socket.socket], handed: Handed) -> None:
+        self._asking = asking
+        self.sockets = sockets
+        self.workers = handed.workers
+
+    def confirm(self) -> None:
+        """The sockets are accepted from: whoever had them need not do so any more. Raises OSError when it is gone."""
+        with self._asking:
+            self._asking.sendall(_TAKEN)
+
+
+async def take_over(path: str) -> Taken:
+    """The sockets offered at `path`. Raises OSError when nobody offers any."""
+    return await asyncio.to_thread(_take_over, path)
+
+
+def _take_over(path: str) -> Taken:
+    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        asking.settimeout(ANSWER_S)
+        asking.connect(path)
+        said, descriptors, _, _ = socket.recv_fds(asking, MESSAGE_BYTES_MAX, SOCKETS_MAX)
+        if not descriptors:
+            raise ConnectionError(f"{path} offers no socket")
+        sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        return Taken(asking, sockets, msgspec.json.decode(said, type=Handed))
+    except BaseException:
+        asking.close()
+        raise
