@@ -21,6 +21,7 @@ from midstream.errors import ConfigError
 COMMANDS = {  # module of commands/: its line in --help
     "serve": "start a gateway and its replicas on this machine",
     "replica": "start one replica without a gateway, for gateways elsewhere",
+    "restart": "replace the gateway of a server on this machine, without a request lost",
     "model": "write a built-in model as a Hugging Face directory",
     "publish": "put a checkpoint into the bucket and wait until every replica serves it",
     "status": "what each replica serves and does; --watch keeps looking",

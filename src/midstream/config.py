@@ -109,6 +109,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_cert: str | None = None
     tls_key: str | None = None
     workers: int = 1  # processes that share the port
+    restart_drain_s: float = 600.0  # how long a replaced process goes on with the requests it has
     # A key written as text may do everything; one written as a table, what its scopes say. Empty: everybody may do everything.
     api_keys: tuple[str | KeySettings, ...] = ()
     chain_max: int = 64  # incremental snapshots on one full snapshot
@@ -272,6 +273,7 @@ def _checked(settings: Settings) -> Settings:
                 "connect_timeout_s",
                 "replica_silence_s",
                 "keep_alive_s",
+                "restart_drain_s",
                 "chain_max",
                 "load_bound",
             )

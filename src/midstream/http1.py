@@ -294,6 +294,14 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         elif self.wire is not None:
             self.wire.close_after()
 
+    def retire(self, idle_s: float) -> None:
+        """The response under way, or the next, is the last. When idle, it closes in so many seconds at the latest: closing at
+        once could meet the client's next request."""
+        if self.idle:
+            self.deadline = min(self.deadline, self._now() + idle_s)
+        elif self.wire is not None:
+            self.wire.close_after()
+
     def cut(self, reason: str) -> None:
         """End whatever is under way, visibly."""
         self._forget_queue()

@@ -1,8 +1,8 @@
 """How the listening sockets of a gateway process pass to its successor, while both run.
 
 Owns: the private Unix socket on which a process offers them, and what is said there.
-Always holds: a listening socket is open in one of the two at every moment, so no connection that waits in it is lost. The process
-goes on accepting until its successor has said that it accepts, too; if the successor dies before, nothing has changed.
+Always holds: a listening socket is open in one of the two at every moment, so no connection that waits in it is lost. The
+process goes on accepting until its successor has said that it accepts, too; if the successor dies before, nothing has changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 

@@ -113,6 +113,15 @@ class Roster:
         self._running = running.replicas
         self.wake()
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether every replica that should run can be used, as far as the supervisor has told."""
+        return self._running is not None and all(
+            len(deployment.replicas.views) >= deployment.wanted
+            and all(view.usable for view in deployment.replicas.views)
+            for deployment in self._deployments
+        )
+
     def wake(self) -> None:
         """Something changed: look again at once."""
         self._wake.set()

@@ -12,7 +12,7 @@ import functools
 import shutil
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -30,6 +30,9 @@ from midstream.http_message import Limits
 
 LISTEN_BACKLOG = 4096
 TIMEOUT_CHECK_S = 0.5
+RETIRING_IDLE_S = (
+    5.0  # how long an idle connection stays open for one more request when the process is replaced
+)
 SOCKET_NAME = "control.sock"
 
 
@@ -81,16 +84,18 @@ class Gateway:
             unreachable_s=unreachable_s,
         )
         self._tls = tls_context(settings)
+        self.sockets: list[socket.socket] = []  # that it listens on
         self._listening: list[Callable[[], None]] = []  # how to stop
         self._timeouts: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"Gateway({len(self.proxy.clients)} connections, {len(self.proxy.upstreams)} replicas)"
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises OSError when it cannot listen there."""
+    async def start(self, host: str, port: int, taken: Sequence[socket.socket] = ()) -> int:
+        """Listen; returns the port. taken: sockets that listen there already. Raises OSError when it cannot listen there."""
         try:
-            sockets = await listening_sockets(host, port, shared=self._shares_port)
+            sockets = taken or await listening_sockets(host, port, shared=self._shares_port)
+            self.sockets = list(sockets)
             for sock in sockets:
                 self._listening.append(sock.close)
             for sock in sockets:
@@ -122,6 +127,7 @@ class Gateway:
         for stop in reversed(self._listening):
             stop()
         self._listening.clear()
+        self.sockets = []
 
     async def drain(self, seconds: float) -> None:
         """Stop accepting, close idle connections, and let responses under way finish for up to `seconds`."""
@@ -129,6 +135,19 @@ class Gateway:
         self.proxy.draining = True
         for client in list(self.proxy.clients):
             client.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.proxy.all_left()
+
+    async def retire(self, seconds: float) -> None:
+        """Another process listens on the sockets now: finish what this one has, within `seconds`.
+
+        Connections may be used once more; each closes after its next response, or when it stays idle.
+        """
+        self._stop_listening()
+        self.proxy.draining = True
+        for client in list(self.proxy.clients):
+            client.retire(RETIRING_IDLE_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.proxy.all_left()

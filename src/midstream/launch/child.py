@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ from midstream.config import (
 
 LINE_BYTES_MAX = 16 * 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+CATCH_UP_S = 10.0  # how long a gateway process that others stand in for waits until it can use all replicas
 STOP_GRACE_S = 10.0  # how long streams may go on after a request to stop
 
 
@@ -72,6 +73,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     settings: GatewaySettings
     log_level: str
     tinker_path: str | None = None  # the Tinker front's socket; None: there is none
+    takes_over: str | None = None  # where the process that it replaces offers its listening sockets
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     settings: GatewaySettings
     log_level: str
     tinker_path: str | None = None
+    takes_over: str | None = None
 
 
 class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,10 +109,21 @@ class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
-    """The child's answer. port: 0 where it is no port that it listens on. error: why it could not start; it then ends."""
+    """The child's answer. port: 0 where it is no port that it listens on. error: why it could not start; it then ends.
+
+    offer: where it offers its listening sockets to a successor. One that takes over answers as soon as it can be told things,
+    and says Accepting later.
+    """
 
     port: int = 0
     error: str | None = None
+    offer: str | None = None
+
+
+class Accepting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A child that takes over accepts connections from now on."""
+
+    accepting: Literal[True] = True
 
 
 T = TypeVar("T")

@@ -18,6 +18,7 @@ from midstream.control.loop import Reconciler
 from midstream.errors import ConfigError, NotFound
 from midstream.gateway.app import control_app
 from midstream.gateway.deployments import deployment_routes
+from midstream.gateway.handover import Offer, take_over
 from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.membership import Resolver, entries_of_settings, membership_routes
 from midstream.gateway.metrics import GatewayMetrics
@@ -28,7 +29,9 @@ from midstream.gateway.server import Gateway
 from midstream.gateway.sessions import SessionTable
 from midstream.gateway.wire import data_path, new_event_loop
 from midstream.launch.child import (
+    CATCH_UP_S,
     STOP_GRACE_S,
+    Accepting,
     Announcer,
     GatewaySpec,
     Listening,
@@ -48,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER_WAIT_S = 60.0  # a ledger that does not answer at the start is asked again for so long
 LEDGER_PAUSE_S = 1.0
+CATCH_UP_POLL_S = 0.02
 LEARN_S = 1.5  # requests of unknown sessions wait so long at most for replicas to say what they hold
 _SAID = "_settings"  # of the default deployment: what the settings said of it when it was last started
 
@@ -96,28 +100,62 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
         front_path=spec.tinker_path,
         replica_token=spec.token,
     )
+    offer = Offer(lambda: gateway.sockets, workers.offers)
+    stop = asyncio.create_task(
+        stop_requested(lambda line: roster.running(msgspec.json.decode(line, type=Running)))
+    )
     background: list[asyncio.Task[None]] = []
     try:
-        port = await gateway.start(spec.host, spec.port)
-        announce(Listening(port=port))
+        port = spec.port
+        if spec.takes_over is None:
+            port = await gateway.start(spec.host, spec.port)
+        announce(Listening(port=port, offer=offer.path))
         background.append(asyncio.create_task(roster.run()))
+        theirs: Mapping[str, str] = {}
+        if spec.takes_over is not None:
+            theirs = await _take_over(spec, spec.takes_over, gateway, roster)
+            announce(Accepting())
         if spec.settings.workers > 1:
-            background.append(workers.start(gateway.control_path, port))
-        stop = asyncio.create_task(
-            stop_requested(lambda line: roster.running(msgspec.json.decode(line, type=Running)))
-        )
+            background.append(workers.start(gateway.control_path, port, theirs))
+        taken = asyncio.create_task(offer.taken())
+        background.append(taken)
         done, _ = await asyncio.wait((stop, *background), return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # a background task that ended is a bug: end, and be started again
-        await asyncio.gather(gateway.drain(STOP_GRACE_S), workers.stop())
+        if taken in done:
+            logger.info("another process took over the port; this one finishes its requests")
+            workers.retire()
+            rest = asyncio.gather(gateway.retire(spec.settings.restart_drain_s), workers.left())
+            await asyncio.wait(
+                (stop, rest), timeout=spec.settings.restart_drain_s, return_when="FIRST_COMPLETED"
+            )
+            rest.cancel()
+            await asyncio.gather(rest, return_exceptions=True)
+        if stop.done() or not taken.done():
+            await asyncio.gather(gateway.drain(STOP_GRACE_S), workers.stop())
     finally:
+        offer.close()
         await gateway.close()
-        for task in background:
+        for task in (stop, *background):
             task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(stop, *background, return_exceptions=True)
         await workers.stop()
         ledger.close()
     return 0
+
+
+async def _take_over(spec: GatewaySpec, path: str, gateway: Gateway, roster: Roster) -> Mapping[str, str]:
+    """Listen where another process does, once this one can use every replica, or has tried for CATCH_UP_S; that one retires.
+
+    Returns where the processes beside that one offer their sockets. Raises OSError.
+    """
+    until = time.monotonic() + CATCH_UP_S
+    while not roster.caught_up and time.monotonic() < until:  # noqa: ASYNC110 - many things say when
+        await asyncio.sleep(CATCH_UP_POLL_S)
+    taken = await take_over(path)
+    await gateway.start(spec.host, spec.port, taken.sockets)
+    taken.confirm()
+    return taken.workers
 
 
 async def first_answer(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:

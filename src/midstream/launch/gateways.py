@@ -63,6 +63,11 @@ class Gateways:
         """Until cancelled; raises what ends one for good: a bug."""
         await asyncio.gather(*self._lives)
 
+    async def replace(self, drain_s: float) -> None:
+        """Each by a new process, one after another; the old ones finish what they have, in `drain_s`. Raises StartFailed."""
+        for member in self._members:
+            await member.replace(drain_s)
+
     def tell(self, running: Running) -> None:
         for member in self._members:
             member.tell(running)

@@ -47,6 +47,7 @@ from midstream.launch.process import (
     StartFailed,
     Supervised,
 )
+from midstream.launch.restart import LOCK, Restarts
 from midstream.ledger import sqlite_url
 from midstream.snapshots.bucket import check_settings
 from midstream.snapshots.identity import parse_bucket
@@ -81,7 +82,7 @@ def locked(state_dir: Path) -> Iterator[None]:
     """Hold the state directory: two servers on one ledger would fight. Raises ConfigError."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        file: IO[str] = (state_dir / "lock").open("w")
+        file: IO[str] = (state_dir / LOCK).open("a")
     except OSError as error:
         raise ConfigError(f"--state-dir {state_dir}: {error.strerror or error}") from error
     with file:
@@ -89,6 +90,7 @@ def locked(state_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"--state-dir {state_dir}: another midstream server uses it") from error
+        file.truncate(0)
         yield
 
 
@@ -219,6 +221,10 @@ class Supervisor:
         await self.crew.close(REPLICA_STOP_S)
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def restart_gateways(self) -> None:
+        """Each is replaced by a new process without a request lost, one after another. Raises StartFailed."""
+        await self.gateways.replace(self._settings.gateway.restart_drain_s)
 
     def kill(self) -> None:
         """Everything, at once."""
@@ -385,6 +391,8 @@ async def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     supervisor = Supervisor(settings, name, models, places or ThisMachine(settings))
+    restarts = Restarts(Path(settings.state_dir) / LOCK, supervisor.restart_gateways)
+    loop.add_signal_handler(signal.SIGHUP, restarts.ask)
     serving = asyncio.create_task(supervisor.serve(on_ready))
     asked = asyncio.create_task(stop.wait())
     try:
@@ -394,6 +402,7 @@ async def run(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _hurry(loop, supervisor))
+        restarts.close()
         serving.cancel()
         asked.cancel()
         await asyncio.wait((serving, asked))

@@ -19,12 +19,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from midstream.launch.child import LINE_BYTES_MAX, Listening
+from midstream.launch.child import LINE_BYTES_MAX, Accepting, Listening
 
 logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S_MIN = 0.1
 RESTART_PAUSE_S_MAX = 10.0
+TAKE_OVER_S = 60.0  # a successor that does not serve by then is given up
+RETIRE_GRACE_S = 30.0  # beyond its own bound, for what it ends then to be ended
 LOOPBACK = "127.0.0.1"
 
 
@@ -80,6 +82,13 @@ class Supervised(ABC):
     @abstractmethod
     def kill(self) -> None:
         """End it, and whatever it started, at once."""
+
+    async def replace(self, drain_s: float) -> None:
+        """Start another one that takes its place; returns when that one serves. The old one finishes what it has, in `drain_s`.
+
+        Raises StartFailed: the old one goes on then.
+        """
+        raise StartFailed(f"{self.name} cannot be replaced where it runs")
 
     @abstractmethod
     def renew(self) -> None:
@@ -155,6 +164,11 @@ class Child(Supervised):
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
         self._answered = False  # the process that runs now has said where it listens
+        self.offer: str | None = None  # where that process offers its sockets to a successor
+        self._replacing: asyncio.Future[None] | None = None
+        self._next: asyncio.subprocess.Process | None = None  # that is to take over
+        self._next_answered = False
+        self._retiring: dict[asyncio.subprocess.Process, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return f"Child({self.name}, pid={self._process.pid if self._process else None}, port={self.port})"
@@ -165,8 +179,42 @@ class Child(Supervised):
 
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
         self._answered = False
+        self._process = await self._create()
+        self._is_up(await self._ask(self._process, self._spec_now()))
+        self._listening = self._listen_to(self._process)
+        if self._greeting is not None:
+            self.tell(self._greeting())
+
+    async def replace(self, drain_s: float) -> None:
+        old, offer = self._process, self.offer
+        if old is None or offer is None or not self.running or self._replacing is not None:
+            raise StartFailed(f"{self.name} is not running, or is being replaced")
+        self._replacing = asyncio.get_running_loop().create_future()
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            self._next = process = await self._create()
+            spec = msgspec.structs.replace(self._spec, port=self.port, takes_over=offer)
+            answer = await self._ask(process, spec)
+            try:
+                await self._taken_over(process)
+            except BaseException:
+                await self._end(process)
+                raise
+            listening = self._listening
+            self._process, self._next = process, None
+            self._is_up(answer)
+            self._listening = self._listen_to(process)
+            retiring = self._retire(old, listening, drain_s + RETIRE_GRACE_S)
+            self._retiring[old] = asyncio.create_task(retiring, name=f"{self.name}, replaced")
+        finally:
+            self._next = None
+            self._next_answered = False
+            self._replacing.set_result(None)
+            self._replacing = None
+
+    async def _create(self) -> asyncio.subprocess.Process:
+        """Raises StartFailed."""
+        try:
+            return await asyncio.create_subprocess_exec(
                 self._python,
                 "-m",
                 self._module,
@@ -178,42 +226,107 @@ class Child(Supervised):
             )
         except OSError as error:
             raise StartFailed(f"{self.name} cannot be started: {error}") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(self._spec_now()) + b"\n")
-        line = await self._process.stdout.readline()
+
+    async def _ask(self, process: asyncio.subprocess.Process, spec: msgspec.Struct) -> Listening:
+        """What a new process answers to its settings. Raises StartFailed; it has ended then."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        line = await process.stdout.readline()
         try:
-            self.port = _port(self.name, line)
+            return _answer(self.name, line)
         except StartFailed:
-            await self._end(self._process)
+            await self._end(process)
             raise
+
+    def _is_up(self, answer: Listening) -> None:
         self._answered = True
+        self.port = answer.port
+        self.offer = answer.offer
         if getattr(self._spec, "port", None) == 0:
             self._port_before = self.port
-        if self._on_line is not None:
-            self._listening = asyncio.create_task(self._listen(self._process.stdout, self._on_line))
+
+    async def _taken_over(self, process: asyncio.subprocess.Process) -> None:
+        """Until a new process, which has answered, says that it serves. Raises StartFailed."""
+        self._next_answered = True
         if self._greeting is not None:
-            self.tell(self._greeting())
+            self._write(process, self._greeting())
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                await self._accepting(process)
+        except TimeoutError as error:
+            raise StartFailed(f"{self.name} did not take over in {TAKE_OVER_S:g} s") from error
+
+    async def _accepting(self, process: asyncio.subprocess.Process) -> None:
+        """Until it says so. Raises StartFailed when it ends before."""
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            with contextlib.suppress(msgspec.DecodeError):
+                msgspec.json.decode(line, type=Accepting)
+                return
+            if self._on_line is not None:
+                self._on_line(line)
+        raise StartFailed(f"{self.name} ended before it took over; its log says why")
+
+    async def _retire(
+        self, process: asyncio.subprocess.Process, listening: asyncio.Task[None] | None, seconds: float
+    ) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await process.wait()
+        except TimeoutError:
+            logger.warning("%s, replaced, did not end within %.0f s; killing it", self.name, seconds)
+        finally:
+            await self._end(process)
+            if listening is not None:
+                await listening
+            del self._retiring[process]
 
     def tell(self, message: msgspec.Struct) -> None:
-        process = self._process
-        if process is not None and process.returncode is None and self._answered:
+        if self._process is not None and self._answered:
+            self._write(self._process, message)
+        if self._next is not None and self._next_answered:
+            self._write(self._next, message)
+        for process in self._retiring:
+            self._write(process, message)
+
+    def _write(self, process: asyncio.subprocess.Process, message: msgspec.Struct) -> None:
+        if process.returncode is None:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(message) + b"\n")
 
     def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            _kill_all_of(self._process)
+        for process in (self._process, self._next, *self._retiring):
+            if process is not None and process.returncode is None:
+                _kill_all_of(process)
 
-    async def _listen(self, stdout: asyncio.StreamReader, on_line: Callable[[bytes], None]) -> None:
+    def _listen_to(self, process: asyncio.subprocess.Process) -> asyncio.Task[None] | None:
+        on_line = self._on_line
+        if on_line is None:
+            return None
+        assert process.stdout is not None
+        return asyncio.create_task(self._listen(process, process.stdout, on_line))
+
+    async def _listen(
+        self,
+        process: asyncio.subprocess.Process,
+        stdout: asyncio.StreamReader,
+        on_line: Callable[[bytes], None],
+    ) -> None:
         while line := await stdout.readline():
-            on_line(line)
+            if process is self._process:  # what a replaced one wants, its successor says
+                on_line(line)
 
     async def ended(self) -> str:
-        assert self._process is not None
-        code = await self._process.wait()
-        _kill_all_of(self._process)
-        return f"(pid {self._process.pid}) ended with code {code}"
+        while True:
+            process = self._process
+            assert process is not None
+            code = await process.wait()
+            if self._replacing is not None:
+                await asyncio.wait((self._replacing,))
+            if process is self._process:  # otherwise another one has its place
+                _kill_all_of(process)
+                return f"(pid {process.pid}) ended with code {code}"
 
     def renew(self) -> None:
         if self._movable:
@@ -225,8 +338,12 @@ class Child(Supervised):
         )
 
     async def stop(self, grace_s: float) -> None:
-        process = self._process
-        if process is None or process.returncode is not None:
+        every = [self._process, self._next, *self._retiring]
+        await asyncio.gather(*(self._stop(process, grace_s) for process in every if process is not None))
+        await asyncio.gather(*self._retiring.values())
+
+    async def _stop(self, process: asyncio.subprocess.Process, grace_s: float) -> None:
+        if process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -248,8 +365,8 @@ def _kill_all_of(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _port(name: str, line: bytes) -> int:
-    """The port in a child's answer. Raises StartFailed when it gives another answer, or none."""
+def _answer(name: str, line: bytes) -> Listening:
+    """A child's answer. Raises StartFailed when it gives another one, or none."""
     if not line:
         raise StartFailed(f"{name} ended while starting; its log says why")
     try:
@@ -258,4 +375,4 @@ def _port(name: str, line: bytes) -> int:
         raise StartFailed(f"{name} said {line[:200]!r} instead of where it listens") from error
     if answer.error is not None:
         raise StartFailed(f"{name}: {answer.error}")
-    return answer.port
+    return answer

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 import msgspec
 
 from midstream.errors import ConfigError
+from midstream.gateway.handover import Offer, take_over
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet
@@ -20,6 +22,7 @@ from midstream.gateway.sessions import SessionTable
 from midstream.gateway.wire import data_path, new_event_loop
 from midstream.gateway.workers import DeploymentState, Follower, State
 from midstream.launch.child import (
+    CATCH_UP_S,
     STOP_GRACE_S,
     Announcer,
     Listening,
@@ -33,8 +36,9 @@ from midstream.launch.child import (
 from midstream.launch.gateway import LEARN_S
 from midstream.names import ServedNames
 
+logger = logging.getLogger(__name__)
+
 REPORT_S = 0.5
-CATCH_UP_S = 10.0  # meanwhile the others on the port answer
 
 
 class Worker:
@@ -62,16 +66,28 @@ class Worker:
     async def serve(self) -> None:
         """Until it is asked to stop."""
         stop = asyncio.create_task(stop_requested(self._hear))
-        self._announce(Listening(port=self._spec.port))  # from now on it is told what is wanted
+        offer = Offer(lambda: self._gateway.sockets)
+        self._announce(
+            Listening(port=self._spec.port, offer=offer.path)
+        )  # from now on it is told what is wanted
         work = asyncio.create_task(self._work())
+        taken = asyncio.create_task(offer.taken())
         try:
-            await asyncio.wait((stop, work), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stop, taken, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
-            await self._gateway.drain(STOP_GRACE_S)
+            if taken.done():
+                self._listening = False
+                drain_s = self._spec.settings.restart_drain_s
+                rest = asyncio.create_task(self._gateway.retire(drain_s))
+                await asyncio.wait((stop, rest), return_when=asyncio.FIRST_COMPLETED)
+                rest.cancel()
+            if stop.done():
+                await self._gateway.drain(STOP_GRACE_S)
         finally:
+            offer.close()
             await self._gateway.close()
-            tasks = [stop, work, *self._hearing.values()]
+            tasks = [stop, work, taken, *self._hearing.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -80,11 +96,25 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CATCH_UP_S):
                 await self._caught_up()
-        await self._gateway.start(self._spec.host, self._spec.port)
+        await self._listen()
         self._listening = True
         while True:
             self._report()
             await asyncio.sleep(REPORT_S)
+
+    async def _listen(self) -> None:
+        """On the sockets of the process that this one replaces; if it is gone, beside the others on the port."""
+        spec = self._spec
+        if spec.takes_over is not None:
+            try:
+                taken = await take_over(spec.takes_over)
+            except OSError as error:
+                logger.warning("nothing to take over: %s", error)
+            else:
+                await self._gateway.start(spec.host, spec.port, taken.sockets)
+                taken.confirm()
+                return
+        await self._gateway.start(spec.host, spec.port)
 
     async def _caught_up(self) -> None:
         while not self._follower.caught_up:

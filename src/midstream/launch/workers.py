@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections.abc import Mapping
 
 import msgspec
 
@@ -28,18 +29,36 @@ class Workers:
     def __init__(self, spec: GatewaySpec, deployments: Deployments, metrics: GatewayMetrics) -> None:
         self._spec = spec
         self._children: list[Child] = []
+        self._keeping: list[asyncio.Task[None]] = []
         self._running: asyncio.Task[None] | None = None
         self.leader = Leader(deployments, self._tell)
         metrics.others = self.leader.tallies
         metrics.workers = lambda: 1 + self.leader.listening
         metrics.workers_ready = lambda: 1 + self.leader.ready
 
-    def start(self, control_path: str, port: int) -> asyncio.Task[None]:
-        """What starts them and keeps them running; it ends by itself only when it fails."""
-        self._running = asyncio.create_task(self._run(control_path, port), name="workers")
+    def start(self, control_path: str, port: int, theirs: Mapping[str, str]) -> asyncio.Task[None]:
+        """What starts them and keeps them running; it ends by itself only when it fails.
+
+        theirs: where processes of another gateway offer their sockets, by the name of who takes them over.
+        """
+        self._running = asyncio.create_task(self._run(control_path, port, theirs), name="workers")
         return self._running
 
-    async def _run(self, control_path: str, port: int) -> None:
+    def offers(self) -> dict[str, str]:
+        """Where each offers its sockets to a successor."""
+        return {child.name: child.offer for child in self._children if child.offer is not None}
+
+    def retire(self) -> None:
+        """Each ends by itself once it is replaced and has finished; none is started again."""
+        for keeping in self._keeping:
+            keeping.cancel()
+
+    async def left(self) -> None:
+        """Until all have ended."""
+        while any(child.running for child in self._children):  # noqa: ASYNC110 - they are looked at that often anyway
+            await asyncio.sleep(PUSH_S)
+
+    async def _run(self, control_path: str, port: int, theirs: Mapping[str, str]) -> None:
         spec = self._spec
         worker = WorkerSpec(
             host=spec.host,
@@ -59,12 +78,12 @@ class Workers:
                 child = Child(
                     name,
                     "midstream.launch.worker",
-                    worker,
+                    msgspec.structs.replace(worker, takes_over=theirs.get(name)),
                     on_line=functools.partial(self._hear, name),
                     greeting=lambda: self.leader.state,
                 )
                 self._children.append(child)
-                tasks.create_task(self._keep(child), name=name)
+                self._keeping.append(tasks.create_task(self._keep(child), name=name))
             while True:
                 for child in self._children:
                     if not child.running:

@@ -1,0 +1,114 @@
+"""Gateways replaced while they serve: how a running server is asked for it, and how it says what came of it.
+
+Owns: the file that a server holds locked in its state directory, and what it says there: its pid, and what came of restarts.
+Always holds: what is asked for while a restart is under way is done after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from midstream.errors import ConfigError
+from midstream.launch.process import StartFailed
+
+logger = logging.getLogger(__name__)
+
+LOCK = "lock"
+POLL_S = 0.1
+
+
+class ServerFile(msgspec.Struct, frozen=True, kw_only=True):
+    """restarts: of the gateways, that are over. error: how the last one failed."""
+
+    pid: int
+    restarts: int = 0
+    error: str | None = None
+
+
+class Restarts:
+    """The server's side. Made in the event loop it runs in."""
+
+    def __init__(self, path: Path, restart: Callable[[], Awaitable[None]]) -> None:
+        self._path = path
+        self._restart = restart
+        self._asked = asyncio.Event()
+        self._said = ServerFile(pid=os.getpid())
+        self._say()
+        self._running = asyncio.create_task(self._run(), name="gateway restarts")
+
+    def __repr__(self) -> str:
+        return f"Restarts({self._said})"
+
+    def ask(self) -> None:
+        self._asked.set()
+
+    def close(self) -> None:
+        self._running.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            error: str | None = None
+            try:
+                await self._restart()
+            except StartFailed as failure:
+                error = str(failure)
+                logger.error("the gateway was not replaced: %s", error)
+            else:
+                logger.info("the gateway was replaced; the old process finishes its requests")
+            self._said = ServerFile(pid=os.getpid(), restarts=self._said.restarts + 1, error=error)
+            self._say()
+
+    def _say(self) -> None:
+        """In place: the lock is the file's."""
+        with self._path.open("r+b") as file:
+            file.write(msgspec.json.encode(self._said) + b"\n")
+            file.truncate()
+
+
+def restart(state_dir: Path, wait_s: float) -> str | None:
+    """Have the gateway of the server in `state_dir` replaced; returns when it is. Why it was not; None: it was.
+
+    Raises ConfigError when no server runs there.
+    """
+    path = state_dir / LOCK
+    before = _running_server(path, wait_s)
+    os.kill(before.pid, signal.SIGHUP)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        now = _running_server(path, wait_s)
+        if now.restarts > before.restarts:
+            return now.error
+        time.sleep(POLL_S)
+    return f"it is not replaced after {wait_s:g} s; the server's log says more"
+
+
+def _running_server(path: Path, wait_s: float) -> ServerFile:
+    """What the server says that runs there. wait_s: for a line that is just being written."""
+    deadline = time.monotonic() + wait_s
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break  # nobody holds it
+            except BlockingIOError:
+                file.seek(0)
+                line = file.read()
+            try:
+                return msgspec.json.decode(line, type=ServerFile)
+            except msgspec.DecodeError:
+                if not line or time.monotonic() > deadline:  # another kind of server, or an older one
+                    break
+                time.sleep(POLL_S)
+    raise ConfigError(f"--state-dir {path.parent}: no `midstream serve` runs there")

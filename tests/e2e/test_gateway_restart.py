@@ -1,0 +1,163 @@
+"""A gateway that is replaced under streams and requests: none is cut, none is refused, and sessions stay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+from serving import Server, command, serve
+
+STREAMS, TOKENS = 16, 1500
+DEADLINE_S = 240.0
+KEYS = [f"trajectory-{number}" for number in range(8)]
+
+
+@pytest.fixture(params=[("1", "native"), ("1", "python"), ("2", "auto")], ids=["native", "python", "workers"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    workers, path = request.param
+    config = tmp_path / "config.toml"
+    config.write_text(f'[gateway]\ndata_path = "{path}"\nworkers = {workers}\n')
+    with serve(tmp_path / "state", "--replicas", "2", "--no-tinker", "--config", str(config)) as running:
+        yield running
+
+
+def connected(server: Server) -> HTTPConnection:
+    return HTTPConnection(server.url.removeprefix("http://"), timeout=DEADLINE_S)
+
+
+def asked(client: HTTPConnection, server: Server, key: str, **fields: object) -> tuple[str, bytes]:
+    """The replica that served a completion, and its body."""
+    body = json.dumps({"model": server.model, "prompt": "hello", "max_tokens": 1, **fields})
+    client.request("POST", "/v1/completions", body, {"x-session-id": key, "content-type": "application/json"})
+    answer = client.getresponse()
+    text = answer.read()
+    assert answer.status == 200, text
+    return str(answer.headers["x-midstream-replica"]), text
+
+
+def gateways(server: Server) -> set[int]:
+    """Pids of all processes on the port."""
+    found = set()
+    for pid in server.children():
+        with contextlib.suppress(FileNotFoundError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"midstream.launch.gateway" in line or b"midstream.launch.worker" in line:
+                found.add(pid)
+    return found
+
+
+class Caller(threading.Thread):
+    """A client in a thread; what it failed with is raised in join()."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        super().__init__()
+        self.server, self.number = server, number
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with contextlib.closing(connected(self.server)) as client:
+                self.act(client)
+        except Exception as error:
+            self.error = error
+
+    def act(self, client: HTTPConnection) -> None:
+        raise NotImplementedError
+
+    def done(self) -> None:
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+class Streaming(Caller):
+    ids: list[int]
+
+    def act(self, client: HTTPConnection) -> None:
+        fields = {"stream": True, "ignore_eos": True, "seed": self.number, "return_token_ids": True}
+        _, text = asked(client, self.server, f"s{self.number}", max_tokens=TOKENS, **fields)
+        events = [event[6:] for event in text.decode().split("\n\n") if event]
+        assert events[-1] == "[DONE]"
+        choices = [json.loads(event)["choices"] for event in events[:-1]]
+        self.ids = [token for choice in choices if choice for token in choice[0].get("token_ids") or ()]
+
+
+class Asking(Caller):
+    """Short requests, one after another: on one connection as long as the server keeps it, or on a new one each time."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        super().__init__(server, number)
+        self.enough = threading.Event()
+        self.count = 0
+
+    def act(self, client: HTTPConnection) -> None:
+        while not self.enough.is_set():
+            asked(client, self.server, KEYS[self.number % len(KEYS)])
+            self.count += 1
+            if self.number % 2:
+                client.close()
+
+
+def restart(server: Server) -> None:
+    done = subprocess.run(
+        command("restart", "gateway", "--state-dir", str(server.state_dir)), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the gateway was replaced")
+
+
+def until_gone(pids: set[int], server: Server) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while pids & gateways(server):
+        assert time.monotonic() < deadline, "the old processes end once their requests are over"
+        time.sleep(0.1)
+
+
+def test_a_gateway_is_replaced_and_nobody_notices(served: Server) -> None:
+    with contextlib.closing(connected(served)) as client:
+        homes = {key: asked(client, served, key)[0] for key in KEYS}
+    streams = [Streaming(served, number) for number in range(STREAMS)]
+    askers = [Asking(served, number) for number in range(4)]
+    first = gateways(served)
+    for caller in (*streams, *askers):
+        caller.start()
+    restart(served)
+    assert any(stream.is_alive() for stream in streams), "streams were under way, or this shows nothing"
+    assert first & gateways(served), "the old process goes on with them"
+    counts = [asker.count for asker in askers]
+    for stream in streams:
+        stream.done()
+    second = gateways(served) - first
+    restart(served)
+    assert all(asker.count > count for asker, count in zip(askers, counts, strict=True))
+    for asker in askers:
+        asker.enough.set()
+    for asker in askers:
+        asker.done()
+    assert [len(stream.ids) for stream in streams] == [TOKENS] * STREAMS
+    until_gone(first | second, served)
+    assert len(gateways(served)) == len(first)
+    with contextlib.closing(connected(served)) as client:
+        assert {key: asked(client, served, key)[0] for key in KEYS} == homes
+    log = served.log.read_text()
+    assert "starting it again" not in log
+    assert "Traceback" not in log
+    assert served.stop() == 0
+
+
+def test_a_restart_without_a_server_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text(json.dumps({"pid": os.getpid()}))
+    for state in (tmp_path, tmp_path / "none"):
+        done = subprocess.run(
+            command("restart", "gateway", "--state-dir", str(state)), capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert "no `midstream serve` runs there" in done.stderr
