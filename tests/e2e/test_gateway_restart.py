@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -54,56 +55,32 @@ def gateways(server: Server) -> set[int]:
     return found
 
 
-class Caller(threading.Thread):
-    """A client in a thread; what it failed with is raised in join()."""
-
-    def __init__(self, server: Server, number: int) -> None:
-        super().__init__()
-        self.server, self.number = server, number
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            with contextlib.closing(connected(self.server)) as client:
-                self.act(client)
-        except Exception as error:
-            self.error = error
-
-    def act(self, client: HTTPConnection) -> None:
-        raise NotImplementedError
-
-    def done(self) -> None:
-        self.join()
-        if self.error is not None:
-            raise self.error
+def streamed(server: Server, number: int) -> list[int]:
+    """The token ids of a long stream that came to its end."""
+    fields = {"stream": True, "ignore_eos": True, "seed": number, "return_token_ids": True}
+    with contextlib.closing(connected(server)) as client:
+        _, text = asked(client, server, f"s{number}", max_tokens=TOKENS, **fields)
+    events = [line[6:] for line in text.decode().splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"] for event in events[:-1]]
+    return [token for choice in choices if choice for token in choice[0].get("token_ids") or ()]
 
 
-class Streaming(Caller):
-    ids: list[int]
-
-    def act(self, client: HTTPConnection) -> None:
-        fields = {"stream": True, "ignore_eos": True, "seed": self.number, "return_token_ids": True}
-        _, text = asked(client, self.server, f"s{self.number}", max_tokens=TOKENS, **fields)
-        events = [event[6:] for event in text.decode().split("\n\n") if event]
-        assert events[-1] == "[DONE]"
-        choices = [json.loads(event)["choices"] for event in events[:-1]]
-        self.ids = [token for choice in choices if choice for token in choice[0].get("token_ids") or ()]
-
-
-class Asking(Caller):
+class Asker:
     """Short requests, one after another: on one connection as long as the server keeps it, or on a new one each time."""
 
     def __init__(self, server: Server, number: int) -> None:
-        super().__init__(server, number)
+        self.server, self.number = server, number
         self.enough = threading.Event()
         self.count = 0
 
-    def act(self, client: HTTPConnection) -> None:
-        while not self.enough.is_set():
-            asked(client, self.server, KEYS[self.number % len(KEYS)])
-            self.count += 1
-            if self.number % 2:
-                client.close()
+    def run(self) -> None:
+        with contextlib.closing(connected(self.server)) as client:
+            while not self.enough.is_set():
+                asked(client, self.server, KEYS[self.number % len(KEYS)])
+                self.count += 1
+                if self.number % 2:
+                    client.close()
 
 
 def restart(server: Server) -> None:
@@ -124,25 +101,25 @@ def until_gone(pids: set[int], server: Server) -> None:
 def test_a_gateway_is_replaced_and_nobody_notices(served: Server) -> None:
     with contextlib.closing(connected(served)) as client:
         homes = {key: asked(client, served, key)[0] for key in KEYS}
-    streams = [Streaming(served, number) for number in range(STREAMS)]
-    askers = [Asking(served, number) for number in range(4)]
     first = gateways(served)
-    for caller in (*streams, *askers):
-        caller.start()
-    restart(served)
-    assert any(stream.is_alive() for stream in streams), "streams were under way, or this shows nothing"
-    assert first & gateways(served), "the old process goes on with them"
-    counts = [asker.count for asker in askers]
-    for stream in streams:
-        stream.done()
-    second = gateways(served) - first
-    restart(served)
-    assert all(asker.count > count for asker, count in zip(askers, counts, strict=True))
-    for asker in askers:
-        asker.enough.set()
-    for asker in askers:
-        asker.done()
-    assert [len(stream.ids) for stream in streams] == [TOKENS] * STREAMS
+    askers = [Asker(served, number) for number in range(4)]
+    with ThreadPoolExecutor(STREAMS + len(askers)) as threads:
+        streams = [threads.submit(streamed, served, number) for number in range(STREAMS)]
+        asking = [threads.submit(asker.run) for asker in askers]
+        try:
+            restart(served)
+            assert not all(stream.done() for stream in streams), "or this shows nothing"
+            assert first & gateways(served), "the old process goes on with them"
+            counts = [asker.count for asker in askers]
+            assert [len(stream.result()) for stream in streams] == [TOKENS] * STREAMS
+            second = gateways(served) - first
+            restart(served)
+            assert all(asker.count > count for asker, count in zip(askers, counts, strict=True))
+        finally:
+            for asker in askers:
+                asker.enough.set()
+        for one in asking:
+            one.result()
     until_gone(first | second, served)
     assert len(gateways(served)) == len(first)
     with contextlib.closing(connected(served)) as client:
