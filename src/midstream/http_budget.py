@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from midstream.errors import BodiesTooLarge, Overloaded
+from midstream.errors import BodiesTooLarge, Overloaded, PayloadTooLarge
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,9 +51,11 @@ class Budget:
         )
 
     def check_room(self, tenant: str, more: int) -> None:
-        """Raises BodiesTooLarge unless `more` bytes of a body have room beside what is held."""
+        """Raises PayloadTooLarge unless `more` bytes of a body could have room; BodiesTooLarge unless they have it now."""
         bounds = self._bounds
         together, of_one = bounds.unfinished_body_bytes, bounds.unfinished_body_bytes_per_tenant
+        if together and more > together:
+            raise PayloadTooLarge(f"the request body is over {together} bytes")
         if together and self.held_bytes + more > together:
             raise _no_room("all clients", together, "max_unfinished_body_bytes")
         if of_one and self._held_by[tenant] + more > of_one:

@@ -24,7 +24,14 @@ from midstream.types import ReplicaReport
 
 NAMES = ServedNames("accounts/local/models/tiny-moe", "accounts/local/deployments/default")
 DEADLINE_S = 120  # of a busy machine
-GATEWAY_OPTIONS = ("head_timeout_s", "body_window_s", "replica_token", "unreachable_s", "front_path")
+GATEWAY_OPTIONS = (
+    "head_timeout_s",
+    "body_window_s",
+    "retiring_idle_s",
+    "replica_token",
+    "unreachable_s",
+    "front_path",
+)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

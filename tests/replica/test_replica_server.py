@@ -35,6 +35,21 @@ def test_without_the_secret_nothing_is_answered_and_no_body_is_waited_for(tmp_pa
     asyncio.run(main())
 
 
+def test_bodies_that_cannot_be_taken_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, FakeEngine()) as here:
+            for head, status in (
+                (b"content-length: 2000000000", b"413"),
+                (b"content-length: 9\r\ncontent-encoding: gzip", b"415"),
+            ):
+                reader, writer = await connect(here)
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: r\r\n" + head + b"\r\n\r\n{")
+                assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
+                writer.close()
+
+    asyncio.run(main())
+
+
 def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection(
     tmp_path: Path,
 ) -> None:

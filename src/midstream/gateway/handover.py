@@ -75,6 +75,11 @@ class Taken:
         self.sockets = sockets
         self.workers = handed.workers
 
+    def close(self) -> None:
+        """Not taken over after all."""
+        for sock in (self._asking, *self.sockets):
+            sock.close()
+
     def confirm(self) -> None:
         """The sockets are accepted from: whoever had them need not do so any more. Raises OSError when it is gone."""
         with self._asking:

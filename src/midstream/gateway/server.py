@@ -50,6 +50,7 @@ class Gateway:
         front_path: str | None = None,
         head_timeout_s: float = 30.0,
         body_window_s: float = 30.0,
+        retiring_idle_s: float = RETIRING_IDLE_S,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
     ) -> None:
@@ -71,6 +72,7 @@ class Gateway:
         )
         self._control = None if control_path is not None else _control_server(control_app)
         self.control_path = control_path or cast("AppServer", self._control).path
+        self._retiring_idle_s = retiring_idle_s
         self._shares_port = settings.workers > 1
         self._connect_timeout_s = settings.connect_timeout_s
         self.proxy = Proxy(
@@ -147,7 +149,7 @@ class Gateway:
         self._stop_listening()
         self.proxy.draining = True
         for client in list(self.proxy.clients):
-            client.retire(RETIRING_IDLE_S)
+            client.retire(self._retiring_idle_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.proxy.all_left()

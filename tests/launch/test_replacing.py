@@ -1,0 +1,171 @@
+"""A supervised process that is replaced by another one of its kind: who is started, told, waited for, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from midstream.launch import process
+from midstream.launch.process import Child, StartFailed
+
+
+class Script(msgspec.Struct):
+    code: str
+    log: str
+    port: int = 0
+    takes_over: str | None = None
+
+
+class Told(msgspec.Struct):
+    what: str
+
+
+MODULE = """
+import json, os, sys
+from midstream.launch.child import Accepting, Announcer, Listening
+spec = json.loads(sys.stdin.readline())
+def note(text):
+    with open(spec["log"], "a") as log: log.write(text + "\\n")
+say = Announcer()
+exec(spec["code"])
+"""
+#: The first one offers; what takes over says so; each notes what it hears, and one that is told "done" ends by itself.
+PLAYS = """
+number = int(spec["takes_over"] or 0) + 1
+note(f"{number} starts at {spec['port']}")
+say(Listening(port=7, offer=str(number)))
+if number > 1:
+    {TAKES}
+for line in sys.stdin:
+    what = json.loads(line)["what"]
+    note(f"{number} hears {what}")
+    if what == f"{number} is done":
+        break
+note(f"{number} ends")
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Child]:
+    (tmp_path / "scripted_successor.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def child(takes: str = "say(Accepting())") -> Child:
+        spec = Script(PLAYS.replace("{TAKES}", takes), str(tmp_path / "log"))
+        return Child("child", "scripted_successor", spec, greeting=lambda: Told("hello"))
+
+    return child
+
+
+def play(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def noted(tmp_path: Path, line: str) -> list[str]:
+    """All that was noted, once `line` was."""
+    while line not in (lines := (tmp_path / "log").read_text().splitlines()):  # noqa: ASYNC110 - a child process writes it
+        await asyncio.sleep(0.01)
+    return lines
+
+
+def test_a_replaced_process_ends_by_itself_and_is_not_started_again(
+    make: Callable[..., Child], tmp_path: Path
+) -> None:
+    async def main() -> None:
+        child = make()
+        await child.start()
+        restarts: list[str | None] = []
+        supervising = asyncio.create_task(child.supervise(restarts.append))
+        await child.replace(60.0)
+        assert child.offer == "2"
+        child.tell(Told("more"))
+        await noted(tmp_path, "1 hears more")
+        await noted(tmp_path, "2 hears more")
+        await child.replace(60.0)
+        child.tell(Told("1 is done"))
+        await noted(tmp_path, "1 ends")
+        child.tell(Told("2 is done"))
+        lines = await noted(tmp_path, "2 ends")
+        assert [line for line in lines if "starts" in line] == [
+            "1 starts at 0",
+            "2 starts at 7",
+            "3 starts at 7",
+        ]
+        assert restarts == []
+        assert child.running
+        child.tell(Told("3 is done"))
+        await noted(tmp_path, "3 ends")
+        lines = await noted(tmp_path, "1 starts at 7")
+        assert lines.count("1 starts at 7") == 1, "who ends and was not replaced is started again"
+        supervising.cancel()
+        await child.stop(10)
+
+    play(main)
+
+
+@pytest.mark.parametrize(
+    ("takes", "why"),
+    [
+        ("sys.exit(1)", "ended before it took over"),
+        ("sys.stdin.read()", "did not take over in 0.5 s"),
+    ],
+)
+def test_who_cannot_take_over_leaves_the_old_one_in_place(
+    make: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes: str, why: str
+) -> None:
+    monkeypatch.setattr(process, "TAKE_OVER_S", 0.5)
+
+    async def main() -> None:
+        child = make(takes)
+        await child.start()
+        supervising = asyncio.create_task(child.supervise())
+        with pytest.raises(StartFailed, match=why):
+            await child.replace(60.0)
+        assert (child.offer, child.running) == ("1", True)
+        child.tell(Told("more"))
+        await noted(tmp_path, "1 hears more")
+        assert not supervising.done()
+        supervising.cancel()
+        await child.stop(10)
+
+    play(main)
+
+
+def test_stopping_ends_the_replaced_ones_too(make: Callable[..., Child], tmp_path: Path) -> None:
+    async def main() -> None:
+        child = make()
+        await child.start()
+        await child.replace(3600.0)
+        await child.stop(10)
+        assert not child.running
+        assert (tmp_path / "log").read_text().count("starts") == 2
+        with pytest.raises(StartFailed, match="is not running"):
+            await child.replace(1.0)
+
+    play(main)
+
+
+def test_one_that_does_not_finish_in_time_is_ended(
+    make: Callable[..., Child], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "RETIRE_GRACE_S", 0.0)
+
+    async def main() -> None:
+        child = make()
+        await child.start()
+        await child.replace(0.1)
+        while "replaced, did not end within" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert child.running
+        await child.stop(10)
+
+    play(main)
