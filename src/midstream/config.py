@@ -71,21 +71,16 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_body_bytes: int = 64 * 2**20
     max_header_bytes: int = 64 * 2**10
-    # These bounds are each gateway process's own (workers); a tenant is an API key, and everybody is one without keys.
+    # These bounds are each gateway process's own (workers); without API keys everybody is one tenant.
     # Request bodies that have begun to arrive and are not complete, together: beyond that a 413 that says to retry.
-    max_unfinished_body_bytes: int | None = (
-        None  # None: 512 MiB, or four times max_body_bytes if that is more
-    )
-    max_unfinished_body_bytes_per_tenant: int | None = None  # None: half of it
-    min_body_rate: int = (
-        1024  # bytes/s that a body brings, counted over 30 s, or it is a 408; 0: one byte in 30 s
-    )
-    max_connections_per_tenant: int = (
-        0  # beyond it idle ones are closed, then it is a 429; 0: as many as it likes
-    )
-    max_requests_per_tenant: int = (
-        0  # completions in flight; beyond it they are a 429; 0: as many as it likes
-    )
+    # None: 512 MiB, or four times max_body_bytes if that is more; per tenant half of it.
+    max_unfinished_body_bytes: int | None = None
+    max_unfinished_body_bytes_per_tenant: int | None = None
+    # Bytes/s that a body has to bring, counted over 30 s, or it is a 408. 0: one byte in 30 s.
+    min_body_rate: int = 1024
+    # 0: no bound. Beyond it a tenant's idle connections are closed; when none is idle, the new one gets a 429.
+    max_connections_per_tenant: int = 0
+    max_requests_per_tenant: int = 0  # completions in flight, else a 429; 0: no bound
     load_bound: float = (
         0.25  # a new session goes to no replica above (1 + load_bound) x mean in-flight requests
     )

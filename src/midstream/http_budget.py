@@ -59,7 +59,7 @@ class Budget:
         if together and self.held_bytes + more > together:
             raise _no_room("all clients", together, "max_unfinished_body_bytes")
         if of_one and self._held_by[tenant] + more > of_one:
-            raise _no_room("this API key's clients", of_one, "max_unfinished_body_bytes_per_tenant")
+            raise _no_room("this tenant's clients", of_one, "max_unfinished_body_bytes_per_tenant")
 
     def hold(self, tenant: str, more: int) -> None:
         """Count bytes, or no longer count them (below 0)."""
@@ -78,7 +78,7 @@ class Budget:
             idle = next((one for one in members if one.idle), None)
             if idle is None:
                 raise Overloaded(
-                    f"this API key has {len(members)} connections with requests on them, as many as "
+                    f"this tenant has {len(members)} connections with requests on them, as many as "
                     "max_connections_per_tenant allows; retry when one of them is done"
                 )
             del members[idle]
@@ -102,7 +102,7 @@ class Budget:
         bound = self._bounds.requests_per_tenant
         if bound and self._requests[tenant] >= bound:
             raise Overloaded(
-                f"this API key has {bound} requests in flight, as many as max_requests_per_tenant allows; "
+                f"this tenant has {bound} requests in flight, as many as max_requests_per_tenant allows; "
                 "retry when one of them is done"
             )
         self._requests[tenant] += 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.config import KeySettings, load_settings
+from midstream.config import GatewaySettings, KeySettings, load_settings
 from midstream.errors import ConfigError
 
 
@@ -49,6 +49,13 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("[gateway]\nload_bound = inf", "gateway.load_bound must be above 0 and finite"),
         ("[gateway]\nsession_idle_s = inf", "gateway.session_idle_s must be above 0 and finite"),
         ("[embedded]\nsilence_s_max = inf", "embedded.silence_s_max must be at least 1 and finite"),
+        (
+            "[gateway]\nmax_unfinished_body_bytes = 1000000",
+            "gateway.max_unfinished_body_bytes and its _per_tenant must be at least gateway.max_body_bytes",
+        ),
+        ("[gateway]\nmin_body_rate = -1", "gateway.min_body_rate must be at least 0"),
+        ("[gateway]\nmax_requests_per_tenant = -1", "gateway.max_requests_per_tenant must be at least 0"),
+        ("[gateway]\nrestart_drain_s = 0", "gateway.restart_drain_s must be above 0"),
         ("[gateway]\nworkers = 0", "gateway.workers must be 1 to 64, got 0"),
         ("pin_drain_s = -1", "pin_drain_s must be 0 to 86400"),
         ('account = "a/b"', "account 'a/b'"),
@@ -121,3 +128,9 @@ def test_no_message_about_a_key_shows_it(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             load_settings(str(file), {})
         assert "secret" not in str(error.value)
+
+
+def test_the_bounds_of_unfinished_bodies_follow_the_one_of_a_body() -> None:
+    for most, together, of_one in ((64, 512, 256), (512, 2048, 1024)):
+        gateway = GatewaySettings(max_body_bytes=most << 20)
+        assert gateway.unfinished_body_bytes == (together << 20, of_one << 20)
