@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 QUEUED_REQUESTS_MAX = 16  # pipelined requests read ahead before reading pauses
 QUEUED_BYTES_MAX = 2**20
+GRANT_BYTES = 256 * 2**10  # of a body, that a wire may keep before it asks for more
 LINGER_S = 2.0  # how long a refused client may go on sending before its connection is cut
 _NEVER = math.inf
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -148,14 +149,20 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self.data_received(data)
         return not self._in_message
 
-    def request_begun(self, target: bytes, first: Mapping[bytes, bytes]) -> bool:
-        """The head of a plain request has come and its body only in part. Whether the rest is wanted."""
-        if self._deaf or not self._admits(target, first, int(first[b"content-length"])):
-            return False
-        self._start_message()
+    def request_begun(self, target: bytes, first: Mapping[bytes, bytes]) -> int:
+        """The head of a plain request has come and its body only in part. How much of the body may be kept for now; 0: the
+        request is refused."""
+        length = int(first[b"content-length"])
+        if self._deaf or not self._admits(target, first, length):
+            return 0
         self._in_message = self._head_done = True
-        self._unfinished_bytes = 0
-        return True
+        self._chunks = False
+        self._unfinished_bytes = min(length, GRANT_BYTES)
+        self._count_held()
+        if self._exchange is None:
+            self._arrived_before = 0
+            self.deadline = self._now() + self._limits.body_window_s
+        return self._unfinished_bytes
 
     def body_grows(self, more: int) -> bool:
         """Of such a request so many bytes more are to be read now. Whether they are wanted."""
@@ -191,7 +198,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def _admits(self, target: bytes, first: Mapping[bytes, bytes], length: int = 0) -> bool:
         """length: of a body of which some is still to come."""
         try:
-            self._take_head(b"POST", target, first, length)
+            self._check_head(b"POST", target, first, length)
         except MidstreamError as error:
             self._refuse(error)
             self._pump()
@@ -206,11 +213,14 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             self.deadline = self._now() + self._limits.head_timeout_s
 
     def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
+        self._check_head(method, target, first, length)
+        if self._exchange is None and not self._queue:
+            self._time_body()
+
+    def _check_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
         self._share.is_of(self._service.check_head(method, target, first))
         if length:
             self._share.check_room(length)
-        if self._exchange is None and not self._queue:
-            self._time_body()
 
     def _hold_more(self, more: int) -> None:
         self._share.check_room(more)
@@ -326,7 +336,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _exchange_over(self) -> None:
         self._exchange = None
-        self._share.end_request()
+        if self._share.counted_for is not None:
+            self._share.end_request()
 
     def _pump(self) -> None:
         """Start the next request when none is under way, and read ahead only so far."""
@@ -347,7 +358,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         """Whether there is an exchange for it; otherwise it was refused."""
         self._keep_alive = request.keep_alive
         self.deadline = _NEVER
-        self._count_held()
+        if self._share.held_bytes:
+            self._count_held()
         try:
             self._exchange = self._service.exchange(request, self)
         except MidstreamError as error:

@@ -40,7 +40,7 @@ class Budget:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self.held_bytes = 0
-        self._held_by: Counter[str] = Counter()  # tenant -> bytes
+        self._held_by: dict[str, int] = {}  # tenant -> bytes
         self._requests: Counter[str] = Counter()
         self._members: dict[str, dict[Member, None]] = {}  # the oldest connection first
 
@@ -58,15 +58,17 @@ class Budget:
             raise PayloadTooLarge(f"the request body is over {together} bytes")
         if together and self.held_bytes + more > together:
             raise _no_room("all clients", together, "max_unfinished_body_bytes")
-        if of_one and self._held_by[tenant] + more > of_one:
+        if of_one and self._held_by.get(tenant, 0) + more > of_one:
             raise _no_room("this tenant's clients", of_one, "max_unfinished_body_bytes_per_tenant")
 
     def hold(self, tenant: str, more: int) -> None:
         """Count bytes, or no longer count them (below 0)."""
         self.held_bytes += more
-        self._held_by[tenant] += more
-        if not self._held_by[tenant]:
-            del self._held_by[tenant]
+        held = self._held_by.get(tenant, 0) + more
+        if held:
+            self._held_by[tenant] = held
+        else:
+            self._held_by.pop(tenant, None)
 
     def join(self, member: Member, tenant: str) -> None:
         """The connection is this tenant's. Closes the oldest idle one to make room; raises Overloaded when none is idle."""
@@ -127,11 +129,11 @@ class Share:
         self._budget = budget
         self._member = member
         self._tenant: str | None = None
-        self._held_bytes = 0
-        self._counted_for: str | None = None  # the tenant whose request in flight is on the connection
+        self.held_bytes = 0
+        self.counted_for: str | None = None  # the tenant whose request in flight is on the connection
 
     def __repr__(self) -> str:
-        return f"Share({self._held_bytes} bytes{', a request' if self._counted_for is not None else ''})"
+        return f"Share({self.held_bytes} bytes{', a request' if self.counted_for is not None else ''})"
 
     @property
     def _name(self) -> str:
@@ -150,9 +152,9 @@ class Share:
                 self._budget.join(self._member, tenant)
                 self._tenant = tenant
         finally:
-            if self._held_bytes:
-                self._budget.hold(before, -self._held_bytes)
-                self._budget.hold(self._name, self._held_bytes)
+            if self.held_bytes:
+                self._budget.hold(before, -self.held_bytes)
+                self._budget.hold(self._name, self.held_bytes)
 
     def check_room(self, more: int) -> None:
         """Raises BodiesTooLarge."""
@@ -160,17 +162,16 @@ class Share:
 
     def holds(self, count: int) -> None:
         """So many bytes of bodies by now."""
-        if count != self._held_bytes:
-            self._budget.hold(self._name, count - self._held_bytes)
-            self._held_bytes = count
+        if count != self.held_bytes:
+            self._budget.hold(self._name, count - self.held_bytes)
+            self.held_bytes = count
 
     def begin_request(self) -> None:
         """Raises Overloaded."""
-        if self._budget.counts_requests:
-            self._budget.begin_request(self._name)
-            self._counted_for = self._name
+        self._budget.begin_request(self._name)
+        self.counted_for = self._name
 
     def end_request(self) -> None:
-        if self._counted_for is not None:
-            self._budget.end_request(self._counted_for)
-            self._counted_for = None
+        if self.counted_for is not None:
+            self._budget.end_request(self.counted_for)
+            self.counted_for = None

@@ -149,7 +149,8 @@ class Proxy:
         path = request.target.partition(b"?")[0]
         path_class = INFERENCE_PATHS.get(path) if request.method == b"POST" else None
         if path_class is not None:
-            client.count_in_flight()
+            if self.budget.counts_requests:
+                client.count_in_flight()
             return ResumableExchange(self, request, client, path_class)
         if self.front is not None and path.startswith(FRONT_PREFIX):
             return FrontExchange(self, request, client)

@@ -7,7 +7,7 @@ Always holds:
 - Without a compiler nothing changes but the cost: loops are uvloop's then.
 
 What a protocol on a wire is told beside what asyncio tells it:
-    a client's: request_begun(target, first) -> bool, body_grows(more) -> bool, raw_received(data) -> bool,
+    a client's: request_begun(target, first) -> int, body_grows(more) -> bool, raw_received(data) -> bool,
     request_received(target, first, lines, body)
     an upstream's, of a response that it let the wire relay: relay_ended(begun_now, reusable), relay_broken(reason),
     relay_left(data); its sink: relay_begun().

@@ -49,7 +49,6 @@ struct Conn {
     char *body_at = nullptr;
     size_t body_length = 0, body_left = 0;
     size_t body_granted = 0;  // of what is left, so much may be read before Python is asked again
-    size_t body_uncounted = 0;  // came with the head: Python has not been asked about it yet
     // of a response before it is passed on
     std::string in;
     size_t needed = 0;  // bytes of `in` before anything can be done

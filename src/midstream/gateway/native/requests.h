@@ -68,8 +68,7 @@ void forget_body(Conn &conn) {
 bool may_grow(Wire &wire, Conn &conn) {
     if (conn.body_granted > 0) return true;
     conn.body_granted = std::min(conn.body_left, GRANT_BYTES);
-    PyObject *more = PyLong_FromLong((long)(conn.body_granted + conn.body_uncounted));
-    conn.body_uncounted = 0;
+    PyObject *more = PyLong_FromLong((long)conn.body_granted);
     const bool wanted = tell(wire, conn, conn.owner, words().body_grows, more) && conn.state == Conn::OPEN;
     drop(more);
     if (!wanted) forget_body(conn);
@@ -113,9 +112,12 @@ void read_client(Wire &wire, Conn &conn, std::string_view data) {
     }
     conn.body_length = length;
     conn.body_left = length - rest.size();
-    conn.body_uncounted = rest.size();
-    conn.body_granted = 0;
-    if (!tell(wire, conn, conn.owner, words().request_begun, conn.target, conn.first) || conn.state != Conn::OPEN) {
+    PyObject *answer = returned(
+        wire, PyObject_CallMethodObjArgs(conn.owner, words().request_begun, conn.target, conn.first, nullptr));
+    if (answer == nullptr) kill(wire, conn, ECONNABORTED);
+    const long granted = answer == nullptr || answer == none() ? 0 : PyLong_AsLong(answer);
+    drop(answer);
+    if (granted <= 0 || conn.state != Conn::OPEN) {
         forget_body(conn);
         return;
     }
@@ -126,6 +128,8 @@ void read_client(Wire &wire, Conn &conn, std::string_view data) {
     }
     char *const start = PyBytes_AsString(conn.body);
     memcpy(start, rest.data(), rest.size());
+    const size_t kept = std::min((size_t)granted, length);
+    conn.body_granted = kept > rest.size() ? kept - rest.size() : 0;
     conn.body_at = start + rest.size();
     read_body(wire, conn);
 }
