@@ -157,8 +157,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             return 0
         self._in_message = self._head_done = True
         self._chunks = False
-        self._unfinished_bytes = min(length, GRANT_BYTES)
-        self._count_held()
+        self._unfinished_bytes = length if length < GRANT_BYTES else GRANT_BYTES
+        self._share.holds(self._unfinished_bytes + self._queued_bytes)
         if self._exchange is None:
             self._arrived_before = 0
             self.deadline = self._now() + self._limits.body_window_s
@@ -218,7 +218,9 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             self._time_body()
 
     def _check_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
-        self._share.is_of(self._service.check_head(method, target, first))
+        tenant = self._service.check_head(method, target, first)
+        if tenant != self._share.tenant:
+            self._share.is_of(tenant)
         if length:
             self._share.check_room(length)
 
@@ -359,7 +361,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._keep_alive = request.keep_alive
         self.deadline = _NEVER
         if self._share.held_bytes:
-            self._count_held()
+            self._share.holds(self._queued_bytes + self._unfinished_bytes)
         try:
             self._exchange = self._service.exchange(request, self)
         except MidstreamError as error:
