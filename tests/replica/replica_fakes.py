@@ -48,9 +48,9 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    from midstream.replica.text import _ALPHABET
+    from midstream.replica.text import BYTE_ALPHABET
 
-    vocab = dict(_ALPHABET.items()) | {"he": HE}
+    vocab = dict(BYTE_ALPHABET.items()) | {"he": HE}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

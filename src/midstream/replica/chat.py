@@ -2,13 +2,14 @@
 
 Owns: reading `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; what the template does with tools.
 Always holds: `encode` adds the special tokens the tokenizer's own post-processor adds; a rendered chat is tokenized
-without adding any, since a template writes its own.
+without adding any, since a template writes its own. Tokenizing does not hold the interpreter lock.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.errors import ConfigError, InvalidRequest
 from midstream.replica.text import Vocabulary
+from midstream.replica.textsize import tokens_at_least, utf8_size
 from midstream.replica.toolformat import TemplateTools, examine
 
+PIECE_CHARACTERS = 2**16  # of a long text, counted at a time
+SURELY_OVER = 2  # times the context; cutting a text into pieces never doubles its tokens
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -60,7 +64,8 @@ class TextModel:
         return cls(tokenizer, templates.get("default"), tokens, templates.get("tool_use"))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text).ids)
+        # One text in a batch: `encode` keeps the interpreter lock while it works, `encode_batch_fast` does not.
+        return tuple(self.tokenizer.encode_batch_fast([text])[0].ids)
 
     @cached_property
     def tools(self) -> TemplateTools:
@@ -116,7 +121,38 @@ class TextModel:
         return str(rendered[0])
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return tuple(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def check_size(self, text: str, where: str, param: str, context: int) -> None:
+        """Raises InvalidRequest if the text's bytes alone say that it cannot fit the context. Takes microseconds."""
+        if len(text) <= context:  # short enough to be tokenized
+            return
+        size, per_token = utf8_size(text), self.vocabulary.bytes_per_token
+        if per_token is not None and (least := tokens_at_least(size, per_token)) > context:
+            raise InvalidRequest(
+                f"{where}: {size} bytes of text are at least {least} tokens, as a token of this model stands for at most"
+                f" {per_token} bytes; the context is {context} tokens",
+                param=param,
+            )
+
+    def check_pieces(
+        self, text: str, where: str, param: str, context: int, between: Callable[[], None]
+    ) -> None:
+        """Raises InvalidRequest if the text is far too long for the context, without tokenizing more of it than shows that.
+
+        The pieces' tokens are not those of the whole text, but nearly as many. between: called between two pieces.
+        """
+        if len(text) <= max(PIECE_CHARACTERS, 4 * context):
+            return
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            between()
+            tokens += len(self.encode_rendered(text[start : start + PIECE_CHARACTERS]))
+            if tokens > SURELY_OVER * context:
+                raise InvalidRequest(
+                    f"{where}: the text has over {SURELY_OVER * context} tokens; the context is {context} tokens",
+                    param=param,
+                )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -25,6 +25,13 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Kind = Literal["completion", "chat"]
 LogprobsFormat = Literal["content", "legacy"]
+
+
+class TextSize(Protocol):
+    """The tokenizer's part in `check_room` (TextModel is one)."""
+
+    def check_size(self, text: str, where: str, param: str, context: int) -> None:
+        """Raises InvalidRequest if the text's bytes alone say that it cannot fit the context."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -205,10 +212,7 @@ def sampling_for(checked: Checked, prompt: Prompt, index: int, seed: int, info: 
     room = info.max_model_len - size
     least = 0 if checked.max_tokens == 0 else 1
     if room < least:
-        message = f"{param}: {size} tokens do not fit the context of {info.max_model_len} tokens"
-        raise InvalidRequest(
-            message if least == 0 else f"{message} with at least one to generate", param=param
-        )
+        raise _no_room(size, param, least, info)
     wanted = room if checked.max_tokens is None else checked.max_tokens
     if wanted > room and checked.overflow_is_error:
         raise InvalidRequest(
@@ -219,6 +223,43 @@ def sampling_for(checked: Checked, prompt: Prompt, index: int, seed: int, info: 
     return msgspec.structs.replace(
         checked.sampling, max_tokens=min(wanted, room), seed=seed_of_prompt(seed, index)
     )
+
+
+def _no_room(size: int, param: str, least: int, info: ModelInfo) -> InvalidRequest:
+    message = f"{param}: {size} tokens do not fit the context of {info.max_model_len} tokens"
+    return InvalidRequest(message if least == 0 else f"{message} with at least one to generate", param=param)
+
+
+def check_room(checked: Checked, body: CompletionBody | ChatBody, info: ModelInfo, text: TextSize) -> int:
+    """How many prompts there are. What cannot fit the context is refused here, before anything is done with it: token ids by
+    their number, texts by their bytes, messages by their number too (each takes at least one token)."""
+    context, least = info.max_model_len, 0 if checked.max_tokens == 0 else 1
+    if isinstance(body, ChatBody):
+        if len(body.messages) > context:
+            raise InvalidRequest(
+                f"messages: {len(body.messages)} messages, each of at least one token, do not fit the context of {context} tokens",
+                param="messages",
+            )
+        for index, message in enumerate(body.messages):
+            content = message.get("content")
+            # Templates may leave out white space, and what an earlier answer said before its end.
+            if isinstance(content, str) and len(content) > context and message.get("role") == "user":
+                text.check_size(content.strip(), f"messages[{index}].content", "messages", context)
+        return 1
+    if isinstance(body.prompt, str):
+        text.check_size(body.prompt, "prompt", "prompt", context)
+        return 1
+    if body.prompt and type(body.prompt[0]) is int:
+        if len(body.prompt) > context:
+            raise _no_room(len(body.prompt), "prompt", least, info)
+        return 1
+    if len(body.prompt) <= MAX_PROMPTS:  # more are refused by split_prompts
+        for index, prompt in enumerate(body.prompt):
+            if isinstance(prompt, str):
+                text.check_size(prompt, f"prompt[{index}]", "prompt", context)
+            elif isinstance(prompt, list) and len(prompt) > context:
+                raise _no_room(len(prompt), "prompt", least, info)
+    return len(body.prompt)
 
 
 def check_choices(prompts: int, n: int) -> int:

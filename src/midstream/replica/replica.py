@@ -29,6 +29,7 @@ from midstream.replica.runner import SnapshotSource, SwapRunner
 from midstream.replica.service import Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.swap import SwapMachine
+from midstream.replica.textjobs import TextJobs
 from midstream.types import BASE_SNAPSHOT, Desired, Hint, ReplicaReport, Session, Stage
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Replica:
         self._new_boot = new_boot
         self._checker = Checker(engine, new_boot)
         self._sleep = sleep
+        self._jobs = TextJobs()
         self._watch = asyncio.Event()  # replaced at every change
         self._runner_task: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -114,6 +116,7 @@ class Replica:
             monotonic=self._monotonic,
             random_seed=self._random_seed,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
+            jobs=self._jobs,
         )
         self.runner.info = info
         self.runner.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
@@ -130,6 +133,7 @@ class Replica:
         self.ready = False
         self.gate.set(Door.DOWN)
         await self._hints.close()
+        self._jobs.close()
         await _cancel(self._recovery)
         await self._end_boot()
         self._changed()

@@ -19,6 +19,9 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 
+LONG_BODY = 2**20  # bytes from which on a body is looked at before it is decoded
+VALUES_MAX = 2**20  # numbers, strings and objects in a body; to decode as many takes a tenth of a second
+
 Ints64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -153,7 +156,18 @@ def parse_chat(body: bytes) -> ChatBody:
     return _parse(body, _chat)
 
 
+def _check_values(body: bytes) -> None:
+    """A value follows a comma or an opening bracket, so these bound how many there are. Those in texts count too."""
+    values = sum(map(body.count, (b",", b"[", b"{")))
+    if values > VALUES_MAX:
+        raise InvalidRequest(
+            f"the body holds {values} commas and opening brackets, at most {VALUES_MAX}; make it several requests"
+        )
+
+
 def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
+    if len(body) > LONG_BODY:
+        _check_values(body)
     try:
         parsed = decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -1,8 +1,9 @@
 """Checks and admits one inference request; generation.py runs it on the engine.
 
 Always holds: a request that is not valid is refused before it waits at the gate, and one that the gate would refuse is
-refused before it is tokenized; the salt is taken in the step in which the gate was passed, and in that step the snapshot
-that the request asks for serves.
+refused before it is tokenized; long text is read beside the event loop (textjobs.py), and text that cannot fit the context is refused
+unread; the salt is taken in the step in which the gate was passed, and in that step the snapshot that the request asks for
+serves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from msgspec.structs import replace
@@ -32,6 +33,7 @@ from midstream.replica.checked import (
     check,
     check_choices,
     check_messages,
+    check_room,
     sampling_for,
     split_prompts,
 )
@@ -39,8 +41,9 @@ from midstream.replica.generation import Generation, Timings, echoed_tokens
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.resume import Continued, can_be_resumed
-from midstream.replica.schema import ChatBody, CompletionBody, parse_chat, parse_completion
+from midstream.replica.schema import LONG_BODY, ChatBody, CompletionBody, parse_chat, parse_completion
 from midstream.replica.sessions import Sessions, stamp_of
+from midstream.replica.textjobs import Leave, TextJobs
 from midstream.replica.toolformat import ToolFormat
 from midstream.replica.tools import check_template, prepare_history
 from midstream.resumption import HEADER_RESUMABLE, Resume
@@ -50,6 +53,9 @@ from midstream.versions import HEADER_ADMITTED, Admitted, Wish, from_header, wis
 
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
 _LONG_TEXT = 16_384  # characters of all prompts together from which tokenizing leaves the event loop
+
+_Made = TypeVar("_Made")
+Read = Callable[[Leave], list[Prompt]]
 
 
 class Service:
@@ -69,6 +75,7 @@ class Service:
         monotonic: Callable[[], float],
         random_seed: Callable[[], int],
         on_engine_death: Callable[[str], None],
+        jobs: TextJobs,
     ) -> None:
         self.engine = engine
         self.info = info
@@ -78,6 +85,7 @@ class Service:
         self.pins = pins
         self.namespaces = namespaces
         self.sessions = sessions
+        self.jobs = jobs
         self.replays = asyncio.Lock()  # streams that are resumed take up what they said one after the other
         self.serving = serving
         self.clock = clock
@@ -94,6 +102,7 @@ class Service:
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
         timings = Timings(self.monotonic())
+        self.jobs.took(len(body))
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         checked = check(parsed, self.info)
         check_needs(checked, parsed, self.info)
@@ -111,7 +120,7 @@ class Service:
         if self.gate.door is admission.Door.OPEN:
             asked.check(self.serving(), self.pins.coming)
         answer = await self._grammar(checked, tool_format)
-        prompts = read() if size < _LONG_TEXT else await asyncio.to_thread(read)
+        prompts = await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
             continued.check_prompts(prompts)
@@ -167,17 +176,27 @@ class Service:
 
     def _unread(
         self, body: CompletionBody | ChatBody, checked: Checked, body_size: int
-    ) -> tuple[int, int, Callable[[], list[Prompt]]]:
+    ) -> tuple[int, int, Read]:
         """How many prompts there are, about how many characters to tokenize, and what does it; any thread may call it."""
+        given = check_room(checked, body, self.info, self.text)
         if isinstance(body, ChatBody):
-            messages = check_messages(body.messages)
-            if any("tool_calls" in message or "function_call" in message for message in messages):
-                messages = prepare_history(messages, self.text.tools.arguments)
+            prepare = partial(self._messages, body)
             tools = None if checked.tools is None else checked.tools.given
-            return 1, body_size, partial(self._read_chat, messages, tools)
-        prompts = split_prompts(body.prompt, self.info.vocab_size)
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return len(prompts), size, partial(self._read_prompts, prompts)
+            return given, body_size, partial(self._read_chat, _now_if_short(prepare, body_size), tools)
+        split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
+        size = body_size if body_size > LONG_BODY else _characters(split())
+        return given, size, partial(self._read_prompts, split)
+
+    async def _prompts(self, read: Read, size: int, headers: Mapping[str, str]) -> list[Prompt]:
+        if size < _LONG_TEXT:
+            return read(Leave())
+        return await self.jobs.run(headers.get(HEADER_TENANT, ""), read)
+
+    def _messages(self, body: ChatBody) -> list[dict[str, Any]]:
+        messages = check_messages(body.messages)
+        if any("tool_calls" in message or "function_call" in message for message in messages):
+            messages = prepare_history(messages, self.text.tools.arguments)
+        return messages
 
     async def _grammar(self, checked: Checked, tool_format: ToolFormat | None) -> str | None:
         """What the answer must match, compiled once here so that a mistake in it is the client's to see."""
@@ -188,17 +207,31 @@ class Service:
             grammar.build, checked.schema, checked.tools, tool_format, self.text, eos
         )
 
-    def _read_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[Prompt]:
-        text = self.text.render(messages, tools)
+    def _read_chat(
+        self,
+        messages: Callable[[], list[dict[str, Any]]],
+        tools: list[dict[str, Any]] | None,
+        leave: Leave,
+    ) -> list[Prompt]:
+        given = messages()
+        leave.check()
+        text = self.text.render(given, tools)
+        where, context = "messages: the rendered chat template", self.info.max_model_len
+        self.text.check_size(text, where, "messages", context)
+        self.text.check_pieces(text, where, "messages", context, leave.check)
+        leave.check()
         return _not_empty([Prompt(self.text.encode_rendered(text), text)])
 
-    def _read_prompts(self, prompts: list[str | tuple[int, ...]]) -> list[Prompt]:
-        return _not_empty(
-            [
-                Prompt(self.text.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
-                for prompt in prompts
-            ]
-        )
+    def _read_prompts(self, split: Callable[[], list[str | tuple[int, ...]]], leave: Leave) -> list[Prompt]:
+        prompts, context = [], self.info.max_model_len
+        for prompt in split():
+            leave.check()
+            if isinstance(prompt, str):
+                self.text.check_pieces(prompt, "prompt", "prompt", context, leave.check)
+                prompts.append(Prompt(self.text.encode(prompt), prompt))
+            else:
+                prompts.append(Prompt(prompt))
+        return _not_empty(prompts)
 
     def _requests(
         self, checked: Checked, prompts: list[Prompt], seed: int, answer: str | None
@@ -245,6 +278,18 @@ def _ending_at(sampling: SamplingParams, tokens: Collection[int]) -> SamplingPar
     ends = sampling.stop_token_ids
     more = sorted(set(tokens) - set(ends))
     return replace(sampling, stop_token_ids=(*ends, *more)) if more else sampling
+
+
+def _now_if_short(make: Callable[[], _Made], body_size: int) -> Callable[[], _Made]:
+    """What gives `make()`, of a short body at once: it takes no time, and its mistakes are found before the request waits."""
+    if body_size > LONG_BODY:
+        return make
+    made = make()
+    return lambda: made
+
+
+def _characters(prompts: list[str | tuple[int, ...]]) -> int:
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
 
 def _not_empty(prompts: list[Prompt]) -> list[Prompt]:

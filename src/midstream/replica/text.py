@@ -11,10 +11,12 @@ import codecs
 import json
 import re
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
+
+from midstream.replica.textsize import bytes_per_token_max
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 _REPLACEMENT = "\ufffd"
@@ -31,7 +33,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_ALPHABET = _byte_level_alphabet()
+BYTE_ALPHABET = _byte_level_alphabet()
 
 
 class Vocabulary:
@@ -39,7 +41,10 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.byte_level = _is_byte_level(tokenizer)
+        described = json.loads(tokenizer.to_str())
+        self.byte_level = _is_byte_level(described)
+        #: Bytes of text that one token stands for at most; None: not known.
+        self.bytes_per_token = bytes_per_token_max(described, BYTE_ALPHABET)
         self._special = frozenset(
             i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -98,7 +103,7 @@ class Vocabulary:
         if token is None:
             return b""
         if self.byte_level:
-            codes = [_ALPHABET.get(character) for character in token]
+            codes = [BYTE_ALPHABET.get(character) for character in token]
             # A token outside the byte alphabet (an added one with spaces or CJK, say) stands for itself.
             return bytes(c for c in codes if c is not None) if None not in codes else token.encode()
         if found := _BYTE_TOKEN.match(token):
@@ -115,8 +120,8 @@ class Vocabulary:
         return b"".join(map(self.bytes_of, token_ids)).decode("utf-8", "replace")
 
 
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+def _is_byte_level(described: dict[str, Any]) -> bool:
+    decoder = described.get("decoder") or {}
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     return [step.get("type") for step in steps] == ["ByteLevel"]
 

@@ -1,0 +1,107 @@
+"""Long texts are read beside the event loop: rendered, tokenized, and let go of.
+
+Owns: the threads that do it, whose turn it is, and giving freed memory back to the system afterwards.
+Always holds: at most THREADS jobs run at a time, and one of a tenant; jobs beyond WAITING_MAX are refused; a job whose client
+left stops at its next step (`Leave.check`), and its result is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from midstream.errors import Overloaded
+
+log = logging.getLogger(__name__)
+
+THREADS = 2
+WAITING_MAX = 256  # jobs that run or wait; each holds its request's body
+TRIM_FROM = 2**20  # bytes of a request from which on what it took is given back to the system
+TRIM_DELAY_S = 1.0  # several such requests are one occasion
+
+_T = TypeVar("_T")
+
+
+class Left(Exception):
+    """The client left; nobody waits for the job."""
+
+
+class Leave:
+    """What a job asks between its steps."""
+
+    def __init__(self) -> None:
+        self._left = threading.Event()
+
+    def set(self) -> None:
+        self._left.set()
+
+    def check(self) -> None:
+        """Raises Left once nobody waits any more."""
+        if self._left.is_set():
+            raise Left
+
+
+class _Turn:
+    """The lock of one tenant, and who holds it or waits for it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.users = 0
+
+
+class TextJobs:
+    def __init__(self, trim: Callable[[], None] | None = None) -> None:
+        """trim: gives freed memory back to the system; None: the C library's way."""
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+        self._turns: dict[str, _Turn] = {}
+        self._trim = trim_memory if trim is None else trim
+        self._trimming: asyncio.TimerHandle | None = None
+        self.jobs = 0  # that run or wait
+
+    def __repr__(self) -> str:
+        return f"TextJobs({self.jobs} jobs of {len(self._turns)} tenants)"
+
+    async def run(self, tenant: str, job: Callable[[Leave], _T]) -> _T:
+        """The job's result, from a thread. Raises what it raises, and Overloaded."""
+        if self.jobs >= WAITING_MAX:
+            raise Overloaded(f"{self.jobs} long texts wait to be tokenized; retry it later")
+        turn = self._turns.setdefault(tenant, _Turn())
+        turn.users += 1
+        self.jobs += 1
+        leave = Leave()
+        try:
+            async with turn.lock:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, job, leave)
+        finally:
+            leave.set()
+            self.jobs -= 1
+            turn.users -= 1
+            if not turn.users:
+                del self._turns[tenant]
+
+    def took(self, size: int) -> None:
+        """A request of `size` bytes ends: what it took from the system goes back, soon."""
+        if size >= TRIM_FROM and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._give_back)
+
+    def close(self) -> None:
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _give_back(self) -> None:
+        self._trimming = None
+        self._threads.submit(self._trim)
+
+
+def trim_memory() -> None:
+    """Free pages of the C library's heaps go back to the system, where it can do that (glibc)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError) as error:
+        log.debug("freed memory stays with the process: %s", error)
