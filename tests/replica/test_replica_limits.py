@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
 
 from midstream.engine.base import EngineDied
@@ -134,7 +135,9 @@ def test_long_prompts_are_tokenized_off_the_loop_also_when_each_is_short(
         assert (await ask(here, "/v1/chat/completions", messages=chat * 17, max_tokens=1)).status_code == 200
         assert seen[19:] == [True, False]
 
-    play(tmp_path, FakeEngine(), scenario)
+    engine = FakeEngine()
+    engine.info = replace(engine.info, max_model_len=2**16)
+    play(tmp_path, engine, scenario)
 
 
 def test_a_request_that_cannot_enter_is_refused_before_it_is_tokenized_but_after_it_is_checked(

@@ -236,10 +236,8 @@ def check_room(checked: Checked, body: CompletionBody | ChatBody, info: ModelInf
     context, least = info.max_model_len, 0 if checked.max_tokens == 0 else 1
     if isinstance(body, ChatBody):
         if len(body.messages) > context:
-            raise InvalidRequest(
-                f"messages: {len(body.messages)} messages, each of at least one token, do not fit the context of {context} tokens",
-                param="messages",
-            )
+            said = f"messages: {len(body.messages)} messages of at least one token each"
+            raise InvalidRequest(f"{said} do not fit the context of {context} tokens", param="messages")
         for index, message in enumerate(body.messages):
             content = message.get("content")
             # Templates may leave out white space, and what an earlier answer said before its end.

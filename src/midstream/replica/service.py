@@ -1,9 +1,9 @@
 """Checks and admits one inference request; generation.py runs it on the engine.
 
 Always holds: a request that is not valid is refused before it waits at the gate, and one that the gate would refuse is
-refused before it is tokenized; long text is read beside the event loop (textjobs.py), and text that cannot fit the context is refused
-unread; the salt is taken in the step in which the gate was passed, and in that step the snapshot that the request asks for
-serves.
+refused before it is tokenized; long text is read beside the event loop (textjobs.py), and text that cannot fit the context is
+refused unread; the salt is taken in the step in which the gate was passed, and in that step the snapshot that the request
+asks for serves.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Owns: the proof, from a tokenizer's own description, that no token stands for more than so many bytes of text.
 Always holds: where the proof fails the answer is None, and whoever asks has to tokenize the text to know.
 
-The proof, for a text of B bytes: the normalizer keeps at least B / S of them; the pre-tokenizer drops none; the model gives every
-byte to some token, and the longest token of the vocabulary has L bytes. So there are at least B / (S x L) tokens.
+The proof, for a text of B bytes: the normalizer keeps at least B / S of them; the pre-tokenizer drops none; the model gives
+every byte to some token, and the longest token of the vocabulary has L bytes. So there are at least B / (S x L) tokens.
 """
 
 from __future__ import annotations

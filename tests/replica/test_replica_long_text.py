@@ -1,0 +1,298 @@
+"""Long text: refused unread when it cannot fit, read beside the loop when it may, and others do not wait for it."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+from replica_fakes import MODEL, FakeEngine, Running, byte_tokenizer, running, write_tokenizer
+from tokenizers import AddedToken
+
+from midstream.errors import InvalidRequest, Overloaded
+from midstream.replica import textjobs
+from midstream.replica.chat import PIECE_CHARACTERS, TextModel
+from midstream.replica.schema import VALUES_MAX, parse_chat, parse_completion
+from midstream.replica.textjobs import Leave, Left, TextJobs
+
+Scenario = Callable[[Running], Awaitable[None]]
+
+
+def play(directory: Path, engine: FakeEngine, scenario: Scenario, **more: Any) -> None:
+    async def main() -> None:
+        async with running(directory, engine, **more) as here:
+            await scenario(here)
+
+    asyncio.run(main())
+
+
+async def ask(here: Running, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+    return await here.http.post(path, json={"model": MODEL, "max_tokens": 1, **fields})
+
+
+async def refused(here: Running, path: str = "/v1/completions", **fields: Any) -> tuple[str, str]:
+    answer = await ask(here, path, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["message"], error["param"]
+
+
+def watch(here: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of every text that is tokenized from now on."""
+    seen: list[int] = []
+    text = here.replica._text
+
+    def watched(real: Callable[[str], tuple[int, ...]]) -> Callable[[str], tuple[int, ...]]:
+        def call(prompt: str) -> tuple[int, ...]:
+            seen.append(len(prompt))
+            return real(prompt)
+
+        return call
+
+    monkeypatch.setattr(text, "encode", watched(text.encode))
+    monkeypatch.setattr(text, "encode_rendered", watched(text.encode_rendered))
+    return seen
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = (
+        "bytes of text are at least {} tokens, as a token of this model stands for at most 12 bytes; "
+        "the context is 128 tokens"
+    )
+
+    async def scenario(here: Running) -> None:
+        tokenized = watch(here, monkeypatch)
+        long = "\u00e4" * 1000
+        assert await refused(here, prompt=long) == (f"prompt: 2000 {why.format(167)}", "prompt")
+        assert await refused(here, prompt=["a", long]) == (f"prompt[1]: 2000 {why.format(167)}", "prompt")
+        chat = "/v1/chat/completions"
+        user = [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 2000}]
+        assert await refused(here, chat, messages=user) == (
+            f"messages[1].content: 2000 {why.format(167)}",
+            "messages",
+        )
+        many = [{"role": "user", "content": "b" * 100}] * 20
+        size = 20 * len("<|im_start|>user\n<|im_end|>" + "b" * 100) + len("<|im_start|>assistant\n")
+        expected = f"messages: the rendered chat template: {size} {why.format(-(-size // 12))}"
+        assert await refused(here, chat, messages=many) == (expected, "messages")
+        assert tokenized == []
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+def test_messages_and_token_ids_are_counted_before_anything_is_done_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(here: Running) -> None:
+        rendered: list[Any] = []
+        monkeypatch.setattr(here.replica._text, "render", lambda *given: rendered.append(given))
+        many = [{"role": "user", "content": ""}] * 129
+        assert await refused(here, "/v1/chat/completions", messages=many) == (
+            "messages: 129 messages of at least one token each do not fit the context of 128 tokens",
+            "messages",
+        )
+        room = "prompt: 1000000 tokens do not fit the context of 128 tokens with at least one to generate"
+        assert await refused(here, prompt=[1] * 1_000_000) == (room, "prompt")
+        assert await refused(here, prompt=[[1], [1] * 1_000_000]) == (room, "prompt")
+        assert rendered == []
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+@pytest.mark.parametrize("field", ['"prompt": [%s]', '"prompt": ["%s"]'])
+def test_a_body_of_too_many_values_is_refused_undecoded(field: str) -> None:
+    body = ('{"model": "m", %s}' % (field % ("[]," * VALUES_MAX))).encode()
+    with pytest.raises(InvalidRequest, match=rf"the body holds \d+ commas and .* at most {VALUES_MAX}"):
+        parse_completion(body)
+    text = "a" * 3 * VALUES_MAX
+    assert parse_completion(b'{"model": "m", "prompt": "%b"}' % text.encode()).prompt == text
+    chat = '{"model": "m", "messages": [%s{}]}' % ("{}," * 100_000)
+    assert len(parse_chat(chat.encode()).messages) == 100_001
+
+
+def unprovable(directory: Path) -> Path:
+    """A tokenizer with a token that takes white space with it: its tokens may be as long as anything."""
+    write_tokenizer(directory)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def test_where_bytes_prove_nothing_no_more_is_tokenized_than_shows_that_it_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(here: Running) -> None:
+        tokenized = watch(here, monkeypatch)
+        assert await refused(here, prompt=" " * 900_000 + "<mask>") == (
+            "prompt: the text has over 80000 tokens; the context is 40000 tokens",
+            "prompt",
+        )
+        assert tokenized == [PIECE_CHARACTERS] * 2
+        tokenized.clear()
+        assert (await ask(here, prompt="he" * 30_000)).status_code == 200
+        assert tokenized == [60_000]
+
+    engine = FakeEngine()
+    engine.info = replace(engine.info, max_model_len=40_000)
+    play(tmp_path, engine, scenario, write=unprovable)
+
+
+def test_a_short_request_sent_after_a_long_one_is_answered_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(here: Running) -> None:
+        text, begun, may_go_on = here.replica._text, asyncio.Event(), threading.Event()
+        loop, real = asyncio.get_running_loop(), text.encode
+
+        def slow(prompt: str) -> tuple[int, ...]:
+            if len(prompt) > 20_000:
+                loop.call_soon_threadsafe(begun.set)
+                may_go_on.wait()
+            return real(prompt)
+
+        monkeypatch.setattr(text, "encode", slow)
+        long = asyncio.create_task(ask(here, prompt="a" * 30_000))
+        await begun.wait()
+        assert (await ask(here, prompt="a" * 100)).status_code == 200
+        assert not long.done()
+        may_go_on.set()
+        assert (await long).status_code == 200
+
+    engine = FakeEngine()
+    engine.info = replace(engine.info, max_model_len=40_000)
+    play(tmp_path, engine, scenario)
+
+
+@pytest.mark.parametrize("name", ["encode", "encode_rendered"])
+def test_tokenizing_lets_other_threads_work(tmp_path: Path, name: str) -> None:
+    """Threads change only where one lets go by itself: the waiting one is woken while the other still tokenizes."""
+    text = TextModel.load(write_tokenizer(tmp_path))
+    begun, ended = threading.Event(), list[bool]()
+
+    def tokenize() -> None:
+        begun.set()
+        getattr(text, name)("ab " * 100_000)
+        ended.append(True)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        worker = threading.Thread(target=tokenize)
+        worker.start()
+        begun.wait()
+        while_it_worked = not ended
+        worker.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert (while_it_worked, ended) == (True, [True])
+
+
+# Whose turn it is
+
+
+def test_one_tenants_long_texts_are_read_one_after_another_and_another_tenants_beside_them() -> None:
+    async def main() -> None:
+        jobs, order = TextJobs(), list[str]()
+        go_on = {name: threading.Event() for name in ("a1", "a2", "b1")}
+        begun = {name: asyncio.Event() for name in go_on}
+        loop = asyncio.get_running_loop()
+
+        def job(name: str) -> Callable[[Leave], str]:
+            def work(leave: Leave) -> str:
+                loop.call_soon_threadsafe(begun[name].set)
+                go_on[name].wait()
+                order.append(name)
+                return name
+
+            return work
+
+        a1 = asyncio.create_task(jobs.run("a", job("a1")))
+        await begun["a1"].wait()
+        a2 = asyncio.create_task(jobs.run("a", job("a2")))
+        b1 = asyncio.create_task(jobs.run("b", job("b1")))
+        await begun["b1"].wait()
+        assert (jobs.jobs, begun["a2"].is_set()) == (3, False)
+        go_on["b1"].set()
+        assert await b1 == "b1"
+        assert not begun["a2"].is_set()
+        go_on["a2"].set()
+        go_on["a1"].set()
+        assert [await a1, await a2] == ["a1", "a2"]
+        assert order == ["b1", "a1", "a2"]
+        assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
+        jobs.close()
+
+    asyncio.run(main())
+
+
+def test_a_job_whose_client_left_stops_at_its_next_step_and_the_next_one_begins() -> None:
+    async def main() -> None:
+        jobs, loop = TextJobs(), asyncio.get_running_loop()
+        begun, ended = asyncio.Event(), threading.Event()
+        may_go_on, stopped = threading.Event(), list[str]()
+
+        def job(leave: Leave) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            may_go_on.wait()
+            try:
+                leave.check()
+            except Left:
+                stopped.append("left")
+                raise
+            finally:
+                ended.set()
+
+        task = asyncio.create_task(jobs.run("a", job))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert jobs.jobs == 0
+        may_go_on.set()
+        assert await jobs.run("a", lambda leave: "next") == "next"
+        await asyncio.to_thread(ended.wait)
+        assert stopped == ["left"]
+        jobs.close()
+
+    asyncio.run(main())
+
+
+def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(textjobs, "WAITING_MAX", 1)
+        jobs, go_on = TextJobs(), threading.Event()
+        first = asyncio.create_task(jobs.run("a", lambda leave: go_on.wait()))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="1 long texts wait to be tokenized; retry it later"):
+            await jobs.run("b", lambda leave: None)
+        go_on.set()
+        await first
+        jobs.close()
+
+    asyncio.run(main())
+
+
+def test_memory_is_given_back_once_after_several_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(textjobs, "TRIM_DELAY_S", 0)
+        loop, trimmed, times = asyncio.get_running_loop(), asyncio.Event(), list[int]()
+
+        def trim() -> None:
+            times.append(1)
+            loop.call_soon_threadsafe(trimmed.set)
+
+        jobs = TextJobs(trim)
+        for size in (1000, 2**20, 2**21):
+            jobs.took(size)
+        await trimmed.wait()
+        assert times == [1]
+        jobs.close()
+
+    asyncio.run(main())
