@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 from tokenizers import AddedToken
 
 from midstream.engine.embedded.constraint import Constraints
 from midstream.errors import InvalidRequest
 from midstream.models.tiny_moe import CHAT_TEMPLATE, TOKEN_ID, build_tokenizer
+from midstream.replica import grammar as grammars
 from midstream.replica.calling import CallStage, id_maker
 from midstream.replica.chat import TextModel
 from midstream.replica.choice import Choice, Piece, ToolCall
 from midstream.replica.dialects import DIALECTS
-from midstream.replica.grammar import build, response_schema
+from midstream.replica.grammar import response_schema
+from midstream.replica.grammarcheck import compile_problem
 from midstream.replica.schema import parse_chat
 from midstream.replica.tools import ToolPlan, check_template, plan_tools, prepare_history
 from midstream.types import TokenRecord
@@ -67,6 +70,13 @@ QWEN_XML = (
     "{{ '</function>\\n</tool_call>' }}{%- endfor -%}{%- endfor -%}"
 )
 NO_TOOLS = TURN + "{{ m.content }}<|im_end|>{%- endfor -%}"
+
+
+def build(*given: Any) -> str | None:
+    """The grammar, compiled in this process to find mistakes."""
+    return grammars.build(
+        *given, lambda text, *, begun: compile_problem(LLTokenizer("byte"), text, begun=begun)
+    )
 
 
 def text_model(template: str) -> TextModel:
@@ -340,6 +350,10 @@ def test_response_formats() -> None:
         ({"$ref": "#/nowhere"}, "Pointer '/nowhere' does not exist"),
         ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
         ({"enum": ["x" * 300_000]}, "longer than 262144 characters"),
+        (
+            {"type": "string", "pattern": "(?=a)"},
+            "regex parse error: look-around, including look-ahead and look-behind, is not supported",
+        ),
     ],
 )
 def test_a_schema_that_cannot_be_compiled_is_refused_with_the_reason(

@@ -1,27 +1,25 @@
 """What an answer must match, as a grammar for the engine: response formats and forced tool calls. Imports no torch.
 
-Always holds: a grammar that this module returns has been compiled by the library once, so the engine can compile it too, but
-for what depends on the tokenizer; a schema that cannot be compiled is refused with the field it stands in.
+Always holds: a grammar that this module returns is within the bounds of schemabounds.py and has been compiled by the library
+once, so the engine can compile it too, but for what depends on the tokenizer; a schema that cannot be compiled is refused with
+the field it stands in.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from functools import lru_cache
 from typing import Annotated, Any, Protocol
 
 import msgspec
-from llguidance import LLMatcher
 from msgspec import Meta
 
 from midstream.errors import InvalidRequest
+from midstream.replica.schemabounds import CHARACTERS_MAX, problem_of_size
 from midstream.replica.toolformat import ToolFormat
 from midstream.replica.tools import ToolPlan
 
-GRAMMAR_MAX = 1 << 18  # characters
+GRAMMAR_MAX = CHARACTERS_MAX
 _SPACE_BETWEEN = r"[ \t\r\n]{1,32}"  # without a bound a model may go on with blanks for ever
-_COMPILE = re.compile(r"failed to compile JSON schema: (?P<why>.*)")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -36,6 +34,12 @@ class Lexicon(Protocol):
 
     def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
         """The ids of the tags that are tokens of their own."""
+
+
+class ProblemWith(Protocol):
+    """Why a grammar does not compile, None if it does (GrammarChecks.problem is one)."""
+
+    def __call__(self, grammar: str, *, begun: bool) -> str | None: ...
 
 
 class _JsonSchema(msgspec.Struct, frozen=True):
@@ -79,17 +83,18 @@ def build(
     tool_format: ToolFormat | None,
     lexicon: Lexicon,
     eos_token_ids: tuple[int, ...],
+    problem_with: ProblemWith,
 ) -> str | None:
-    """The grammar of an answer, None where any text will do. Raises InvalidRequest."""
+    """The grammar of an answer, None where any text will do. Takes as long as `problem_with`. Raises InvalidRequest."""
     rules: list[str] = []
     starts: list[str] = []
     if schema is not None and not (plan and plan.forced):
-        _check_schema(schema, "response_format: the schema", "response_format")
+        _check_schema(schema, "response_format: the schema", "response_format", problem_with)
         rules.append(f"body: %json {_json(schema, whitespace_pattern=_SPACE_BETWEEN)}")
         starts.append("body")
     if plan is not None and tool_format is not None and (plan.constrained or schema is not None):
         _check_forcible(plan, tool_format)
-        rules += _calls(plan, tool_format, lexicon)
+        rules += _calls(plan, tool_format, lexicon, problem_with)
         if plan.forced or schema is not None:
             starts.append("calls")
         else:
@@ -102,7 +107,7 @@ def build(
     if len(grammar) > GRAMMAR_MAX:
         message = f"{param}: the schemas make a grammar of {len(grammar)} characters, at most {GRAMMAR_MAX}"
         raise InvalidRequest(message, param=param)
-    problem = _problem(grammar)
+    problem = problem_with(grammar, begun=False)
     if problem is not None:
         raise InvalidRequest(f"{param}: {problem}", param=param)
     return grammar
@@ -118,7 +123,7 @@ def _check_forcible(plan: ToolPlan, tool_format: ToolFormat) -> None:
     raise InvalidRequest(message, param=param)
 
 
-def _calls(plan: ToolPlan, tool_format: ToolFormat, lexicon: Lexicon) -> list[str]:
+def _calls(plan: ToolPlan, tool_format: ToolFormat, lexicon: Lexicon, problem_with: ProblemWith) -> list[str]:
     """Rules for one call or several, in the template's own spelling."""
     f, literally = tool_format, lexicon.literally
     item, key = f.separators
@@ -126,7 +131,7 @@ def _calls(plan: ToolPlan, tool_format: ToolFormat, lexicon: Lexicon) -> list[st
     for index in plan.callable:
         function = plan.tools[index].function
         schema = _NO_ARGUMENTS if function.parameters is None else {"type": "object"} | function.parameters
-        _check_schema(schema, f"tools[{index}].function.parameters", "tools")
+        _check_schema(schema, f"tools[{index}].function.parameters", "tools", problem_with)
         arguments = _json(schema, whitespace_flexible=False, item_separator=item, key_separator=key)
         head, tail = literally(f.open + function.name + f.between), literally(f.close)
         rules += [f"call_{index}: {head} arguments_{index} {tail}", f"arguments_{index}: %json {arguments}"]
@@ -160,19 +165,9 @@ def _json(schema: dict[str, Any], **options: Any) -> str:
     return json.dumps(schema | {"x-guidance": options}, ensure_ascii=False)
 
 
-def _check_schema(schema: dict[str, Any], where: str, param: str) -> None:
-    problem = _problem(f"start: %json {_json(schema)}")
+def _check_schema(schema: dict[str, Any], where: str, param: str, problem_with: ProblemWith) -> None:
+    problem = problem_of_size(schema)
+    if problem is None:
+        problem = problem_with(f"start: %json {_json(schema)}", begun=True)
     if problem is not None:
         raise InvalidRequest(f"{where}: {problem}", param=param)
-
-
-@lru_cache(maxsize=256)
-def _problem(grammar: str) -> str | None:
-    """Why the grammar does not compile; the messages of the library begin with the place in our text."""
-    if len(grammar) > GRAMMAR_MAX:
-        return f"longer than {GRAMMAR_MAX} characters"
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    if not failed:
-        return None
-    found = _COMPILE.search(messages[0])
-    return found["why"] if found else messages[0].partition("\n")[0]

@@ -22,6 +22,7 @@ from midstream.names import ServedNames
 from midstream.replica.admission import REQUESTS_MAX, Door, Gate
 from midstream.replica.chat import TextModel
 from midstream.replica.check import Checker
+from midstream.replica.grammarcheck import GrammarChecks
 from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import PIN_DRAIN_S, Pins
@@ -85,6 +86,7 @@ class Replica:
         self._checker = Checker(engine, new_boot)
         self._sleep = sleep
         self._jobs = TextJobs()
+        self._grammars = GrammarChecks()
         self._watch = asyncio.Event()  # replaced at every change
         self._runner_task: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -117,6 +119,7 @@ class Replica:
             random_seed=self._random_seed,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
             jobs=self._jobs,
+            grammars=self._grammars,
         )
         self.runner.info = info
         self.runner.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
@@ -134,6 +137,7 @@ class Replica:
         self.gate.set(Door.DOWN)
         await self._hints.close()
         self._jobs.close()
+        self._grammars.close()
         await _cancel(self._recovery)
         await self._end_boot()
         self._changed()

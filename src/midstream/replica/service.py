@@ -38,6 +38,7 @@ from midstream.replica.checked import (
     split_prompts,
 )
 from midstream.replica.generation import Generation, Timings, echoed_tokens
+from midstream.replica.grammarcheck import GrammarChecks
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.resume import Continued, can_be_resumed
@@ -76,6 +77,7 @@ class Service:
         random_seed: Callable[[], int],
         on_engine_death: Callable[[str], None],
         jobs: TextJobs,
+        grammars: GrammarChecks,
     ) -> None:
         self.engine = engine
         self.info = info
@@ -86,6 +88,7 @@ class Service:
         self.namespaces = namespaces
         self.sessions = sessions
         self.jobs = jobs
+        self.grammars = grammars
         self.replays = asyncio.Lock()  # streams that are resumed take up what they said one after the other
         self.serving = serving
         self.clock = clock
@@ -119,7 +122,7 @@ class Service:
         self.gate.check(counted)
         if self.gate.door is admission.Door.OPEN:
             asked.check(self.serving(), self.pins.coming)
-        answer = await self._grammar(checked, tool_format)
+        answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
         prompts = await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
@@ -198,14 +201,13 @@ class Service:
             messages = prepare_history(messages, self.text.tools.arguments)
         return messages
 
-    async def _grammar(self, checked: Checked, tool_format: ToolFormat | None) -> str | None:
-        """What the answer must match, compiled once here so that a mistake in it is the client's to see."""
+    async def _grammar(self, checked: Checked, tool_format: ToolFormat | None, tenant: str) -> str | None:
+        """What the answer must match, compiled once so that a mistake in it is the client's to see."""
         if checked.schema is None and (checked.tools is None or not checked.tools.constrained):
             return None
         eos = self.info.eos_token_ids
-        return await asyncio.to_thread(
-            grammar.build, checked.schema, checked.tools, tool_format, self.text, eos
-        )
+        given = (checked.schema, checked.tools, tool_format, self.text, eos)
+        return await self.jobs.run(tenant, lambda _: grammar.build(*given, self.grammars.problem))
 
     def _read_chat(
         self,

@@ -6,20 +6,23 @@ Always holds:
 - A token that ends generation is allowed exactly where the grammar accepts. Where nothing else may follow, it is the only
   one allowed; a request without such tokens ends there by itself.
 - A sequence without a grammar has no matcher and costs nothing.
+- A grammar is compiled once while it is kept, also one that cannot be; no error shows the library's inner state.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
 COMPILED_MAX = 64  # grammars kept, least recently used out first
+QUIET = LLParserLimits(verbose_errors=False)  # an error says what is wrong, not the state of everything
 
 
 class Constraints:
@@ -34,7 +37,8 @@ class Constraints:
                 raise
             # More tokens than the model has logits for.
             self._tokenizer = LLTokenizer(tokenizer_json, eos_token=eos)
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()  # or why it cannot be
+        self._lock = threading.Lock()  # of that table
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Constraints | None:
@@ -46,18 +50,33 @@ class Constraints:
             logger.warning("grammars are refused: %s", error)
             return None
 
-    def matcher(self, grammar: str, stop_token_ids: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of `grammar` (llguidance's Lark dialect or JSON). Raises ValueError."""
-        compiled = self._compiled.get(grammar)
+    def knows(self, grammar: str) -> bool:
+        """Whether `matcher` need not compile it."""
+        return grammar in self._compiled
+
+    def prepare(self, grammar: str) -> LLMatcher | str:
+        """Compile a grammar and keep what comes of it. Any thread may; it may take seconds, without the interpreter lock."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
-            compiled.compute_bitmask()  # fills the lexer tables that every copy begins with
-            if compiled.is_error():
-                raise ValueError(compiled.get_error())
+            compiled = self._compile(grammar)
+        with self._lock:
             self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
             if len(self._compiled) > COMPILED_MAX:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
+        return compiled
+
+    def _compile(self, grammar: str) -> LLMatcher | str:
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=QUIET)
+        compiled.compute_bitmask()  # fills the lexer tables that every copy begins with
+        return _first_line(compiled.get_error()) if compiled.is_error() else compiled
+
+    def matcher(self, grammar: str, stop_token_ids: Sequence[int]) -> Matcher:
+        """A matcher at the beginning of `grammar` (llguidance's Lark dialect or JSON). Raises ValueError."""
+        compiled = self.prepare(grammar)
+        if isinstance(compiled, str):
+            raise ValueError(compiled)
         return Matcher(compiled.deep_copy(), self._tokenizer, stop_token_ids)
 
 
@@ -78,7 +97,7 @@ class Matcher:
         """The tokens that may come next, bit i (little-endian) for token i; None when the matcher has failed."""
         mask = bytearray(self._matcher.compute_bitmask())
         if self._matcher.is_error():
-            self.error = self._matcher.get_error()
+            self.error = _first_line(self._matcher.get_error())
             return None
         accepting = any(mask[token >> 3] >> (token & 7) & 1 for token in self._eos)
         for token in self._eos:
@@ -112,6 +131,10 @@ class Matcher:
     def accept(self, token: int) -> bool:
         """Take a token allowed by `mask`. True: the grammar has ended and no stop token is waited for."""
         if not self._matcher.consume_token(token):
-            self.error = self._matcher.get_error()
+            self.error = _first_line(self._matcher.get_error())
             return False
         return self._matcher.is_stopped() and (not self._stops or token in self._eos)
+
+
+def _first_line(error: str) -> str:
+    return error.partition("\n")[0]

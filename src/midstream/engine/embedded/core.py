@@ -236,6 +236,17 @@ class EngineCore:
             return f"prompt plus max_tokens is {longest} tokens, but the model's context is {context}"
         return self.scheduler.check_fits(request)
 
+    def knows_grammar(self, request: GenerateRequest) -> bool:
+        """Whether `add` takes the request without compiling anything."""
+        return (
+            request.grammar is None or self._constraints is None or self._constraints.knows(request.grammar)
+        )
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Compile it for a later `add`. May run on another thread."""
+        if self._constraints is not None:
+            self._constraints.prepare(grammar)
+
     def _matcher(self, request: GenerateRequest) -> Matcher | None:
         """A matcher at the start of the request's grammar. Raises ValueError."""
         if request.grammar is None:

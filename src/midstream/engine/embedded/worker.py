@@ -24,12 +24,13 @@ import transformers
 
 from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.background import Background, Job
+from midstream.engine.embedded.compiling import GrammarQueue
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.digest import Digester
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.runner import dispose
 from midstream.engine.embedded.staging import Staged, Stager
-from midstream.types import SwapTiming
+from midstream.types import GenerateRequest, SwapTiming
 
 STATS_INTERVAL_S = 0.25
 #: After a switch the first steps have the machine for themselves; then what was replaced goes, and digests are computed.
@@ -71,6 +72,7 @@ class Worker:
         self._background = Background()
         self._stager = Stager(core.stage, self._after_calm, self._retire)
         self._digester = Digester(self._after_calm)
+        self._grammars = GrammarQueue(core.prepare_grammar)
         self._committed: m.Done | None = None  # to be sent after what the next step gave
         self._calm = 0  # steps to come before jobs begin
         self._jobs: list[Job] = []  # that wait for them
@@ -80,6 +82,7 @@ class Worker:
         while True:
             for command in self._channel.receive(self._wait_s()):
                 self._handle(command)
+            self._add_compiled()
             self._answer(self._stager.take())
             for done in self._digester.take():
                 self._channel.send(done)
@@ -118,16 +121,21 @@ class Worker:
     def _wait_s(self) -> float:
         if not self._paused and not self._core.idle:
             return 0.0
-        return 0.001 if self._stager.busy or self._digester.pending else STATS_INTERVAL_S
+        busy = self._stager.busy or self._digester.pending or self._grammars.busy
+        return 0.001 if busy else STATS_INTERVAL_S
 
     def _handle(self, command: m.Command) -> None:
         match command:
             case m.Generate(request):
-                refused = self._core.add(request)
-                if refused:
-                    self._channel.send(m.Events(refused, self._core.stats()))
+                if self._core.knows_grammar(request):
+                    self._add(request)
+                else:
+                    self._grammars.put(request)
             case m.Abort(request_id, index):
-                self._core.abort(request_id, index)
+                if self._grammars.holds(request_id):
+                    self._grammars.abort(request_id, index)
+                else:
+                    self._core.abort(request_id, index)
             case m.StageSnapshot():
                 self._drop_staged()  # one snapshot beside the serving one, never two
                 self._answer(self._stager.submit(command))
@@ -144,6 +152,17 @@ class Worker:
             case m.Resume(call):
                 self._paused = False
                 self._channel.send(m.Done(call))
+
+    def _add(self, request: GenerateRequest) -> None:
+        refused = self._core.add(request)
+        if refused:
+            self._channel.send(m.Events(refused, self._core.stats()))
+
+    def _add_compiled(self) -> None:
+        for request, ended in self._grammars.take():
+            self._add(request)
+            for index in ended:
+                self._core.abort(request.request_id, index)
 
     def _drop_staged(self) -> None:
         self._staged = None

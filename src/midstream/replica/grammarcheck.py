@@ -1,0 +1,159 @@
+"""Grammars compiled in a process of their own, which may be stopped; and that process.
+
+Owns: the child, its pipes, and the verdicts that are remembered.
+Always holds: a grammar is compiled for at most CPU_S_MAX of processor time and MEMORY_MAX of memory, whatever it is: then the
+child ends, the grammar is refused, and the next one gets a new child. No verdict shows the grammar library's inner state.
+The child ends when its standard input does, so it never outlives the replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+log = logging.getLogger(__name__)
+
+CPU_S_MAX = 2.0  # what the bounds of schemabounds.py allow takes a tenth of it
+WALL_S_MAX = 30.0  # on a machine that is busy with other things
+MEMORY_MAX = 4 * 2**30  # of address space
+KEPT_MAX = 256  # verdicts
+TOO_LONG = "it takes too long to compile; make it smaller"
+
+_COMPILE = re.compile(r"failed to compile JSON schema: (?P<why>[^\n]*)(?P<rest>(?:\n[^\n]+)*)")
+_REGEX_ERROR = re.compile(r"^error: (?P<why>.*)$", re.MULTILINE)
+_TOO_MUCH = frozenset((-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV))
+QUIET = LLParserLimits(verbose_errors=False)
+
+
+class GrammarChecks:
+    """Why grammars do not compile. Any thread may ask; one grammar is compiled at a time."""
+
+    def __init__(self, cpu_s_max: float = CPU_S_MAX) -> None:
+        self._cpu_s_max = cpu_s_max
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._known: OrderedDict[tuple[str, bool], str | None] = OrderedDict()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"GrammarChecks({len(self._known)} known, child={self._child and self._child.pid})"
+
+    def problem(self, grammar: str, *, begun: bool) -> str | None:
+        """Why `grammar` cannot be used; None: it can. begun: look for its first token, too, as bytes; not for grammars that
+        name tokens of the model."""
+        key = (grammar, begun)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._ask(grammar, begun)
+                if len(self._known) > KEPT_MAX:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            return self._known[key]
+
+    def close(self) -> None:
+        """Does not wait: the child is killed."""
+        self._closed = True
+        self._end()
+
+    def _ask(self, grammar: str, begun: bool) -> str | None:
+        for _ in range(2):
+            if self._closed:
+                break
+            line, timed_out = self._exchange(self._running(), msgspec.json.encode([grammar, begun]) + b"\n")
+            if line:
+                return msgspec.json.decode(line, type=str | None)
+            code = self._end()
+            if timed_out or code in _TOO_MUCH:
+                break
+            log.warning("the process that compiles grammars ended with code %s", code)
+        return TOO_LONG
+
+    def _exchange(self, child: subprocess.Popen[bytes], question: bytes) -> tuple[bytes, bool]:
+        """The child's answer, empty if there is none; and whether it was waited for in vain."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(question)
+            child.stdin.flush()
+            ready, _, _ = select.select([child.stdout], [], [], WALL_S_MAX)
+            return (child.stdout.readline(), False) if ready else (b"", True)
+        except (OSError, ValueError):  # ValueError: `close` closed the pipe meanwhile
+            return b"", False
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self._end()
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "midstream.replica.grammarcheck", str(self._cpu_s_max)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        return self._child
+
+    def _end(self) -> int | None:
+        """How the child ended, which it has now."""
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0.05)  # it may be about to end by itself
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        return child.wait()
+
+
+def compile_problem(tokenizer: LLTokenizer, grammar: str, *, begun: bool) -> str | None:
+    """What GrammarChecks.problem says, in this process and without a bound."""
+    if not begun:
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=QUIET)
+        return reason(messages[0]) if failed else None
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=QUIET)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return reason(matcher.get_error()) if matcher.is_error() else None
+
+
+def reason(message: str) -> str:
+    """An error of the library in one line, without its inner state and the place in a text that the client never saw."""
+    if "NoExtension" in message:
+        return "no answer can match it: it asks for itself before it asks for anything"
+    if "TooComplex" in message or "fuel" in message:
+        return "it is too complex"
+    found = _COMPILE.search(message)
+    if found is None:
+        return message.partition("\n")[0].strip()
+    detail = _REGEX_ERROR.search(found["rest"])
+    return found["why"].rstrip(":") + (f": {detail['why']}" if detail else "")
+
+
+def main(cpu_s_max: float) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MAX, MEMORY_MAX))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica decides when this process ends
+    tokenizer = LLTokenizer("byte")
+    decoder = msgspec.json.Decoder(tuple[str, bool])
+    for line in sys.stdin.buffer:
+        grammar, begun = decoder.decode(line)
+        # SIGPROF ends this process, also inside the library.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s_max)
+        problem = compile_problem(tokenizer, grammar, begun=begun)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(msgspec.json.encode(problem) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
