@@ -13,11 +13,13 @@
       PayloadTooLarge 413
         BodiesTooLarge              retryable: together with the bodies that are still arriving
       UnsupportedEncoding 415       a compressed body
+      RequestLostReplicas 422       replicas were lost with this request: it is not tried again
       SnapshotTransition 425        retryable: a swap holds the door
       Overloaded 429                retryable: queue full
       HeadersTooLarge 431
       EngineFailed 500              this request failed inside the engine
       ReplicaUnavailable 503        retryable: no replica can take it now
+        EngineLost                  the engine stopped while it worked on the request
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
 
@@ -29,6 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+HEADER_LOST = "x-midstream-lost"
 
 
 class MidstreamError(Exception):
@@ -140,6 +144,16 @@ class UnsupportedEncoding(MidstreamError):
         return {"accept-encoding": "identity"}
 
 
+class RequestLostReplicas(MidstreamError):
+    """Terminal, and says so in the header that the OpenAI and Fireworks clients heed before the status."""
+
+    status = 422
+    code = "request_lost_replicas"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "x-should-retry": "false"}
+
+
 class SnapshotTransition(MidstreamError):
     status = 425
     code = "snapshot_transition"
@@ -166,6 +180,13 @@ class ReplicaUnavailable(MidstreamError):
     status = 503
     code = "replica_unavailable"
     retry_after_s = 1
+
+
+class EngineLost(ReplicaUnavailable):
+    """A replica's word to its gateway, in HEADER_LOST, that the request may have been the cause."""
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), HEADER_LOST: "1"}
 
 
 class SnapshotError(Exception):

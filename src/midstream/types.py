@@ -334,7 +334,12 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # tokens of prompt and answer together; None as with card
     transitions: tuple[Transition, ...] = ()  # the most recent ones, oldest first
     started_at: float = 0.0  # when this boot began, seconds since the epoch; 0.0: unknown
+    long_texts: int = 0  # long prompts and grammars that are read beside its event loop, or wait for that
+    stalled_s: float = 0.0  # how long its event loop stood still, the longest of the last half minute
+    engine_silent_s: int = 0  # since the engine was last heard, from ENGINE_SILENT_FROM_S on
 
+
+ENGINE_SILENT_FROM_S = 5
 
 Session = tuple[str, str]  # (tenant, key): two tenants' equal keys are different sessions
 

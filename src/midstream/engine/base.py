@@ -87,6 +87,10 @@ class Engine(abc.ABC):
     async def resume(self) -> None:
         """Step again. Idempotent."""
 
+    def silent_s(self) -> float:
+        """Since when nothing was heard of the engine, for one that is listened to all the time; safe at any time."""
+        return 0.0
+
     @abc.abstractmethod
     def stats(self) -> EngineStats:
         """The last numbers the engine reported; never waits."""

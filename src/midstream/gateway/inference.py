@@ -3,6 +3,7 @@
 Always holds:
 - A request is sent to another replica only while no response byte has been passed on (resume.py has streams go on), and
   never to more than LOST_SENDS_MAX replicas that then failed with it. After a 429 it is sent to one more.
+- A request that is probably why replicas were lost (poison.py) is refused, now and when it comes again.
 - A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable.
 - A session whose first request there was refused (425, 429, 503) has no home yet.
 - While replicas may still have to say which sessions they hold, a request whose session is not known waits for that.
@@ -11,18 +12,21 @@ Always holds:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from midstream.errors import (
+    HEADER_LOST,
     InvalidRequest,
     MidstreamError,
     Overloaded,
     ReplicaUnavailable,
+    RequestLostReplicas,
     SnapshotTransition,
 )
 from midstream.gateway.exchange import ControlExchange
+from midstream.gateway.poison import KEPT_S, LARGE_BYTES, LOSSES_ALONE, Key, Life, key_of
 from midstream.gateway.prefixes import Prompt, read_prompt
 from midstream.gateway.sessions import session_key
 from midstream.gateway.view import ReplicaView
@@ -35,12 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOST_SENDS_MAX = 2  # a request that two replicas died on may be what kills them: it is not shown to a third
+LOST_SENDS_MAX = 2  # replicas that fail with a request before a client has to ask again
 HELD_BYTES_MAX = 64 * 2**10  # of a 503 or 429 that is held back until it is known to be whole
 
 _SESSION = HEADER_SESSION.encode()
 _PLACED = HEADER_PLACED.encode()
 _FOLLOW = HEADER_FOLLOW_PREFIX.encode()
+_LOST = HEADER_LOST.encode()
 _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
 
 
@@ -58,6 +63,12 @@ class InferenceExchange(ControlExchange):
         self._on_view = False  # counted in the view's in_flight
         self._tried: set[str] = set()
         self._lost_sends = 0  # replicas that failed with this request
+        self._suspect: Key | None = None  # a replica was lost with it, now or when it came before
+        self._lives: set[Life] = set()  # lost with it
+        self._life = Life("", "")  # of the replica that it was sent to
+        self._died = False  # the replica's answer: its engine was lost with the request
+        self._served = False  # its answer is not a refusal
+        self._silent = False  # the replica was given up
         self._overloaded = False  # one had too much to do to take it
         self._held: tuple[int, bytes, list[tuple[bytes, bytes]]] | None = None  # the head of a 503 or 429
         self._held_body = b""
@@ -75,19 +86,68 @@ class InferenceExchange(ControlExchange):
         several = len(self._deployment.replicas.views) > 1
         if (key is None or follows) and several and self._proxy.follows_prefixes:
             self._prompt = read_prompt(self._tenant, self._request.body, short=follows)
+        self._suspect = self._proxy.suspects.find(self._tenant, self._request.target, self._request.body)
+        if self._suspect is not None and self._proxy.suspects.refuses(self._suspect):
+            self._fail(_lost_replicas())
+            return
         self._send_to_a_replica()
 
     def give_up(self, reason: str) -> None:
         """The replica does not answer any more, though its connection may be open."""
+        self._silent = True
         begun = self._connection is not None and self._connection.answering
         self._lost_here = self._lost_here or self._connection is not None
         in_chunk = self._leave()
         if self._answered:
             self._cut_short(in_chunk, reason)
         elif begun:
-            self._fail(ReplicaUnavailable(reason))
+            self._fail(self._lost_with_it() or ReplicaUnavailable(reason))
         else:
             self._unreachable(reason)
+
+    def _lost_with_it(self) -> RequestLostReplicas | None:
+        """Note that a replica was lost with this request; the error, if it was probably the cause. A stream that had begun is
+        a suspect only once a second replica was lost with it."""
+        suspects, request = self._proxy.suspects, self._request
+        self._lives.add(self._life)
+        if self._answered and len(self._lives) < LOSSES_ALONE:
+            return None
+        if self._suspect is None:
+            self._suspect = key_of(self._tenant, request.target, request.body)
+        beside = [other for other in self._beside() if other is not self]
+        obvious = (
+            self._silent
+            and not self._answered
+            and len(request.body) >= LARGE_BYTES
+            and all(other.size < len(request.body) for other in beside)
+        )
+        company = any(other.was_lost and other.differs(self._suspect) for other in beside)
+        if not suspects.lost(self._suspect, self._lives, company=company, obvious=obvious):
+            return None
+        logger.error(
+            "%s was lost with a request of %d bytes of tenant %r; it is refused from now on",
+            self._life.replica,
+            len(request.body),
+            self._tenant,
+        )
+        return _lost_replicas()
+
+    def _beside(self) -> Collection[InferenceExchange]:
+        """Exchanges on the same replica."""
+        upstream = None if self._view is None else self._proxy.upstreams.get(self._view)
+        return () if upstream is None else upstream.exchanges
+
+    @property
+    def size(self) -> int:
+        return len(self._request.body)
+
+    @property
+    def was_lost(self) -> bool:
+        """A replica was lost with it before."""
+        return self._suspect is not None or bool(self._lives)
+
+    def differs(self, key: Key) -> bool:
+        return self._suspect != key
 
     # -- upstream.ResponseSink
 
@@ -96,7 +156,9 @@ class InferenceExchange(ControlExchange):
     ) -> None:
         if status in _REFUSALS:
             self._not_begun()
-        if status in _REFUSALS and self._may_go_elsewhere(status):
+        self._served = status == 200
+        self._died = status == ReplicaUnavailable.status and any(name == _LOST for name, _ in headers)
+        if status in _REFUSALS and (self._died or self._may_go_elsewhere(status)):
             self._held, self._held_body = (status, reason, headers), body
         else:
             super().response_head(status, reason, headers, body)
@@ -110,14 +172,25 @@ class InferenceExchange(ControlExchange):
             self._release()
 
     def response_end(self) -> None:
+        if self._suspect is not None and self._served:
+            self._proxy.suspects.forget(self._suspect)
+        error = self._lost_with_it() if self._died else None
+        if error is not None:
+            self._held = self._connection = None
+            self._fail(error)
+            return
         if self._held is not None and self._may_go_elsewhere(self._held[0]):
             status, self._held, self._connection = self._held[0], None, None
             self._overloaded = self._overloaded or status == Overloaded.status
             self._lost_here = status != Overloaded.status  # it may have failed while it worked on the request
-            self._go_elsewhere()
+            self._go_elsewhere(died=False)  # it was noted
             return
         self._release()
         super().response_end()
+
+    def relay_begun(self) -> None:
+        super().relay_begun()
+        self._served = True
 
     def _release(self) -> None:
         held, self._held = self._held, None
@@ -143,7 +216,9 @@ class InferenceExchange(ControlExchange):
         upstream = self._proxy.upstream(self._view)
         upstream.exchanges.add(self)
         self._on_view = True
-        self._lost_here = False
+        self._lost_here = self._silent = False
+        report = self._view.report
+        self._life = Life(self._view.name, "" if report is None else report.boot)
         self._pool = upstream.pool
         self._send()
 
@@ -195,10 +270,23 @@ class InferenceExchange(ControlExchange):
         self._proxy.metrics.upstream_errors[self._view.name] += 1
         logger.warning("%s failed before it answered: %s", self._view.name, reason)
         self._deployment.replicas.failed(self._view)
-        self._go_elsewhere()
+        self._go_elsewhere(died=self._lost_here)
 
-    def _go_elsewhere(self) -> None:
+    def _cut_short(self, in_chunk: bool, reason: str) -> None:
+        error = self._lost_with_it()
+        if error is None:
+            super()._cut_short(in_chunk, reason)
+        else:
+            self._left()
+            self._end_early(error, in_chunk)
+
+    def _go_elsewhere(self, *, died: bool) -> None:
+        """died: the replica was lost, or its engine, with the request."""
         assert self._view is not None
+        error = self._lost_with_it() if died else None
+        if error is not None:
+            self._fail(error)
+            return
         self._tried.add(self._view.name)
         self._lost_sends += self._lost_here
         if self._lost_sends >= LOST_SENDS_MAX:
@@ -239,6 +327,12 @@ class InferenceExchange(ControlExchange):
 
     def _where(self) -> str:
         return "a replica" if self._view is None else self._view.name
+
+
+def _lost_replicas() -> RequestLostReplicas:
+    return RequestLostReplicas(
+        f"replicas were lost while they worked on this request; it is not tried again within {KEPT_S:g} s"
+    )
 
 
 def _follows(headers: Mapping[bytes, bytes]) -> bool:

@@ -39,6 +39,9 @@ _REPORT_GAUGES: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = 
     ("replica_sequences_waiting", "sequences queued in the engine", lambda r: r.engine.waiting),
     ("replica_kv_blocks_used", "KV cache blocks in use", lambda r: r.engine.kv_blocks_used),
     ("replica_kv_blocks_total", "KV cache blocks there are", lambda r: r.engine.kv_blocks_total),
+    ("replica_long_texts", "long prompts and grammars being read, or waiting", lambda r: r.long_texts),
+    ("replica_stalled_seconds", "longest stall of its event loop lately", lambda r: r.stalled_s),
+    ("replica_engine_silent_seconds", "since the engine was heard, from 5 on", lambda r: r.engine_silent_s),
     ("replica_generation", "generation of the last accepted signal", lambda r: r.generation),
     (
         "replica_swap_pause_milliseconds",

@@ -30,6 +30,7 @@ from midstream.gateway.front import PREFIX as FRONT_PREFIX
 from midstream.gateway.inference import InferenceExchange
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Decision, Fleet, sticky
+from midstream.gateway.poison import Suspects
 from midstream.gateway.prefixes import PrefixTable, Prompt
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet, token_header
@@ -89,6 +90,7 @@ class Proxy:
         self.control = control
         self.front = front
         self.metrics = metrics
+        self.suspects = Suspects()
         self.clients: set[ClientConnection] = set()
         together, of_one = settings.unfinished_body_bytes
         self.budget = Budget(
@@ -168,7 +170,7 @@ class Proxy:
                 upstream.unheard_since = now
             if now - upstream.unheard_since >= self._unreachable_s:
                 for exchange in list(upstream.exchanges):
-                    exchange.give_up(f"nothing was heard of {view.name} for {self._unreachable_s:g} s")
+                    exchange.give_up(_silent(view, self._unreachable_s))
             if view.standing == "gone" and not upstream.exchanges:
                 del self.upstreams[view]
                 upstream.pool.close()
@@ -336,6 +338,11 @@ def _others(
 
 def _has_body(headers: Mapping[bytes, bytes]) -> bool:
     return b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
+
+
+def _silent(view: ReplicaView, lasts_s: float) -> str:
+    said = f"nothing was heard of {view.name} for {lasts_s:g} s"
+    return f"{said}; {view.last_words}" if view.last_words else said
 
 
 def _decoded(value: bytes | None) -> str | None:

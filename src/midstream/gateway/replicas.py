@@ -28,6 +28,7 @@ import msgspec
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.placement import Fleet
 from midstream.gateway.view import ReplicaView as ReplicaView
+from midstream.gateway.view import last_words
 from midstream.httpcall import CallFailed, ResponseStream, call, open_stream
 from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport, SessionsTold, Trajectories
 
@@ -296,8 +297,10 @@ class ReplicaSet:
                     return reason, lines.count > 0
                 quiet_checks = 0 if lines.count > seen else quiet_checks + 1
                 seen = lines.count
+            words = "" if view.report is None else last_words(view.report)
             self._lost(view)
-            return f"silent for {self._silence_s:g} s", lines.count > 0
+            view.last_words = words
+            return f"silent for {self._silence_s:g} s; {words}", lines.count > 0
         finally:
             stream.abort()
 

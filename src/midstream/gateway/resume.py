@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from midstream.errors import EngineFailed, InvalidRequest, MidstreamError
+from midstream.errors import EngineFailed, InvalidRequest, MidstreamError, RequestLostReplicas
 from midstream.gateway.admission import VersionedExchange
 from midstream.gateway.inference import HELD_BYTES_MAX, LOST_SENDS_MAX
 from midstream.resumption import (
@@ -177,7 +177,7 @@ class ResumableExchange(VersionedExchange):
             return
         self._why, self._refusal, self._connection = _message(self._refusal), None, None
         self._lost_here = False
-        self._go_elsewhere()
+        self._go_elsewhere(died=False)
 
     def upstream_lost(self, reason: str, *, answered: bool) -> None:
         connection = self._connection
@@ -203,9 +203,14 @@ class ResumableExchange(VersionedExchange):
             self._unreachable(reason)
             return
         told = self._told if self._passed is None else self._passed.told()
-        if self._goes_on or told is None:
+        ended = told is not None and told.endswith(b"\n" + _DONE)
+        error = None if ended else self._lost_with_it()
+        if error is not None:
+            self._left()
+            self._end_early(error, in_chunk)
+        elif self._goes_on or told is None:
             self._cut_short(in_chunk, reason)
-        elif told.endswith(b"\n" + _DONE):  # only the end of the response is missing
+        elif ended:  # only the end of the response is missing
             self._passed = None  # and what it holds, if anything, is the beginning of that
             self._client.write(_END)
             self.response_end()
@@ -222,7 +227,7 @@ class ResumableExchange(VersionedExchange):
         self._left()
         self._deployment.replicas.failed(view)
         if not told:  # the client has the head of the response and nothing else
-            self._go_elsewhere()
+            self._go_elsewhere(died=True)
             return
         try:
             state = told.decode().removesuffix("\n")
@@ -234,7 +239,7 @@ class ResumableExchange(VersionedExchange):
         self._begun = self._mode == "any" or snapshot is not None
         self._target = PATH_RESUME.encode()
         self._body = resume_body(request.target, view.name, self._mode == "exact", state, request.body)
-        self._go_elsewhere()
+        self._go_elsewhere(died=True)
 
     def _exclude(self, snapshot: str | None) -> None:
         """Those that serve another snapshot could not go on exactly."""
@@ -273,6 +278,9 @@ class ResumableExchange(VersionedExchange):
             super()._fail(error)
             return
         self._left()
+        if isinstance(error, RequestLostReplicas):
+            self._end_early(error, False)
+            return
         what = f"{self._lost} failed in the middle of the response and no other replica could go on with it"
         why = error.message if self._lost_sends >= LOST_SENDS_MAX else self._why or error.message
         self._end_early(EngineFailed(f"{what}: {why}"), False)

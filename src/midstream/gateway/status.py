@@ -43,6 +43,8 @@ def replica_rows(
 def _replica_row(state: DeploymentState, view: ReplicaView, trouble: str | None) -> dict[str, Any]:
     report = view.report
     stage, target, error = loading_state(state, report)
+    if report is None and view.last_words:
+        error = f"{error}: {view.last_words}"
     if trouble is not None:
         error = trouble if error is None else f"{error}: {trouble}"
     timing = report.last_swap if report else None

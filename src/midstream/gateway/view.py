@@ -34,6 +34,7 @@ class ReplicaView:
         "admitting",
         "failures",
         "index",
+        "last_words",
         "load",
         "name",
         "own",
@@ -57,6 +58,7 @@ class ReplicaView:
         self.url = url
         self.weight = weight
         self.own = own
+        self.last_words = ""  # what it said of itself before it fell silent; empty: it is heard
         self.load = 0  # requests on it: this gateway's, or all that it reported if those are more
         self.failures = 0  # requests in a row that failed on it before it answered
         self.trajectories: Trajectories | None = None
@@ -89,6 +91,8 @@ class ReplicaView:
     @report.setter
     def report(self, report: ReplicaReport | None) -> None:
         self._report = report
+        if report is not None:
+            self.last_words = ""
         self._reported = 0 if report is None else report.in_flight
         self.in_flight = self._in_flight
         self._settle()
@@ -129,3 +133,19 @@ class ReplicaView:
         if (usable, admitting) != (self.usable, self.admitting):
             self.usable, self.admitting = usable, admitting
             self._on_change()
+
+
+def last_words(report: ReplicaReport) -> str:
+    """What a replica that is not heard any more was about, as it last said."""
+    engine = report.engine
+    said = [
+        f"{report.in_flight} requests on it",
+        f"{engine.running} running and {engine.waiting} waiting in its engine",
+    ]
+    if report.long_texts:
+        said.append(f"{report.long_texts} long texts being read")
+    if report.stalled_s:
+        said.append(f"its event loop had stood still for {report.stalled_s:g} s")
+    if report.engine_silent_s:
+        said.append(f"its engine had been silent for {report.engine_silent_s} s")
+    return "when it was last heard: " + ", ".join(said)

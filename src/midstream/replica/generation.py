@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from midstream.engine.base import EngineDied
-from midstream.errors import EngineFailed, ReplicaUnavailable
+from midstream.errors import EngineFailed, EngineLost
 from midstream.replica.calling import CallStage, id_maker
 from midstream.replica.checked import Checked, Prompt
 from midstream.replica.choice import Choice, Piece
@@ -238,7 +238,7 @@ class Generation:
                         await sink.drained()
         except EngineDied as error:
             self._service.on_engine_death(str(error))
-            raise ReplicaUnavailable("the engine stopped while it served this request") from error
+            raise EngineLost("the engine stopped while it served this request") from error
         raise EngineFailed("the engine ended the request before every choice was complete")
 
     def _ended(self, prompt: int, event: GenerationEvent) -> None:

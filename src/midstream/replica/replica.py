@@ -26,12 +26,13 @@ from midstream.replica.grammarcheck import GrammarChecks
 from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import PIN_DRAIN_S, Pins
+from midstream.replica.pulse import Pulse
 from midstream.replica.runner import SnapshotSource, SwapRunner
 from midstream.replica.service import Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.swap import SwapMachine
 from midstream.replica.textjobs import TextJobs
-from midstream.types import BASE_SNAPSHOT, Desired, Hint, ReplicaReport, Session, Stage
+from midstream.types import BASE_SNAPSHOT, ENGINE_SILENT_FROM_S, Desired, Hint, ReplicaReport, Session, Stage
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ class Replica:
         self._checker = Checker(engine, new_boot)
         self._sleep = sleep
         self._jobs = TextJobs()
+        self._pulse = Pulse(name, self._changed, monotonic)
+        self._beating: asyncio.Task[None] | None = None
         self._grammars = GrammarChecks()
         self._watch = asyncio.Event()  # replaced at every change
         self._runner_task: asyncio.Task[None] | None = None
@@ -126,6 +129,8 @@ class Replica:
         self._runner_task = asyncio.create_task(self.runner.run(), name="swap runner")
         self._runner_task.add_done_callback(lambda task: self._runner_ended(boot, task))
         self._down = None
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._pulse.run(), name="pulse")
         self.ready = True
         self.gate.set(Door.OPEN)
         self._changed()
@@ -139,6 +144,7 @@ class Replica:
         self._jobs.close()
         self._grammars.close()
         await _cancel(self._recovery)
+        await _cancel(self._beating)
         await self._end_boot()
         self._changed()
 
@@ -158,6 +164,7 @@ class Replica:
         machine = self.runner.machine
         idle = machine.stage is Stage.IDLE
         info = None if self.service is None else self.service.info
+        silent_s = int(self._engine.silent_s()) if self.ready else 0
         return ReplicaReport(
             replica=self.name,
             boot=self.boot,
@@ -178,6 +185,9 @@ class Replica:
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,
             transitions=tuple(machine.transitions),
+            long_texts=self._jobs.jobs,
+            stalled_s=self._pulse.stalled_s,
+            engine_silent_s=silent_s if silent_s >= ENGINE_SILENT_FROM_S else 0,
         )
 
     async def changed(self, timeout_s: float) -> None:

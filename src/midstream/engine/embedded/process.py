@@ -21,6 +21,7 @@ from typing import cast
 from midstream.config import EngineSettings
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.engine.embedded import messages as m
+from midstream.engine.silence import LOOK_S, Silence
 from midstream.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class EmbeddedEngine(Engine):
         self._calls: dict[int, asyncio.Future[m.Done]] = {}
         self._numbers = itertools.count(1)
         self._streams: dict[str, _Stream] = {}
-        self._heard_at = 0.0
+        self._silence = Silence(0.0)
         self._stats = EngineStats()
         self._death: Callable[[str], Awaitable[None]] | None = None
 
@@ -131,7 +132,7 @@ class EmbeddedEngine(Engine):
         self._wire = wire
         wire.send(m.Start(str(self._model_dir), self._settings))
         info = await self._loaded(wire, self._process)
-        self._heard_at = loop.time()
+        self._silence = Silence(loop.time())
         watches = (self._watch_end(wire, self._process), self._watch_silence(self._process))
         self._watchers = [asyncio.create_task(watch) for watch in watches]
         return info
@@ -205,6 +206,9 @@ class EmbeddedEngine(Engine):
     def stats(self) -> EngineStats:
         return self._stats
 
+    def silent_s(self) -> float:
+        return self._silence.lasts_s
+
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         self._death = callback
 
@@ -243,16 +247,20 @@ class EmbeddedEngine(Engine):
 
     async def _watch_silence(self, process: subprocess.Popen[bytes]) -> None:
         """Kill an engine that has not been heard of for too long; its end is then noticed."""
-        loop = asyncio.get_running_loop()
-        while (left_s := self._heard_at + self._settings.silence_s_max - loop.time()) > 0:  # noqa: ASYNC110 - there is no event for silence
-            await asyncio.sleep(left_s)
+        loop, silence, longest_s = asyncio.get_running_loop(), self._silence, self._settings.silence_s_max
+        told = False
+        while (lasts_s := silence.look(loop.time())) < longest_s:
+            if lasts_s >= longest_s / 2 and not told:
+                logger.warning("engine process %s has been silent for %.0f s", process.pid, lasts_s)
+            told = lasts_s >= longest_s / 2
+            await asyncio.sleep(min(LOOK_S, longest_s - lasts_s))
         logger.error(
             "engine process %s was silent for %.0f s; killing it", process.pid, self._settings.silence_s_max
         )
         process.kill()
 
     def _dispatch(self, reply: m.Reply) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
+        self._silence.heard()
         match reply:
             case m.Events(events, stats):
                 self._stats = stats

@@ -347,11 +347,15 @@ class VllmServer:
     async def _watch_health(self) -> None:
         loop = asyncio.get_running_loop()
         answered_at, silence_s, dead = loop.time(), self._settings.silence_s_max, 0
-        while loop.time() - answered_at < silence_s:
+        while True:
             await asyncio.sleep(min(HEALTH_POLL_S, silence_s / 4))
             status = await self._health()
             if status == 200:
                 answered_at = loop.time()
+            elif (
+                loop.time() - answered_at >= silence_s
+            ):  # it was asked now, so this is not our own loop's standing still
+                break
             dead = dead + 1 if status == ENGINE_DEAD else 0
             if dead == 2 and not self._attached:  # attached, something between may say this
                 self._end(f"vLLM said that its engine is dead (/health {status})")
