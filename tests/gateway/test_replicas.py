@@ -11,7 +11,7 @@ from gateway_harness import run
 
 from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaSet
-from midstream.types import Desired, ReplicaReport
+from midstream.types import Desired, EngineStats, ReplicaReport
 
 
 class EventServer:
@@ -259,10 +259,18 @@ def test_a_silent_stream_counts_as_lost() -> None:
     async def main() -> None:
         async with EventServer() as server, Watched(server, silence_s=0.3) as watched:
             await server.connected.wait()
-            server.send(report())
+            busy = EngineStats(running=2, waiting=1)
+            troubled: dict[str, object] = {"long_texts": 3, "stalled_s": 1.5, "engine_silent_s": 7}
+            server.send(report(in_flight=4, engine=busy, **troubled))
             await watched.until(lambda: watched.view.report is not None)
             await watched.until(lambda: watched.view.report is None)
             assert watched.calls == 2
+            assert watched.view.last_words == (
+                "when it was last heard: 4 requests on it, 2 running and 1 waiting in its engine, 3 long texts being read, "
+                "its event loop had stood still for 1.5 s, its engine had been silent for 7 s"
+            )
+            watched.view.report = report()
+            assert watched.view.last_words == ""
 
     run(main)
 
