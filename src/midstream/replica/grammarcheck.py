@@ -124,14 +124,24 @@ def compile_problem(tokenizer: LLTokenizer, grammar: str, *, begun: bool) -> str
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=QUIET)
     if not matcher.is_error():
         matcher.compute_bitmask()
+        _look_into(matcher)
     return reason(matcher.get_error()) if matcher.is_error() else None
+
+
+def _look_into(matcher: LLMatcher) -> None:
+    """Take the first bytes of an object: the parser has all ways to go on at once behind them, and may give up."""
+    for byte in b'{"':
+        if matcher.is_error() or not matcher.compute_bitmask()[byte >> 3] >> (byte & 7) & 1:
+            return
+        matcher.consume_token(byte)
+        matcher.compute_bitmask()
 
 
 def reason(message: str) -> str:
     """An error of the library in one line, without its inner state and the place in a text that the client never saw."""
     if "NoExtension" in message:
         return "no answer can match it: it asks for itself before it asks for anything"
-    if "TooComplex" in message or "fuel" in message:
+    if "TooComplex" in message or "fuel" in message or "Parser Error" in message:
         return "it is too complex"
     found = _COMPILE.search(message)
     if found is None:

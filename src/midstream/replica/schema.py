@@ -158,7 +158,7 @@ def parse_chat(body: bytes) -> ChatBody:
 
 def _check_values(body: bytes) -> None:
     """A value follows a comma or an opening bracket, so these bound how many there are. Those in texts count too."""
-    values = sum(map(body.count, (b",", b"[", b"{")))
+    values = len(body) - len(body.translate(None, b",[{"))
     if values > VALUES_MAX:
         raise InvalidRequest(
             f"the body holds {values} commas and opening brackets, at most {VALUES_MAX}; make it several requests"
