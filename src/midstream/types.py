@@ -164,18 +164,31 @@ class Stage(enum.StrEnum):
     ERROR = "error"  # the target failed before commit; the old snapshot serves
 
 
+class FileContent(msgspec.Struct, array_like=True, frozen=True):
+    """One file of a snapshot. digest: of its bytes (snapshots/content.py says how it is made)."""
+
+    name: str
+    size: int  # bytes
+    digest: str
+
+
+#: All files of one snapshot's own directory, by name: what its identity means.
+Content = tuple[FileContent, ...]
+
+
 class SnapshotFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The files of one snapshot in its bucket.
 
     url: the directory they lie in. fingerprint: of the files as they were when the snapshot was signalled; other files under
     this name are another snapshot. None: unknown. compression: None when they are whole, else how they differ from the
-    parent's.
+    parent's. content: what the ledger says the files are, byte for byte; other bytes are refused. None: nobody knows yet.
     """
 
     snapshot: str
     url: str
     fingerprint: str | None = None
     compression: CompressionFormat | None = None
+    content: Content | None = None
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +196,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
     url: where the snapshot's own files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
-    fingerprint, compression: of the own files, as in SnapshotFiles. A new generation of the identity that serves is a new load
+    fingerprint, compression, content: of the own files, as in SnapshotFiles. A new generation of the identity that serves is a new load
         if the content is another.
     parents: for an incremental snapshot, the chain it stands on: the full snapshot first, its direct parent last.
     max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
@@ -200,6 +213,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     transition: TransitionType = "ASYNC"
     fingerprint: str | None = None
     compression: CompressionFormat | None = None
+    content: Content | None = None
     parents: tuple[SnapshotFiles, ...] = ()
     max_cache_age: int | None = None
     ignore_config: tuple[str, ...] = ()
@@ -213,7 +227,11 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         if self.url is None:
             return ()
         own = SnapshotFiles(
-            snapshot=self.snapshot, url=self.url, fingerprint=self.fingerprint, compression=self.compression
+            snapshot=self.snapshot,
+            url=self.url,
+            fingerprint=self.fingerprint,
+            compression=self.compression,
+            content=self.content,
         )
         return (*self.parents, own)
 
@@ -226,11 +244,19 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...]
 
 
+class SnapshotContent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica found a snapshot's own files to be, under the fingerprint it was told."""
+
+    snapshot: str
+    fingerprint: str | None
+    files: Content
+
+
 class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica found after it switched to a snapshot. Replicas that serve the same files must agree.
 
-    weights: digest of the weights as the engine holds them; None when it cannot tell. Comparable between engines of equal
-        settings only.
+    weights: `KIND:DIGEST` of the weights as the engine holds them; None when it cannot tell. Comparable between equal kinds
+        only: the kind is made of what decides how an engine holds weights.
     canary: raw log-probabilities, nats, of a fixed prompt's tokens from the second on.
     """
 
@@ -328,6 +354,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
         True  # False: a swap waits for requests that are pinned to what serves, and takes no more of them
     )
     check: SnapshotCheck | None = None  # of what serves, once known
+    contents: tuple[SnapshotContent, ...] = ()  # of what serves and its chain, where it was not told them
     last_swap: SwapTiming | None = None
     engine: EngineStats = EngineStats()
     card: EngineCard | None = None  # what the engine is and can do; None before it was ever started

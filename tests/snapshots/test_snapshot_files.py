@@ -23,6 +23,7 @@ from midstream.errors import (
     SnapshotRefused,
 )
 from midstream.snapshots import bucket, fetch, store
+from midstream.snapshots.content import CONTENT_FILE
 from midstream.snapshots.fetch import fetch_snapshot
 from midstream.snapshots.identity import file_url_path
 from midstream.snapshots.layout import read_safetensors_header
@@ -151,7 +152,7 @@ def test_fetching_again_replaces_what_was_there(tmp_path: Path) -> None:
     (source / "config.json").write_text("{}")
     fetch_from(source, tmp_path / "dest")
     names = sorted(p.name for p in (tmp_path / "dest").iterdir())
-    assert names == [store.LISTING_FILE, store.STAMPS_FILE, "config.json", "model.safetensors"]
+    assert names == [CONTENT_FILE, store.LISTING_FILE, store.STAMPS_FILE, "config.json", "model.safetensors"]
     assert (tmp_path / "dest" / "config.json").read_text() == "{}"
     assert temporaries(tmp_path) == []
 

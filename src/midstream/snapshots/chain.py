@@ -7,6 +7,7 @@ Always holds:
 - A link that cannot be applied to files found in the cache is tried once more on files made anew from the bucket, which
   replace them; a delta that is bad itself leaves the cached parent as it was or replaces it by an equal one.
 - What serves, and what the attempt in work needs, is never evicted.
+- Where the ledger knows what a link's files are, other bytes are refused, and a cached copy of other bytes is not used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible
 from midstream.snapshots.cache import SnapshotCache
+from midstream.snapshots.content import agree, note_contents, noted_contents
 from midstream.snapshots.delta import rebuild
 from midstream.snapshots.fetch import (
     PARTS_IN_FLIGHT,
@@ -41,7 +43,7 @@ from midstream.snapshots.store import (
     write_own_listing,
 )
 from midstream.snapshots.tasks import all_of, finished
-from midstream.types import SnapshotFiles
+from midstream.types import Content, SnapshotFiles
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,10 @@ class ChainFetcher:
         kept = self._in_use | self._attempting | set(self._hinted)
         self._cache.make_room(needed + self._growing, kept, "files fetched early")
 
+    async def contents(self, chain: Chain) -> tuple[Content, ...]:
+        """What the whole files of `chain`, which are here, were made from: the files of each link."""
+        return await asyncio.to_thread(noted_contents, self._cache.whole(chain))
+
     async def distrust(self, path: Path) -> None:
         """What is in the directory at `path` is not what was fetched or made: it is no longer found, but stays."""
         await asyncio.to_thread(forget_listing, path)
@@ -151,7 +157,7 @@ class ChainFetcher:
         for i in reversed(range(len(chain))):
             if _known(chain[: i + 1]):
                 own = chain[0].fingerprint if i == 0 else None
-                if is_whole(self._cache.whole(chain[: i + 1]), own):
+                if _holds(self._cache.whole(chain[: i + 1]), chain[: i + 1], own):
                     return i
         return -1
 
@@ -160,25 +166,29 @@ class ChainFetcher:
         wanted = [(self._cache.whole(chain[:1]), chain[0])] if start < 0 else []
         wanted += [(self._cache.delta(link), link) for link in chain[max(start, 0) + 1 :]]
         found = await _together(self._listed(path, link) for path, link in wanted)
-        listed = [(path, listing) for path, listing in found if listing is not None]
-        await asyncio.to_thread(self._make_room_for, chain, start, listed)
+        listed = [
+            (path, listing, link.content)
+            for (path, link), listing in zip(wanted, found, strict=True)
+            if listing is not None
+        ]
+        await asyncio.to_thread(self._make_room_for, chain, start, [listing for _, listing, _ in listed])
         meters = _Meters(len(listed), progress)
         await _together(
-            fetch_listed(listing, path, meters.one(i, listing.size), slots=self._slots)
-            for i, (path, listing) in enumerate(listed)
+            fetch_listed(listing, path, meters.one(i, listing.size), slots=self._slots, content=content)
+            for i, (path, listing, content) in enumerate(listed)
         )
 
-    async def _listed(self, path: Path, link: SnapshotFiles) -> tuple[Path, Listing | None]:
+    async def _listed(self, path: Path, link: SnapshotFiles) -> Listing | None:
         """What is in the bucket of what belongs at `path`; None: it is there already."""
-        if link.fingerprint is None or not await asyncio.to_thread(is_whole, path, link.fingerprint):
-            return path, await list_snapshot(link.url, link.fingerprint)
+        if link.fingerprint is None or not await asyncio.to_thread(_holds, path, [link], link.fingerprint):
+            return await list_snapshot(link.url, link.fingerprint)
         self._cache.touch(path)
-        return path, None
+        return None
 
-    def _make_room_for(self, chain: Chain, start: int, listed: list[tuple[Path, Listing]]) -> None:
-        partials = (partial_directory(self._cache.root, listing.url) for _, listing in listed)
+    def _make_room_for(self, chain: Chain, start: int, listed: Sequence[Listing]) -> None:
+        partials = (partial_directory(self._cache.root, listing.url) for listing in listed)
         have = sum(directory_bytes(path) for path in partials if path.is_dir())
-        needed = max(0, sum(listing.size for _, listing in listed) - have)
+        needed = max(0, sum(listing.size for listing in listed) - have)
         self._cache.make_room(needed, self._kept(chain, start), chain[-1].snapshot)
 
     def _kept(self, chain: Chain, start: int) -> frozenset[Path]:
@@ -203,10 +213,10 @@ class ChainFetcher:
             await finished(self._cache.drop, self._cache.delta(link))
         full = self._cache.whole(chain[:1])
         listing = await list_snapshot(chain[0].url, chain[0].fingerprint)
-        await asyncio.to_thread(self._make_room_for, chain, -1, [(full, listing)])
+        await asyncio.to_thread(self._make_room_for, chain, -1, [listing])
         fresh = self._cache.root / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         try:
-            await fetch_listed(listing, fresh, slots=self._slots)
+            await fetch_listed(listing, fresh, slots=self._slots, content=chain[0].content)
             await finished(move_into_place, fresh, full)
         finally:
             await finished(_remove, fresh)
@@ -251,6 +261,8 @@ class ChainFetcher:
                 threads=self._threads,
                 cancelled=stop.is_set,
             )
+            made_from = (*noted_contents(parent), *noted_contents(self._cache.delta(link)))
+            note_contents(out, made_from)
             write_own_listing(out)
             move_into_place(out, self._cache.whole(chain[: i + 1]))
 
@@ -301,6 +313,11 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for step in steps:
             step.close()
+
+
+def _holds(path: Path, chain: Chain, fingerprint: str | None) -> bool:
+    """Whether what was made of `chain`, with the very bytes that are asked for, is at `path`."""
+    return agree([link.content for link in chain], noted_contents(path)) and is_whole(path, fingerprint)
 
 
 def _known(chain: Chain) -> bool:

@@ -7,6 +7,7 @@ Always holds:
 - What an interrupted fetch has is used by the next one of the same URL, file by file, as long as a file is the very one
   (name, size, entity tag): a part counts as there only once its bytes are written.
 - A file that is replaced, grows or shrinks while it is read is an error, never a mix.
+- What was copied is digested on the way; bytes other than those that were asked for never reach `dest`.
 - Nothing is written outside `dest` and that sibling.
 """
 
@@ -19,6 +20,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import struct
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ from obstore.exceptions import BaseError, GenericError, PreconditionError
 from obstore.store import LocalStore
 
 from midstream.errors import SnapshotCorrupt, SnapshotError
+from midstream.snapshots import content as contents
 from midstream.snapshots.bucket import Store, describe
+from midstream.snapshots.content import agree, difference, noted_contents
 from midstream.snapshots.identity import public_url
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store import (
@@ -36,9 +40,11 @@ from midstream.snapshots.store import (
     find_file,
     is_whole,
     list_snapshot,
+    open_regular,
     write_listing,
 )
 from midstream.snapshots.tasks import all_of, finished
+from midstream.types import Content, FileContent
 
 PARTIAL_PREFIX = ".part-"  # files on their way; outlives a process
 TEMPORARY_PREFIX = ".moving-"  # no use to anybody once its process has gone
@@ -48,6 +54,8 @@ PART_ATTEMPTS = 3  # beside the store's own retries, which end where a response'
 _COPY_BYTES = 2**20
 _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SPARE_BYTES = 2**20  # for listings and journals
+_ENTRY = struct.Struct("<I32s")  # of a journal: the number of a part, its digest
+NOT_MEANT = "its bytes are not those that this name means"
 
 Progress = Callable[[int, int], None]
 
@@ -80,9 +88,14 @@ async def fetch_listed(
     progress: Progress | None = None,
     *,
     slots: asyncio.Semaphore | None = None,
+    content: Content | None = None,
 ) -> None:
-    """As fetch_snapshot, of files already listed. `slots`: shared by fetches that run together."""
-    if listing.files[0].etag is not None and await asyncio.to_thread(is_whole, dest, listing.fingerprint):
+    """As fetch_snapshot, of files already listed. What they are is noted in `dest` (content.py).
+
+    slots: shared by fetches that run together. content: what the files must be, byte for byte; None: whatever they are.
+    Raises SnapshotCorrupt that names the file which is another.
+    """
+    if listing.files[0].etag is not None and await asyncio.to_thread(_has, dest, listing, content):
         return
     partial = partial_directory(dest.parent, listing.url)
     try:
@@ -92,13 +105,26 @@ async def fetch_listed(
             await finished(_keep_only, partial, parts)
             await finished(_check_space, dest.parent, listing.url, sum(p.missing_bytes for p in parts))
             await _fetch_parts(parts, progress, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
-        await finished(_finish, partial, parts, listing, dest)
+            found = await finished(_content_of, parts)
+        if content is not None and (other := difference(content, found)) is not None:
+            await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+            raise SnapshotCorrupt(f"{public_url(listing.url)}: {NOT_MEANT}: {other}")
+        await finished(_finish, partial, parts, listing, found, dest)
     except OSError as error:
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)  # a full disk needs the room
         where = shown(str(dest.parent), 200)
         raise SnapshotError(
             f"{public_url(listing.url)}: cannot write to {where}: {error.strerror or error}"
         ) from error
+
+
+def _has(dest: Path, listing: Listing, content: Content | None) -> bool:
+    """Whether `dest` is a copy of just these files already."""
+    return agree([content], noted_contents(dest)) and is_whole(dest, listing.fingerprint)
+
+
+def _content_of(parts: Sequence[_PartialFile]) -> Content:
+    return tuple(sorted((part.content() for part in parts), key=lambda file: file.name))
 
 
 async def prefetch_files(
@@ -129,11 +155,11 @@ async def prefetch_files(
 
 
 class _PartialFile:
-    """One file on its way: its bytes, and a journal with the number of each part that is there."""
+    """One file on its way: its bytes, and a journal with the number and digest of each part that is there."""
 
     def __init__(self, directory: Path, url: str, store: Store, file: BucketFile) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        key = hashlib.sha256(f"{file.size} {PART_BYTES} {file.version} {file.name}".encode()).hexdigest()[:40]
+        key = hashlib.sha256(f"2 {file.size} {PART_BYTES} {file.version} {file.name}".encode()).hexdigest()[:40]
         self.file = file
         self.path = directory / f"{key}.part"
         self.journal = directory / f"{key}.done"
@@ -142,19 +168,29 @@ class _PartialFile:
         self._data = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         self._log = os.open(self.journal, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         count = -(-file.size // PART_BYTES)
-        written = os.pread(self._log, 4 * (count + 1) * 4, 0)
-        numbers = {int.from_bytes(written[i : i + 4], "little") for i in range(0, len(written) // 4 * 4, 4)}
+        written = os.pread(self._log, _ENTRY.size * (count + 1) * 4, 0)
+        whole = len(written) // _ENTRY.size * _ENTRY.size
+        self._digests: dict[int, bytes] = dict(_ENTRY.iter_unpack(written[:whole]))
         if file.etag is None or os.fstat(self._data).st_size != file.size:
-            numbers = set()  # nothing tells whether the bytes are this file's
+            self._digests = {}  # nothing tells whether the bytes are this file's
             os.ftruncate(self._log, 0)
             os.ftruncate(self._data, file.size)
-        elif len(written) % 4:
-            os.ftruncate(self._log, len(written) // 4 * 4)
+        elif len(written) != whole:
+            os.ftruncate(self._log, whole)
+        numbers = self._digests
         self.missing = [n for n in range(count) if n not in numbers]
 
     @property
     def missing_bytes(self) -> int:
         return sum(end - start for start, end in map(self._range, self.missing))
+
+    def content(self) -> FileContent:
+        """Once no part is missing. Raises OSError."""
+        if PART_BYTES != contents.PART_BYTES:
+            return contents.file_content(self.path, self.file.name)
+        count = -(-self.file.size // PART_BYTES)
+        digest = contents.combined(self._digests[n] for n in range(count))
+        return FileContent(self.file.name, self.file.size, digest)
 
     def close(self) -> None:
         os.close(self._data)
@@ -199,11 +235,12 @@ class _PartialFile:
     def _copy(self, number: int, source: str) -> None:
         """From a local bucket, within the kernel where it can. That the file is still the one listed is seen at the end."""
         try:
-            file = os.open(source, os.O_RDONLY)
+            file = open_regular(source)
         except OSError as error:
             raise SnapshotCorrupt(f"{self.changed}: {error.strerror}") from None
         try:
-            position, end = self._range(number)
+            begin, end = self._range(number)
+            position = begin
             while position < end:
                 count = _copy_some(file, self._data, position, end)
                 if count == 0:
@@ -213,14 +250,20 @@ class _PartialFile:
                 position += count
         finally:
             os.close(file)
-        os.write(self._log, number.to_bytes(4, "little"))
+        self._note(number, contents.part_digest(self._data, begin, end))
 
     def _write(self, number: int, data: memoryview) -> None:
         position = self._range(number)[0]
+        digest = hashlib.sha256(data).digest()
         while data:
             written = os.pwrite(self._data, data, position)
             data, position = data[written:], position + written
-        os.write(self._log, number.to_bytes(4, "little"))
+        self._note(number, digest)
+
+    def _note(self, number: int, digest: bytes) -> None:
+        """The part is there: from now on nobody fetches it again."""
+        os.write(self._log, _ENTRY.pack(number, digest))
+        self._digests[number] = digest
 
     def _unreadable(self, error: Exception) -> SnapshotError:
         return SnapshotError(
@@ -316,12 +359,15 @@ def _check_space(parent: Path, url: str, missing: int) -> None:
         )
 
 
-def _finish(partial: Path, parts: list[_PartialFile], listing: Listing, dest: Path) -> None:
+def _finish(
+    partial: Path, parts: list[_PartialFile], listing: Listing, found: Content, dest: Path
+) -> None:
     temporary = dest.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     temporary.mkdir()
     try:
         for part in parts:
             os.rename(part.path, temporary / part.file.name)
+        contents.note_contents(temporary, [found])
         write_listing(temporary, listing)
         move_into_place(temporary, dest)
     finally:

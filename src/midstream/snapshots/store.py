@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fnmatch
 import hashlib
 import os
@@ -123,6 +124,15 @@ async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
             f"{public_url(url)}: its files changed since the snapshot was signalled; signal it again"
         )
     return listing
+
+
+def open_regular(path: str | Path) -> int:
+    """A file of a local bucket, to read; never waits for anybody. Raises OSError, also when it is not a regular file."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
 
 
 def _check_regular(store: Store, url: str, names: list[str]) -> None:

@@ -1,0 +1,149 @@
+"""What a snapshot is, byte for byte: size and digest of each of its files, and the manifest that says so in its bucket.
+
+A file's digest is the SHA-256 of the SHA-256 digests (32 bytes each) of its parts of 16 MiB, in order. So parts are digested
+side by side while they are copied, and an interrupted copy loses nothing.
+
+Always holds: a content names every snapshot file of a directory once, by name; the manifest is not one of them. A manifest
+that is not understood whole is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from midstream.errors import SnapshotCorrupt
+from midstream.snapshots.messages import shown
+from midstream.types import Content, FileContent
+
+MANIFEST_FILE = "midstream.manifest.json"
+MANIFEST_BYTES_MAX = 16 * 2**20
+CONTENT_FILE = ".content.json"  # in a directory of a replica's cache: what it was made from
+PART_BYTES = 16 * 2**20
+_READ_BYTES = 2**20
+_DIGEST_CHARS = 64
+
+
+class _File(msgspec.Struct, frozen=True):
+    name: str
+    size: int
+    digest: str
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    format: Literal["midstream.manifest.v1"]
+    digest: Literal["sha256 of the sha256 of each 16 MiB"]
+    files: tuple[_File, ...]
+
+
+def part_digest(file: int, begin: int, end: int) -> bytes:
+    """Of the bytes from `begin` to `end` of an open file. Raises SnapshotCorrupt when it ends before, OSError."""
+    whole = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_READ_BYTES, max(1, end - begin))))
+    while begin < end:
+        count = os.preadv(file, [buffer[: min(len(buffer), end - begin)]], begin)
+        if count == 0:
+            raise SnapshotCorrupt("a file became shorter while it was read")
+        whole.update(buffer[:count])
+        begin += count
+    return whole.digest()
+
+
+def combined(parts: Iterable[bytes]) -> str:
+    """The digest of a file, from those of its parts in order."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def file_content(path: Path, name: str | None = None) -> FileContent:
+    """Raises OSError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        ends = [(at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES)]
+        parts = [part_digest(file.fileno(), begin, end) for begin, end in ends]
+    return FileContent(name or path.name, size, combined(parts))
+
+
+def directory_content(directory: Path, names: Iterable[str]) -> Content:
+    """Of these files of `directory`, several side by side. Raises OSError."""
+    with ThreadPoolExecutor(os.cpu_count() or 1, "digests") as threads:
+        return tuple(threads.map(lambda name: file_content(directory / name), sorted(names)))
+
+
+def difference(expected: Content, found: Content) -> str | None:
+    """Which file is not what is expected, and how; None: there is none."""
+    before, now = ({file.name: file for file in content} for content in (expected, found))
+    return _other_names(before, now) or next(
+        (
+            f"{shown(name)} has the digest {now[name].digest} instead of {file.digest}"
+            for name, file in before.items()
+            if now[name].digest != file.digest
+        ),
+        None,
+    )
+
+
+def size_difference(expected: Content, sizes: Mapping[str, int]) -> str | None:
+    """As `difference`, as far as names and sizes tell."""
+    return _other_names(
+        {file.name: file for file in expected},
+        {name: FileContent(name, size, "") for name, size in sizes.items()},
+    )
+
+
+def _other_names(before: Mapping[str, FileContent], now: Mapping[str, FileContent]) -> str | None:
+    for name in sorted(before.keys() | now.keys()):
+        if name not in now:
+            return f"{shown(name)} is missing"
+        if name not in before:
+            return f"{shown(name)} is there, and was not one of its files"
+        if now[name].size != before[name].size:
+            return f"{shown(name)} has {now[name].size} bytes instead of {before[name].size}"
+    return None
+
+
+def encode_manifest(content: Content) -> bytes:
+    files = tuple(_File(file.name, file.size, file.digest) for file in content)
+    manifest = _Manifest("midstream.manifest.v1", "sha256 of the sha256 of each 16 MiB", files)
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def parse_manifest(data: bytes) -> Content:
+    """Raises SnapshotCorrupt."""
+    try:
+        files = msgspec.json.decode(data, type=_Manifest).files
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SnapshotCorrupt(f"{MANIFEST_FILE}: is no manifest: {shown(str(error))}") from None
+    names = [file.name for file in files]
+    if len(set(names)) != len(names):
+        raise SnapshotCorrupt(f"{MANIFEST_FILE}: names a file twice")
+    for file in files:
+        plain = len(file.digest) == _DIGEST_CHARS and set(file.digest) <= set("0123456789abcdef")
+        if not plain or file.size < 0:
+            raise SnapshotCorrupt(f"{MANIFEST_FILE}: {shown(file.name)} has no digest and size")
+    return tuple(FileContent(f.name, f.size, f.digest) for f in sorted(files, key=lambda f: f.name))
+
+
+def note_contents(directory: Path, contents: Sequence[Content]) -> None:
+    """Note in a cache directory what it was made from: a full snapshot's files, then those of each delta. Raises OSError."""
+    (directory / CONTENT_FILE).write_bytes(msgspec.json.encode(contents))
+
+
+def noted_contents(directory: Path) -> tuple[Content, ...]:
+    """What note_contents noted; (): nothing that can be read."""
+    try:
+        return msgspec.json.decode((directory / CONTENT_FILE).read_bytes(), type=tuple[Content, ...])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return ()
+
+
+def agree(expected: Sequence[Content | None], noted: Sequence[Content]) -> bool:
+    """Whether what was noted is of as many links, and is what is expected of each. None: nothing is."""
+    if len(expected) != len(noted):
+        return False
+    return all(want is None or want == have for want, have in zip(expected, noted, strict=True))
