@@ -15,6 +15,7 @@ from publish_world import World, listening, weights
 
 from midstream.client import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, SnapshotPublisher
 from midstream.client.weights import write_weights
+from midstream.snapshots.content import MANIFEST_FILE
 from midstream.snapshots.layout import read_spec
 
 
@@ -27,6 +28,11 @@ def world(tmp_path: Path) -> World:
 def url(world: World) -> Iterator[str]:
     with listening(world) as address:
         yield address
+
+
+def snapshot_files(directory: Path) -> list[Path]:
+    """All but the manifest."""
+    return [path for path in directory.iterdir() if path.name != MANIFEST_FILE]
 
 
 def assert_served(world: World, identity: str, tensors: dict[str, Any]) -> None:
@@ -55,9 +61,9 @@ def test_every_kth_snapshot_is_full_and_the_others_are_deltas_of_the_one_before(
     assert (
         full.bytes_sent
         == full.bytes_whole
-        == sum(f.stat().st_size for f in (world.bucket / "step-0").iterdir())
+        == sum(f.stat().st_size for f in snapshot_files(world.bucket / "step-0"))
     )
-    assert delta.bytes_sent == sum(f.stat().st_size for f in (world.bucket / "step-1").iterdir())
+    assert delta.bytes_sent == sum(f.stat().st_size for f in snapshot_files(world.bucket / "step-1"))
     assert delta.bytes_sent < full.bytes_sent / 5
     assert done[3].why == "every 3 snapshots"
 

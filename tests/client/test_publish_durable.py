@@ -70,8 +70,9 @@ def test_files_and_their_names_are_on_disk_before_the_signal(
         for step in range(2):
             assert publisher.publish(f"run/{step}", weights(step), config_dir=world.config)
     first = disk.events[: disk.events.index(("signal", "")) + 1]
-    assert set(first[:2]) == {("sync", "run/0/config.json"), ("sync", "run/0/model.safetensors")}
-    assert first[2:] == [
+    names = ("config.json", "midstream.manifest.json", "model.safetensors")
+    assert sorted(first[:3]) == [("sync", f"run/0/{name}") for name in names]
+    assert first[3:] == [
         ("sync", "run/0"),
         ("rename", "run/0"),
         ("sync", "run"),
@@ -167,5 +168,6 @@ def test_only_files_of_a_snapshot_are_published(world: World, tmp_path: Path) ->
         assert sorted(p.name for p in directory.iterdir()) == [
             "chat_template.jinja",
             "config.json",
+            "midstream.manifest.json",
             "model.safetensors",
         ]

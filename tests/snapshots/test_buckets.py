@@ -26,10 +26,11 @@ from midstream.client.errors import PublishError
 from midstream.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotRefused
 from midstream.snapshots import upload
 from midstream.snapshots.bucket import check_settings, describe, open_bucket
+from midstream.snapshots.content import MANIFEST_FILE, directory_content, parse_manifest
 from midstream.snapshots.fetch import fetch_snapshot
 from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import read_spec
-from midstream.snapshots.store import list_snapshot, snapshot_fingerprint
+from midstream.snapshots.store import find_snapshot, list_snapshot, snapshot_fingerprint
 from midstream.snapshots.upload import list_directory, upload_order
 
 ODD = "run 7/100%/ünïcode#?&+~"  # an identity whose characters all mean something to somebody
@@ -224,10 +225,14 @@ def test_a_directory_put_into_a_bucket_is_fetched_as_it_was(
     expected = {name: data for name, data in files(source).items() if name != "optimizer.pt"}
     assert files(tmp_path / "back") == expected
     assert told == (upload_order(expected) if kind == "s3" else [])
+    content = asyncio.run(find_snapshot(snapshot_url(bucket, ODD))).content
+    assert content == directory_content(source, expected)
     if kind == "s3":
         assert list_directory(bucket, "run 7/100%") == ([], ["ünïcode#?&+~"])
     else:
-        assert files(tmp_path / "bucket dir" / ODD) == expected
+        put = files(tmp_path / "bucket dir" / ODD)
+        assert parse_manifest(put.pop(MANIFEST_FILE)) == directory_content(source, expected)
+        assert put == expected
 
 
 def test_weights_are_put_first_and_the_index_last() -> None:

@@ -224,7 +224,9 @@ def test_a_pipe_in_the_place_of_a_file_that_was_listed_is_an_error_at_once(
         return real(*arguments)
 
     monkeypatch.setattr(fetch, "_open_all", swapped)
-    with pytest.raises(SnapshotCorrupt, match=r"model\.safetensors changed while it was read: it is not a reg"):
+    with pytest.raises(
+        SnapshotCorrupt, match=r"model\.safetensors changed while it was read: it is not a reg"
+    ):
         runner.run(asyncio.wait_for(fetch.fetch_snapshot(source.as_uri(), tmp_path / "dest"), 20))
 
 

@@ -92,7 +92,7 @@ def test_old_steps_leave_the_bucket_and_what_was_kept_stays(tmp_path: Path) -> N
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         names = sorted(place.name for place in at.server.bucket.iterdir())
         assert names == ["run-0-best", "run-4", "run-5", "run-6", "run-7", "somebody-elses"]
-        assert len(list((at.server.bucket / "run-0-best").iterdir())) == 2
+        assert len(list((at.server.bucket / "run-0-best").iterdir())) == 3  # with its manifest
         at.assert_serves(7)
 
     with scene(tmp_path) as at:

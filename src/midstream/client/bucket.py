@@ -3,6 +3,7 @@
 Always holds:
 - In a local directory a snapshot appears whole or not at all: it is copied beside its place and renamed, so a trainer that
   dies leaves at most a hidden directory behind. Elsewhere files appear one by one, what makes them a snapshot last.
+- A snapshot comes with its manifest, which says what every file is, byte for byte; it is written last.
 - What `put` and `write` return after survives a power cut, as far as the file system keeps what is synced.
 - An existing snapshot is not replaced unless the caller says so, and no other one is touched in doing so.
 - What a bucket refuses is a PublishError, without credentials in it.
@@ -19,15 +20,18 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from midstream.client.errors import PublishError
 from midstream.errors import SnapshotError
+from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.fetch import TEMPORARY_PREFIX, move_into_place
 from midstream.snapshots.identity import file_url_path, parse_bucket
 from midstream.snapshots.store import is_snapshot_file
 from midstream.snapshots.upload import OnFile, list_directory, put_directory, upload_order
+from midstream.types import Content
 
 _PREFIX = ".publish-"  # of what is not in its place yet
 _LEFTOVERS = (_PREFIX, TEMPORARY_PREFIX)  # of a trainer that died
@@ -91,20 +95,35 @@ class LocalBucket(Bucket):
             raise _taken(identity, self)
 
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
-        def copy(temporary: Path) -> None:
-            for name in upload_order(file.name for file in directory.iterdir() if file.is_file()):
-                shutil.copyfile(directory / name, temporary / name)
+        names = upload_order(file.name for file in directory.iterdir() if file.is_file())
 
-        self.write(identity, copy, overwrite=overwrite)
+        def copy(temporary: Path) -> Content:
+            with ThreadPoolExecutor(1, "manifest") as beside:
+                digested = beside.submit(
+                    directory_content, directory, names
+                )  # of what is meant, not of the copy
+                for name in names:
+                    shutil.copyfile(directory / name, temporary / name)
+                return digested.result()
+
+        self._write(identity, copy, overwrite=overwrite)
 
     def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> Path:
+        def filled(temporary: Path) -> Content:
+            fill(temporary)
+            return directory_content(temporary, upload_order(_names(temporary)))
+
+        return self._write(identity, filled, overwrite=overwrite)
+
+    def _write(self, identity: str, fill: Callable[[Path], Content], *, overwrite: bool) -> Path:
         self.check(identity, overwrite)
         place = self.root / identity
         temporary = place.parent / f"{_PREFIX}{secrets.token_hex(8)}"
         try:
             above = _not_there_yet(place.parent)
             temporary.mkdir(parents=True)
-            fill(temporary)
+            content = fill(temporary)
+            (temporary / MANIFEST_FILE).write_bytes(encode_manifest(content))
             sync_tree(temporary)
             move_into_place(temporary, place)
             for name in (place, *above):

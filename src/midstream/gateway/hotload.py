@@ -19,7 +19,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.control.reconcile import failure, serving_generation
-from midstream.errors import ReplicaUnavailable, SnapshotError, SnapshotMissing, SnapshotRefused
+from midstream.errors import (
+    ReplicaUnavailable,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMissing,
+    SnapshotRefused,
+)
 from midstream.gateway.access import grant_of
 from midstream.gateway.bodies import read_body, whole_number
 from midstream.gateway.capabilities import check_signal
@@ -30,6 +36,7 @@ from midstream.gateway.signals import (
     SOURCE_URL_HEADER,
     HintBody,
     SignalBody,
+    overwrites,
     parse_hint,
     parse_signal,
     source_url,
@@ -38,7 +45,7 @@ from midstream.gateway.status import replica_rows
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
 from midstream.scopes import PUBLISH, forbidden
 from midstream.snapshots.identity import check_bucket, parse_bucket, snapshot_url
-from midstream.snapshots.store import find_file, snapshot_fingerprint
+from midstream.snapshots.store import Found, find_file, find_snapshot
 from midstream.types import Hint, ReplicaReport
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
@@ -86,11 +93,15 @@ class _Api:
         body = parse_signal(await read_body(request))
         check_signal(body, (view.report for view in deployment.replicas.views))
         url = await self._url(request, deployment, body)
+        found = await _found(url)
         signal = Signal(
             identity=body.identity,
             url=url,
             reset_prompt_cache=body.reset,
-            fingerprint=await _fingerprint(url),
+            fingerprint=found.fingerprint,
+            sizes=found.sizes,
+            content=found.content,
+            overwrite=overwrites(request.headers),
             previous=body.previous,
             compression=body.compression,
             checksum_format=body.checksum_format,
@@ -183,12 +194,14 @@ def whose(url: str, buckets: Mapping[str, str]) -> list[str]:
     return [name for name in around if depth[name] == max(depth.values())]
 
 
-async def _fingerprint(url: str) -> str:
-    """Of the files at `url`, which are there before they are signalled."""
+async def _found(url: str) -> Found:
+    """The files at `url`, which are there before they are signalled."""
     try:
-        return await snapshot_fingerprint(url)
+        return await find_snapshot(url)
     except SnapshotMissing as error:
         raise SnapshotRefused(f"{error}; write the snapshot, then signal it", param="identity") from error
+    except SnapshotCorrupt as error:  # no retry makes it another
+        raise SnapshotRefused(str(error), param="identity") from error
     except SnapshotError as error:
         raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
 
@@ -219,6 +232,8 @@ async def _look_for(url: str, names: Sequence[str]) -> None:
     looked = zip(names, await asyncio.gather(*map(look, names)), strict=True)
     errors = [(name, error) for name, error in looked if error is not None]
     for name, error in errors:
+        if isinstance(error, SnapshotCorrupt):
+            raise SnapshotRefused(f"files: {error}", param="files") from error
         if isinstance(error, SnapshotMissing):
             raise SnapshotRefused(
                 f"files: {name} is not in the bucket ({error}); write a file, then hint at it", param="files"

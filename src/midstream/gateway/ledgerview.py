@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from midstream.ledger import DeploymentState, Disagreement, SnapshotRow, TransitionRow
-from midstream.types import Stage
+from midstream.types import FileContent, Stage
 
 
 def ledger_body(
@@ -43,10 +43,15 @@ def _snapshot(row: SnapshotRow, moves: Sequence[TransitionRow]) -> dict[str, Any
         "signalled_at": row.signalled_at,
         "generation": row.generation,
         "fingerprint": row.fingerprint,
+        "files": None if row.content is None else [_file(file) for file in row.content],
         "ready_at": row.ready_at,
         "replicas": _replicas(moves),
         "transitions": [_transition(moved) for moved in moves],
     }
+
+
+def _file(file: FileContent) -> dict[str, Any]:
+    return {"name": file.name, "size": file.size, "digest": file.digest}
 
 
 def _replicas(moves: Iterable[TransitionRow]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ source URL that is accepted lies inside an allowed bucket, whatever it is spelle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -19,6 +19,7 @@ from midstream.snapshots.identity import check_identity
 from midstream.snapshots.store import is_snapshot_file
 from midstream.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
 
+OVERWRITE_HEADER = "x-midstream-overwrite"
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"
 HINT_FILES_MAX = 10_000
 MAX_AGE_MAX = 2**31 - 1
@@ -154,6 +155,14 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error), param=_at_fault(error)) from error
+
+
+def overwrites(headers: Mapping[str, str]) -> bool:
+    """Whether the files replace those that were served under this identity. Raises InvalidRequest."""
+    asked = headers.get(OVERWRITE_HEADER)
+    if asked not in (None, "1"):
+        raise InvalidRequest(f"{OVERWRITE_HEADER}: must be 1, or be left out", param=OVERWRITE_HEADER)
+    return asked is not None
 
 
 def source_url(source: str, buckets: Sequence[str]) -> str:

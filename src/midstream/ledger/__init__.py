@@ -8,6 +8,7 @@ Always holds:
   Signalling any other identity supersedes the desired one, also when it is an older one (a rollback).
 - A stage change is stored once, however often it is reported.
 - An incremental snapshot is stored with the whole chain it stands on, as it was when it was signalled.
+- Once a replica has served an identity, it means those bytes, until the ledger is reset or it is overwritten on purpose.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from midstream.ledger.records import (
     Verdict,
     stronger_reset,
 )
-from midstream.types import Transition, TransitionType
+from midstream.types import SnapshotCheck, SnapshotContent, Transition, TransitionType
 
 __all__ = [
     "CHAIN_MAX",
@@ -188,7 +189,8 @@ class Ledger:
         chain_max: how many incremental snapshots may stand on one full one.
 
         When only asked for again, the policy that holds is the stronger of the two. Raises NotFound for an unknown
-        deployment and SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/chain.py).
+        deployment and SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/chain.py), and for files
+        that are not what the identity means (ledger/contents.py).
         """
         now = self._now()
         return await self._run(lambda: self._core.signal(name, signal, fleet, chain_max, now))
@@ -205,6 +207,17 @@ class Ledger:
         """Store a replica's stage changes; those already stored are skipped. How many were new."""
         rows = tuple(rows)
         return await self._run(lambda: self._core.record(name, replica, boot, rows))
+
+    async def learn_content(self, name: str, found: SnapshotContent) -> None:
+        """A replica serves this: the identity means these files from now on, unless it meant others already.
+
+        Passed over when the identity was signalled with other files since.
+        """
+        await self._run(lambda: self._core.learn_content(name, found))
+
+    async def learn_weights(self, name: str, check: SnapshotCheck) -> None:
+        """What this kind of engine makes of the snapshot, unless that is known; passed over as in learn_content."""
+        await self._run(lambda: self._core.learn_weights(name, check))
 
     async def boot_history(self, name: str, replica: str, boot: str, ended: str | None = None) -> BootHistory:
         """What is stored of a boot of a replica and of the one before it: `ended`, or else the last one stored."""

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from midstream.ledger import deployments as resources
 from midstream.ledger.chain import Standing, check_full, parents_of
+from midstream.ledger.contents import Contents, learn_weights, weights_of
 from midstream.ledger.database import Database
 from midstream.ledger.records import (
     BootHistory,
@@ -42,6 +43,7 @@ from midstream.ledger.rows import (
     as_snapshot,
     as_transition,
     base_desired,
+    chain_identities,
 )
 from midstream.ledger.schema import (
     deaths,
@@ -52,7 +54,17 @@ from midstream.ledger.schema import (
     storable,
     transitions,
 )
-from midstream.types import BASE_SNAPSHOT, ResetPromptCache, SnapshotFiles, Stage, Transition, TransitionType
+from midstream.types import (
+    BASE_SNAPSHOT,
+    Desired,
+    ResetPromptCache,
+    SnapshotCheck,
+    SnapshotContent,
+    SnapshotFiles,
+    Stage,
+    Transition,
+    TransitionType,
+)
 
 MAX_FALLBACKS = 8
 MAX_DEATHS = 256  # the newest, of all replicas
@@ -68,6 +80,7 @@ class LedgerCore:
         self.database = Database(url)
         self._write = self.database.write
         self._read = self.database.read
+        self._contents = Contents()
 
     def close(self) -> None:
         self.database.close()
@@ -122,18 +135,19 @@ class LedgerCore:
         with self._write() as db:
             row = resources.lock(db, name)
             known = _snapshot(db, row.id, signal.identity)
+            meant = self._contents.meant(db, row.id, signal)
             failed = fleet.failed_generation == row.generation or _failed_somewhere(db, row)
             parents = _parents(
                 db, row, known, signal, Standing(row.desired_snapshot, failed, fleet.serving), chain_max
             )
-            same_files = known is not None and _content(as_snapshot(known)) == (
-                signal.fingerprint,
-                signal.compression,
-                parents,
+            same_files = (
+                known is not None
+                and _files_of(as_snapshot(known)) == (signal.fingerprint, signal.compression, parents)
+                and not meant.overwrites
             )
             if same_files and row.desired_snapshot == signal.identity:
                 if not failed and tuple(known.ignore_config) == signal.ignore_config:
-                    return SignalResult(as_desired(known, row), changed=False)
+                    return SignalResult(self._desired(db, known, row), changed=False)
                 signal = _at_least(signal, known)  # nobody may have loaded the first one
             generation = max(row.last_generation, fleet.generation_floor) + 1
             values = _values(signal, parents) | {"signalled_at": now, "generation": generation}
@@ -144,9 +158,28 @@ class LedgerCore:
                 db.execute(snapshots.insert().values({**fresh, **values}))
             else:
                 db.execute(snapshots.update().where(snapshots.c.id == known.id).values(values))
+            meant.store(db)
             db.execute(_desire(row, signal.identity, generation, signal.reset_prompt_cache, now))
-            desired = as_desired(_snapshot(db, row.id, signal.identity), resources.find(db, name))
+            desired = self._desired(db, _snapshot(db, row.id, signal.identity), resources.find(db, name))
             return SignalResult(desired, changed=True)
+
+    def _desired(self, db: sa.Connection, snapshot: Any, deployment: Any) -> Desired:
+        known = self._contents.of(db, deployment.id, chain_identities([snapshot]))
+        return as_desired(snapshot, deployment, known)
+
+    def learn_content(self, name: str, found: SnapshotContent) -> None:
+        with self._write() as db:
+            row = resources.lock(db, name)
+            known = _snapshot(db, row.id, found.snapshot)
+            if known is not None and known.fingerprint == found.fingerprint:
+                self._contents.learn(db, row.id, found)
+
+    def learn_weights(self, name: str, check: SnapshotCheck) -> None:
+        with self._write() as db:
+            row = resources.lock(db, name)
+            known = _snapshot(db, row.id, check.snapshot)
+            if known is not None and known.since_generation <= check.generation:
+                learn_weights(db, row.id, check)
 
     def new_generation(self, name: str, floor: int) -> int:
         with self._write() as db:
@@ -167,10 +200,13 @@ class LedgerCore:
                 )
             desired = _snapshot(db, row.id, row.desired_snapshot)
             fallbacks = _fallbacks(db, row)
+            named = (desired, *fallbacks)
+            known = self._contents.of(db, row.id, chain_identities(named))
             return DeploymentState(
-                as_desired(desired, row),
-                tuple(as_desired(snapshot, row) for snapshot in fallbacks),
-                since={snapshot.identity: snapshot.since_generation for snapshot in (desired, *fallbacks)},
+                as_desired(desired, row, known),
+                tuple(as_desired(snapshot, row, known) for snapshot in fallbacks),
+                weights=weights_of(db, row.id, {snapshot.identity for snapshot in named}),
+                since={snapshot.identity: snapshot.since_generation for snapshot in named},
                 ever_ready=row.first_ready_at is not None,
                 first_signalled_at=row.first_signalled_at,
                 reset_all=row.reset_all_generation,
@@ -298,8 +334,11 @@ class LedgerCore:
 
     def snapshots(self, name: str) -> list[SnapshotRow]:
         with self._read() as db:
-            query = sa.select(snapshots).where(snapshots.c.deployment_id == resources.find(db, name).id)
-            return [as_snapshot(row) for row in db.execute(query.order_by(snapshots.c.id))]
+            key = resources.find(db, name).id
+            query = sa.select(snapshots).where(snapshots.c.deployment_id == key).order_by(snapshots.c.id)
+            rows = db.execute(query).all()
+            known = self._contents.of(db, key, {row.identity for row in rows})
+            return [as_snapshot(row, known) for row in rows]
 
     def transitions(self, name: str, newest: int | None = None) -> list[TransitionRow]:
         with self._read() as db:
@@ -322,7 +361,7 @@ def _parents(
     return parents_of(signal, known, as_snapshot(parent), parent.since_generation, standing, chain_max)
 
 
-def _content(known: SnapshotRow) -> tuple[str | None, str | None, tuple[SnapshotFiles, ...]]:
+def _files_of(known: SnapshotRow) -> tuple[str | None, str | None, tuple[SnapshotFiles, ...]]:
     return known.fingerprint, known.compression, known.parents
 
 

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from midstream.errors import ConfigError, ReplicaUnavailable
-from midstream.ledger.schema import SCHEMA_VERSION, insert_new, metadata, schema_version
+from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, insert_new, metadata, schema_version
 
 BUSY_TIMEOUT_S = 10.0
 SYNCHRONOUS = "FULL"  # on SQLite: what is committed outlives a power cut
@@ -150,13 +150,18 @@ def _begin_sqlite(db: sa.Connection) -> None:
 
 
 def _prepare_schema(db: sa.Connection) -> int:
-    """The schema version found, after creating the tables in an empty database."""
+    """The schema version found, after creating the tables in an empty database, or those that the version before lacked."""
     if db.dialect.name == "postgresql":
         db.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
     if not sa.inspect(db).has_table(schema_version.name):
         metadata.create_all(db)
         insert_new(db, schema_version, {"version": SCHEMA_VERSION})
-    return int(db.execute(sa.select(sa.func.max(schema_version.c.version))).scalar_one() or 0)
+    found = int(db.execute(sa.select(sa.func.max(schema_version.c.version))).scalar_one() or 0)
+    if found == UPGRADED_FROM:
+        metadata.create_all(db)
+        db.execute(schema_version.update().values(version=SCHEMA_VERSION))
+        return SCHEMA_VERSION
+    return found
 
 
 def _reason(error: SQLAlchemyError) -> str:

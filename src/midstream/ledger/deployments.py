@@ -12,10 +12,19 @@ import sqlalchemy as sa
 
 from midstream.errors import ConfigError, Conflict, NotFound
 from midstream.ledger.records import DeploymentChange, DeploymentRow
-from midstream.ledger.schema import deaths, deployments, disagreements, insert_new, snapshots, transitions
+from midstream.ledger.schema import (
+    contents,
+    deaths,
+    deployments,
+    disagreements,
+    insert_new,
+    snapshots,
+    transitions,
+    weights,
+)
 from midstream.types import BASE_SNAPSHOT, TransitionType
 
-_OF_A_DEPLOYMENT = (transitions, deaths, disagreements, snapshots)
+_OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
 
 
 def find(db: sa.Connection, name: str) -> Any:

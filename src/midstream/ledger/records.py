@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from midstream.types import (
     BASE_SNAPSHOT,
     CompressionFormat,
+    Content,
     Desired,
     ResetPromptCache,
     SnapshotFiles,
@@ -52,7 +53,11 @@ class DeploymentChange(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """One hot-load signal, understood. previous: what an incremental snapshot is the difference to, None: it is full."""
+    """One hot-load signal, understood. previous: what an incremental snapshot is the difference to, None: it is full.
+
+    sizes: of the files as they are in the bucket; None: unknown. content: what their manifest says they are. overwrite: the
+    identity means these files from now on, whatever it meant before.
+    """
 
     identity: str
     url: str
@@ -63,6 +68,9 @@ class Signal:
     checksum_format: str | None = None
     max_cache_age: int | None = None
     ignore_config: tuple[str, ...] = ()
+    sizes: Mapping[str, int] | None = None
+    content: Content | None = None
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,10 @@ NO_FLEET = Fleet()
 
 @dataclass(frozen=True)
 class SnapshotRow:
-    """parents: of a delta, the files it stands on, the full snapshot first, as they were when it was signalled."""
+    """parents: of a delta, the files it stands on, the full snapshot first, as they were when it was signalled.
+
+    content: what its own files are, byte for byte, once known.
+    """
 
     identity: str
     kind: Literal["full", "delta"]
@@ -100,6 +111,7 @@ class SnapshotRow:
     parents: tuple[SnapshotFiles, ...] = ()
     max_cache_age: int | None = None
     ignore_config: tuple[str, ...] = ()
+    content: Content | None = None
 
 
 class Signalled(NamedTuple):
@@ -177,6 +189,7 @@ class DeploymentState:
         signalled later.
     disagreements: the last one of each replica.
     proven: some replica has served what is desired.
+    weights: by identity, of the desired one and the fallbacks: the digest of the weights by kind of engine.
     """
 
     desired: Desired | None
@@ -189,6 +202,7 @@ class DeploymentState:
     deaths: tuple[Death, ...] = ()
     disagreements: tuple[Disagreement, ...] = ()
     proven: bool = False
+    weights: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def snapshot(self) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from midstream.ledger.records import Death, Disagreement, SnapshotRow, TransitionRow
-from midstream.types import BASE_SNAPSHOT, Desired, SnapshotFiles, Stage
+from midstream.types import BASE_SNAPSHOT, Content, Desired, SnapshotFiles, Stage
+
+Contents = Mapping[str, Content]
 
 
-def as_desired(snapshot: Any, deployment: Any) -> Desired:
+def as_desired(snapshot: Any, deployment: Any, contents: Contents) -> Desired:
     """A snapshot as it may be sent.
 
     It carries the deployment's generation, also as a fallback: a replica takes (snapshot, generation) pairs, and an
@@ -24,7 +27,11 @@ def as_desired(snapshot: Any, deployment: Any) -> Desired:
         transition=deployment.transition,
         fingerprint=snapshot.fingerprint,
         compression=snapshot.compression,
-        parents=_files(snapshot.parents),
+        content=contents.get(snapshot.identity),
+        parents=tuple(
+            msgspec.structs.replace(link, content=contents.get(link.snapshot))
+            for link in _files(snapshot.parents)
+        ),
         max_cache_age=snapshot.max_cache_age,
         ignore_config=tuple(snapshot.ignore_config),
     )
@@ -35,7 +42,13 @@ def base_desired(deployment: Any) -> Desired:
     return Desired(snapshot=BASE_SNAPSHOT, generation=deployment.generation, transition=deployment.transition)
 
 
-def as_snapshot(row: Any) -> SnapshotRow:
+def chain_identities(snapshots: Sequence[Any]) -> set[str]:
+    """Of these rows and of all they stand on."""
+    links = (link.snapshot for row in snapshots for link in _files(row.parents))
+    return {row.identity for row in snapshots}.union(links)
+
+
+def as_snapshot(row: Any, contents: Contents | None = None) -> SnapshotRow:
     return SnapshotRow(
         identity=row.identity,
         kind=row.kind,
@@ -52,6 +65,7 @@ def as_snapshot(row: Any) -> SnapshotRow:
         parents=_files(row.parents),
         max_cache_age=row.max_cache_age,
         ignore_config=tuple(row.ignore_config),
+        content=(contents or {}).get(row.identity),
     )
 
 

@@ -29,7 +29,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+UPGRADED_FROM = 3  # it lacked only tables: contents and weights
 
 metadata = MetaData()
 
@@ -150,6 +151,33 @@ disagreements = Table(
     Column("verdict", String(16), nullable=False),
     UniqueConstraint("deployment_id", "replica", "boot", "identity", "generation"),
     Index("disagreements_by_age", "deployment_id", "id"),
+)
+
+
+#: What an identity means: the own files of the snapshot, byte for byte.
+contents = Table(
+    "contents",
+    metadata,
+    Column("id", _RowId, primary_key=True),
+    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
+    Column("identity", String(512), nullable=False),
+    Column("files", JSON, nullable=False),  # as types.Content
+    Column("digest", String(64), nullable=False),  # of `files`: two rows with one digest have equal files
+    # Some replica has served it: the identity means this until it is overwritten on purpose. Else a manifest said it.
+    Column("proven", Boolean, nullable=False),
+    UniqueConstraint("deployment_id", "identity"),
+)
+
+#: What engines made of it: the digest of the weights in memory, one per kind of engine.
+weights = Table(
+    "weights",
+    metadata,
+    Column("id", _RowId, primary_key=True),
+    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
+    Column("identity", String(512), nullable=False),
+    Column("kind", String(128), nullable=False),
+    Column("digest", String(128), nullable=False),
+    UniqueConstraint("deployment_id", "identity", "kind"),
 )
 
 

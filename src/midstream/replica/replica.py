@@ -180,6 +180,7 @@ class Replica:
             admitting=self.gate.door is not Door.CLOSED,
             pinnable=self.pins.coming is None,
             check=self.runner.check,
+            contents=self.runner.contents,
             last_swap=self.runner.last_swap,
             engine=self._engine.stats(),
             card=None if info is None else declared(info),

@@ -27,7 +27,16 @@ from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.swap import BEFORE_COMMIT, Event, SwapMachine
-from midstream.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
+from midstream.types import (
+    BASE_SNAPSHOT,
+    Desired,
+    Hint,
+    ModelInfo,
+    SnapshotCheck,
+    SnapshotContent,
+    Stage,
+    SwapTiming,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +67,10 @@ class SnapshotSource(abc.ABC):
     @abc.abstractmethod
     async def verify(self, path: Path, desired: Desired) -> None:
         """Raises SnapshotError unless the files at `path` are a whole snapshot that fits the served model."""
+
+    async def contents(self, desired: Desired) -> tuple[SnapshotContent, ...]:
+        """What its files were found to be, link by link, where `desired` does not say; after `fetch` or `rebuild`."""
+        return ()
 
     @abc.abstractmethod
     async def release(self, keep: Sequence[Desired]) -> None:
@@ -116,6 +129,7 @@ class SwapRunner:
         self.info: ModelInfo | None = None  # of the engine, set before `run`
         self.last_swap: SwapTiming | None = None
         self.check: SnapshotCheck | None = None  # of what serves
+        self.contents: tuple[SnapshotContent, ...] = ()  # likewise
 
     def desire(self, desired: Desired) -> bool:
         """Take note of a target; returns at once. False when it is already accepted."""
@@ -227,6 +241,7 @@ class SwapRunner:
             rebuilt = self._advance(Event.REBUILT)
         if not base:
             await self._source.verify(path, desired)
+        contents = () if base else await self._source.contents(desired)
         verified = self._advance(Event.VERIFIED)
         await self._engine.stage(desired.snapshot, path)
         self._begin_quiet(desired)
@@ -241,14 +256,13 @@ class SwapRunner:
             verify_ms=(verified - rebuilt) * 1e3,
             stage_ms=(staged - verified) * 1e3,
         )
-        self.check = None
+        self.check, self.contents = None, contents
         self._held_in_vain = 0
         self._advance(Event.COMMITTED)
 
     async def _fetch(self, desired: Desired) -> Path | None:
         """What this boot serves already is loaded again only when it was found wanting: its local files may be to blame."""
-        loaded = self.machine.loaded
-        anew = loaded is not None and desired.files == loaded.files
+        anew = self.machine.loaded is not None and self.machine.same_files(desired)
         async with self._hints.loading(desired.snapshot):
             return await self._source.fetch(desired, anew=anew)
 

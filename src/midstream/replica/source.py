@@ -11,7 +11,7 @@ from midstream.replica.runner import SnapshotSource
 from midstream.snapshots.chain import ChainFetcher
 from midstream.snapshots.layout import CheckpointSpec, read_spec
 from midstream.snapshots.verify import check_compatible
-from midstream.types import Desired, Hint
+from midstream.types import Desired, Hint, SnapshotContent
 
 
 class CachedSource(SnapshotSource):
@@ -34,6 +34,15 @@ class CachedSource(SnapshotSource):
             await self._chains.distrust(path)
             raise
         check_compatible(self._base, spec, frozenset(desired.ignore_config))
+
+    async def contents(self, desired: Desired) -> tuple[SnapshotContent, ...]:
+        links = desired.files
+        found = await self._chains.contents(links)
+        return tuple(
+            SnapshotContent(snapshot=link.snapshot, fingerprint=link.fingerprint, files=content)
+            for link, content in zip(links, found, strict=False)
+            if link.content is None
+        )
 
     async def release(self, keep: Sequence[Desired]) -> None:
         await self._chains.release([desired.files for desired in keep if desired.files])

@@ -159,7 +159,9 @@ class _PartialFile:
 
     def __init__(self, directory: Path, url: str, store: Store, file: BucketFile) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        key = hashlib.sha256(f"2 {file.size} {PART_BYTES} {file.version} {file.name}".encode()).hexdigest()[:40]
+        key = hashlib.sha256(f"2 {file.size} {PART_BYTES} {file.version} {file.name}".encode()).hexdigest()[
+            :40
+        ]
         self.file = file
         self.path = directory / f"{key}.part"
         self.journal = directory / f"{key}.done"
@@ -359,9 +361,7 @@ def _check_space(parent: Path, url: str, missing: int) -> None:
         )
 
 
-def _finish(
-    partial: Path, parts: list[_PartialFile], listing: Listing, found: Content, dest: Path
-) -> None:
+def _finish(partial: Path, parts: list[_PartialFile], listing: Listing, found: Content, dest: Path) -> None:
     temporary = dest.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     temporary.mkdir()
     try:

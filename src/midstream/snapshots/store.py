@@ -13,6 +13,7 @@ import fnmatch
 import hashlib
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from obstore.store import LocalStore
 
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.snapshots.bucket import RETRY_S, Store, describe, open_bucket
+from midstream.snapshots.content import MANIFEST_BYTES_MAX, MANIFEST_FILE, parse_manifest, size_difference
 from midstream.snapshots.identity import check_identity, public_url, snapshot_url
 from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE
 from midstream.snapshots.messages import shown
+from midstream.types import Content
 
 __all__ = [
     "COMPANION_FILES",
@@ -99,6 +102,15 @@ def fingerprint_of(encoded: bytes) -> str:
     return hashlib.sha256(encoded).hexdigest()
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a signal finds in a snapshot's directory. sizes: of its files, bytes. content: of its manifest, if there is one."""
+
+    fingerprint: str
+    sizes: Mapping[str, int]
+    content: Content | None = None
+
+
 async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
     """What is in the bucket directory at `url` now.
 
@@ -163,11 +175,61 @@ async def snapshot_fingerprint(url: str) -> str:
 
     Raises SnapshotMissing when no snapshot file is there, SnapshotError when that cannot be known now.
     """
+    return (await find_snapshot(url)).fingerprint
+
+
+async def find_snapshot(url: str) -> Found:
+    """What is at `url` now; of its bytes, only the manifest's are read.
+
+    Raises SnapshotMissing when no snapshot file is there, SnapshotCorrupt when the manifest is none or is not of these
+    files, SnapshotError when that cannot be known now.
+    """
     try:
         async with asyncio.timeout(FINGERPRINT_S_MAX):
-            return (await list_snapshot(url)).fingerprint
+            listing = await list_snapshot(url)
+            sizes = {file.name: file.size for file in listing.files}
+            content = await _manifest(listing)
+            if content is not None and (other := size_difference(content, sizes)) is not None:
+                raise SnapshotCorrupt(f"{public_url(url)}: is not what its {MANIFEST_FILE} says: {other}")
+            return Found(listing.fingerprint, sizes, content)
     except TimeoutError:
         raise SnapshotError(f"{public_url(url)}: did not answer within {FINGERPRINT_S_MAX:g} s") from None
+
+
+async def _manifest(listing: Listing) -> Content | None:
+    """None: there is none. Raises SnapshotCorrupt, SnapshotError."""
+    at = f"{public_url(listing.url)}: {MANIFEST_FILE}"
+    try:
+        if isinstance(listing.store, LocalStore):
+            path = os.path.join(str(listing.store.prefix), MANIFEST_FILE)
+            return parse_manifest(await asyncio.to_thread(_read_local, path))
+        found = await listing.store.get_async(MANIFEST_FILE)
+        if found.meta["size"] > MANIFEST_BYTES_MAX:
+            raise SnapshotCorrupt(f"{at} has more than {MANIFEST_BYTES_MAX} bytes")
+        return parse_manifest(bytes(await found.bytes_async()))
+    except FileNotFoundError:
+        return None
+    except BaseError as error:
+        raise SnapshotError(f"{at} cannot be read: {describe(error)}") from None
+    except OSError as error:
+        raise SnapshotCorrupt(f"{at} cannot be read: {error.strerror or error}") from error
+
+
+def _read_local(path: str) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(MANIFEST_BYTES_MAX + 1)
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise SnapshotCorrupt(f"{MANIFEST_FILE}: has more than {MANIFEST_BYTES_MAX} bytes")
+    return data
+
+
+def has_manifest(url: str) -> bool:
+    """Raises BaseError, FileNotFoundError apart; SnapshotError."""
+    try:
+        open_bucket(url).head(MANIFEST_FILE)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def write_listing(directory: Path, listing: Listing) -> None:

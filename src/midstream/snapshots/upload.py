@@ -3,23 +3,27 @@
 Always holds:
 - Each file appears whole, the weights first, then what goes with them, the index last: a snapshot whose index (or,
   unsharded, configuration) is there has all its files. It counts only once it is signalled.
-- Only files of a snapshot are put, into the snapshot's own directory.
+- Last comes the manifest, which says what every file is, byte for byte.
+- Only files of a snapshot and their manifest are put, into the snapshot's own directory.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from obstore.exceptions import BaseError
 
 from midstream.errors import SnapshotError, SnapshotMissing
 from midstream.snapshots.bucket import Store, describe, open_bucket
+from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
 from midstream.snapshots.identity import public_url, snapshot_url
 from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store import is_snapshot_file
+from midstream.types import Content
 
 UPLOAD_PART_BYTES = 16 * 2**20
 UPLOAD_PARTS_MAX = 9_000  # S3 takes 10,000 of one file
@@ -43,15 +47,28 @@ def put_directory(bucket: str, identity: str, directory: Path, on_file: OnFile |
         )
     before, _ = list_directory(bucket, identity)
     store = open_bucket(url)
-    for name in names:
-        _put(store, url, directory / name)
-        if on_file is not None:
-            on_file(name)
+    with ThreadPoolExecutor(1, "manifest") as beside:
+        digested = beside.submit(directory_content, directory, names)
+        for name in names:
+            _put(store, url, directory / name)
+            if on_file is not None:
+                on_file(name)
+        content = _digested(digested)
     try:
+        store.put(MANIFEST_FILE, encode_manifest(content))
         if stale := sorted(set(before) - set(names)):
             store.delete(stale)
     except BaseError as error:
-        raise SnapshotError(f"{public_url(url)}: old files cannot be removed: {describe(error)}") from None
+        raise SnapshotError(
+            f"{public_url(url)}: its manifest cannot be put, or old files removed: {describe(error)}"
+        ) from None
+
+
+def _digested(content: Future[Content]) -> Content:
+    try:
+        return content.result()
+    except OSError as error:
+        raise SnapshotError(f"it cannot be read: {error.strerror or error}") from error
 
 
 def list_directory(bucket: str, path: str) -> tuple[list[str], list[str]]:

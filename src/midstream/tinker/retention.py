@@ -14,7 +14,9 @@ from obstore.exceptions import BaseError
 
 from midstream.errors import ConfigError, SnapshotError
 from midstream.snapshots.bucket import describe, open_bucket
+from midstream.snapshots.content import MANIFEST_FILE
 from midstream.snapshots.identity import parse_bucket, snapshot_url
+from midstream.snapshots.store import has_manifest
 from midstream.snapshots.upload import list_directory
 
 logger = logging.getLogger(__name__)
@@ -50,8 +52,9 @@ def remove_snapshot(bucket: str, identity: str) -> None:
     url = snapshot_url(bucket, identity)
     try:
         names, _ = list_directory(bucket, identity)
+        manifest = [MANIFEST_FILE] if names and has_manifest(url) else []
         if names:
-            open_bucket(url).delete(names)
+            open_bucket(url).delete([*names, *manifest])
         place = parse_bucket(url)
     except (
         BaseError,

@@ -1,0 +1,125 @@
+"""What identities mean: the bytes of each one's own files, and the weights that each kind of engine makes of them.
+
+Each function is part of its caller's transaction.
+Always holds: what a replica has served under an identity stays its meaning until the ledger is reset or a signal overwrites it
+on purpose; what only a manifest said gives way to the next signal. What is learnt first stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from midstream.errors import SnapshotRefused
+from midstream.ledger.records import Signal
+from midstream.ledger.schema import contents, insert_new, weights
+from midstream.snapshots.content import difference, size_difference
+from midstream.types import Content, SnapshotCheck, SnapshotContent
+
+REMEMBERED = 4096  # contents that were read before, by their digest
+
+
+@dataclass(frozen=True)
+class Meant:
+    """What a signal makes of its identity's meaning. content: to be stored; None: nothing is known of it."""
+
+    key: int
+    identity: str
+    content: Content | None
+    keeps: bool  # what is stored stays
+    overwrites: bool = False  # a meaning that was served gives way
+
+    def store(self, db: sa.Connection) -> None:
+        if self.keeps:
+            return
+        for table in (contents, weights):
+            db.execute(table.delete().where(_this(table, self.key, self.identity)))
+        if self.content is not None:
+            db.execute(contents.insert().values(_row(self.key, self.identity, self.content, proven=False)))
+
+
+class Contents:
+    """Reads contents, each from the database once. Not for use from several threads at once."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Content] = {}
+
+    def of(self, db: sa.Connection, key: int, identities: Collection[str]) -> dict[str, Content]:
+        """By identity, where one is known."""
+        this = (contents.c.deployment_id == key) & contents.c.identity.in_(sorted(identities))
+        rows = db.execute(sa.select(contents.c.identity, contents.c.digest).where(this)).all()
+        if len(self._read) > REMEMBERED:
+            self._read.clear()
+        if missing := [row.identity for row in rows if row.digest not in self._read]:
+            query = sa.select(contents.c.digest, contents.c.files)
+            this = (contents.c.deployment_id == key) & contents.c.identity.in_(missing)
+            for found in db.execute(query.where(this)):
+                self._read[found.digest] = msgspec.convert(found.files, Content)
+        return {row.identity: self._read[row.digest] for row in rows}
+
+    def meant(self, db: sa.Connection, key: int, signal: Signal) -> Meant:
+        """Raises SnapshotRefused when the files are known not to be what the identity means."""
+        known = db.execute(sa.select(contents).where(_this(contents, key, signal.identity))).one_or_none()
+        stored = None if known is None else msgspec.convert(known.files, Content)
+        if stored is None or known is None or not known.proven:
+            return Meant(key, signal.identity, signal.content, keeps=stored == signal.content)
+        other = _difference(signal, stored)
+        if signal.overwrite:
+            keeps = signal.content == stored
+            return Meant(key, signal.identity, signal.content, keeps, overwrites=not keeps)
+        if other is None:
+            return Meant(key, signal.identity, stored, keeps=True)
+        raise SnapshotRefused(
+            f"identity: the files at {signal.identity!r} are not those that were served under this name: {other}. Publish "
+            f"them under another name, or say that they replace it (header x-midstream-overwrite: 1)",
+            param="identity",
+        )
+
+    def learn(self, db: sa.Connection, key: int, found: SnapshotContent) -> None:
+        """What a replica serves becomes the meaning, in the place of what only a manifest said."""
+        this = _this(contents, key, found.snapshot)
+        if insert_new(db, contents, _row(key, found.snapshot, found.files, proven=True)):
+            return
+        known = db.execute(sa.select(contents).where(this)).one()
+        if not known.proven:
+            row = _row(key, found.snapshot, found.files, proven=True)
+            db.execute(contents.update().where(this).values(row))
+
+
+def learn_weights(db: sa.Connection, key: int, check: SnapshotCheck) -> None:
+    if check.weights is None:
+        return
+    kind, _, digest = check.weights.rpartition(":")
+    values = {"deployment_id": key, "identity": check.snapshot, "kind": kind, "digest": digest}
+    insert_new(db, weights, values)
+
+
+def weights_of(db: sa.Connection, key: int, identities: Collection[str]) -> dict[str, dict[str, str]]:
+    """By identity, then by kind of engine."""
+    this = (weights.c.deployment_id == key) & weights.c.identity.in_(sorted(identities))
+    found: dict[str, dict[str, str]] = {}
+    for row in db.execute(sa.select(weights).where(this)):
+        found.setdefault(row.identity, {})[row.kind] = row.digest
+    return found
+
+
+def _difference(signal: Signal, stored: Content) -> str | None:
+    """As far as can be told without reading the files: their sizes, and their manifest."""
+    if signal.content is not None:
+        return difference(stored, signal.content)
+    return None if signal.sizes is None else size_difference(stored, signal.sizes)
+
+
+def _this(table: Any, key: int, identity: str) -> Any:
+    return (table.c.deployment_id == key) & (table.c.identity == identity)
+
+
+def _row(key: int, identity: str, content: Content, *, proven: bool) -> dict[str, Any]:
+    files = msgspec.to_builtins(content)
+    digest = hashlib.sha256(msgspec.json.encode(content)).hexdigest()
+    return {"deployment_id": key, "identity": identity, "files": files, "digest": digest, "proven": proven}
