@@ -250,7 +250,7 @@ def test_a_snapshot_that_fails_verification_serves_no_token(
     assert serving_now(publisher) == {"short"}
 
 
-def test_files_overwritten_under_the_same_name_are_loaded_when_signalled_again(
+def test_files_overwritten_under_the_same_name_are_loaded_when_that_is_said(
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
 ) -> None:
     def greedy() -> list[int]:
@@ -265,7 +265,7 @@ def test_files_overwritten_under_the_same_name_are_loaded_when_signalled_again(
         if seed == 11:
             shutil.rmtree(server.bucket / "again")
         put(server, "again", tiny_model(seed=seed))
-        publisher.signal("again")
+        publisher.signal("again", overwrite=seed == 11)
         while any(r.stage not in ("done", "idle") for r in publisher.status().replicas):
             pass
         publisher.wait_until_ready("again", timeout_s=150)

@@ -271,7 +271,7 @@ def test_a_bucket_that_cannot_be_read_now_is_a_reason_to_try_again(
         async def away(url: str) -> str:
             raise SnapshotError(f"{url}: cannot be listed: input/output error")
 
-        monkeypatch.setattr(hotload, "snapshot_fingerprint", away)
+        monkeypatch.setattr(hotload, "find_snapshot", away)
         response = await server.signal({"identity": "a"})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert "input/output error" in response.json()["error"]["message"]
@@ -485,6 +485,7 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
                     "signalled_at": 1000.0,
                     "generation": 1,
                     "fingerprint": await snapshot_fingerprint(f"{server.bucket.as_uri()}/a"),
+                    "files": None,
                     "ready_at": None,
                     "replicas": [
                         {

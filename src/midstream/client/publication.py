@@ -243,6 +243,7 @@ class Publishing:
             compression=self._compression,
             extra_fields_ignore=job.extra_fields_ignore,
             retry_s=_retry_s(job),
+            overwrite=job.overwrite,
         )
 
 

@@ -51,7 +51,7 @@ class How(TypedDict, total=False):
     """Arguments of `publish` and `begin`; those of checkpoint.Source say where the weights are.
 
     kind: None: a delta when that is certain to be understood and smaller, else full. "delta": PublishError if it cannot be.
-    overwrite: a snapshot of this name in the bucket is replaced.
+    overwrite: a snapshot of this name in the bucket is replaced, and the name means the new files for the server too.
     reset_prompt_cache: "all" (default), "new_session", "none", a bool, or {"max_age": k}.
     extra_fields_ignore: top-level fields of config.json that may differ from the served model's.
     timeout_s: of the signal, and again of the wait (300).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import email.utils
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import httpx
@@ -39,16 +39,26 @@ class Caller:
         self._monotonic = monotonic
         self._now = now
 
-    def call(self, method: str, url: str, *, deadline_s: float, json: Any = None) -> Answer:
+    def call(
+        self,
+        method: str,
+        url: str,
+        *,
+        deadline_s: float,
+        json: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         """The answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`."""
-        response, attempts = self._request(method, url, deadline_s, json)
+        response, attempts = self._request(method, url, deadline_s, json, headers)
         return Answer(_decoded(response), attempts)
 
     def text(self, method: str, url: str, *, deadline_s: float) -> str:
         """Like `call`, of an answer that is not JSON."""
         return self._request(method, url, deadline_s, None)[0].text
 
-    def _request(self, method: str, url: str, deadline_s: float, json: Any) -> tuple[httpx.Response, int]:
+    def _request(
+        self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None = None
+    ) -> tuple[httpx.Response, int]:
         until = self._monotonic() + deadline_s
         pause_s = FIRST_PAUSE_S
         attempts = 0
@@ -56,7 +66,7 @@ class Caller:
             attempts += 1
             response: httpx.Response | None = None
             try:
-                response = self._http.request(method, url, json=json)
+                response = self._http.request(method, url, json=json, headers=headers)
             except httpx.TransportError as error:
                 problem = f"{method} {url}: {error or type(error).__name__}"
             else:

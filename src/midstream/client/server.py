@@ -16,6 +16,7 @@ from midstream.client.retry import Answer, Caller
 from midstream.client.status import Status, read_status
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
+OVERWRITE_HEADER = "x-midstream-overwrite"
 SIGNAL_RETRY_S = 300.0
 HINT_TIMEOUT_S = 5.0
 
@@ -29,12 +30,14 @@ class SignalOptions(TypedDict, total=False):
     previous: of a delta, the snapshot it stands on. compression: of a delta ("arc_v2").
     extra_fields_ignore: top-level fields of config.json that may differ from the served model's.
     retry_s: how long what a retry may cure is retried (300).
+    overwrite: these files take the place of others that were served under this identity.
     """
 
     previous: str | None
     compression: Compression
     extra_fields_ignore: Sequence[str]
     retry_s: float
+    overwrite: bool
 
 
 class HotLoadServer:
@@ -86,7 +89,8 @@ class HotLoadServer:
         if fields:
             body["validation"] = {"extra_fields_ignore": list(fields)}
         retry_s = options.get("retry_s", SIGNAL_RETRY_S)
-        return self._caller.call("POST", self.url, deadline_s=retry_s, json=body)
+        headers = {OVERWRITE_HEADER: "1"} if options.get("overwrite") else None
+        return self._caller.call("POST", self.url, deadline_s=retry_s, json=body, headers=headers)
 
     def hint(
         self, identity: str, files: Sequence[str], previous: str | None, compression: Compression

@@ -1,11 +1,14 @@
-"""Whether replicas that serve the same files hold the same weights: their checks compared. Pure.
+"""Whether replicas that serve the same files hold the same weights: compared with the ledger, and with each other. Pure.
+
+The ledger remembers the bytes of an identity's files, and for each kind of engine the digest of the weights it made of them.
+A replica that differs from that is wrong, whoever else agrees with it.
 
 Judged are those that serve what is desired, and those that stay with a fallback. A replica that differs loads the files once
 more; if it differs again it is out of rotation until it agrees on a later snapshot. Engines of equal settings on one kind of
 processor give equal bits; CANARY_TOLERANCE is for those that do not.
 
-Always holds: the majority is right, of equal groups the one with the earliest replica, so somebody always stays in; a replica
-that is being loaded again, or is out, does not vote while another is there that may.
+Always holds: who differs from the ledger does not vote; among the others the majority is right, of equal groups the one with
+the earliest replica; a replica that is being loaded again, or is out, does not vote while another is there that may.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midstream.ledger import DeploymentState, Disagreement
-from midstream.types import ReplicaReport, SnapshotCheck, Stage
+from midstream.snapshots.content import difference as content_difference
+from midstream.types import BASE_SNAPSHOT, ReplicaReport, SnapshotCheck, Stage
 
 #: Nats, per token of the canary. Kernels that differ in summation order stay an order of magnitude below it in bfloat16,
 #: one RL step's other weights seldom do over a whole prompt; digests, where both have one, must be equal anyway.
@@ -66,8 +70,11 @@ def findings(
     for snapshot, checked in by_snapshot.items():
         right = _right(_voters(state, reports, checked))
         for report, check in checked:
-            if right is not None and (snapshot == state.snapshot or report.replica in staying):
-                found.append(_compared(state, report, check, *right))
+            if snapshot != state.snapshot and report.replica not in staying:
+                continue
+            why = _why(state, report, check, right)
+            if why is not None or right is not None:
+                found.append(_judged(state, report, check, why))
     return [finding for finding in found if finding is not None]
 
 
@@ -77,6 +84,7 @@ def _voters(
     checked: Sequence[tuple[ReplicaReport, SnapshotCheck]],
 ) -> list[tuple[ReplicaReport, SnapshotCheck]]:
     """Who is not doubted; when no replica that is there is, those that loaded again since, lest nobody ever serves again."""
+    checked = [pair for pair in checked if known_difference(state, *pair) is None]
     if any(standing_of(state, report) is None for report in reports):
         return [pair for pair in checked if standing_of(state, pair[0]) is None]
     return [(report, check) for report, check in checked if _has_loaded_since(state, report, check)]
@@ -97,9 +105,52 @@ def difference(check: SnapshotCheck, right: SnapshotCheck) -> str | None:
     for position, (mine, theirs) in enumerate(zip(check.canary, right.canary, strict=True), start=1):
         if not abs(mine - theirs) <= CANARY_TOLERANCE:  # a NaN differs, too
             return f"the log-probability of canary token {position} is {mine:.6g} instead of {theirs:.6g}"
-    if None not in (check.weights, right.weights) and check.weights != right.weights:
-        return f"the digest of its weights is {check.weights} instead of {right.weights}"
+    kind, digest = _digest(check)
+    right_kind, right_digest = _digest(right)
+    if None not in (digest, right_digest) and kind == right_kind and digest != right_digest:
+        return f"the digest of its weights is {digest} instead of {right_digest}"
     return None
+
+
+def known_difference(state: DeploymentState, report: ReplicaReport, check: SnapshotCheck) -> str | None:
+    """How what serves differs from what the ledger has under its name; None: not as far as is known."""
+    named = [desired for desired in (state.desired, *state.fallbacks) if desired is not None]
+    meant = {desired.snapshot: desired for desired in named}.get(check.snapshot)
+    if meant is not None and meant.content is not None:
+        for found in report.contents:
+            if (found.snapshot, found.fingerprint) != (meant.snapshot, meant.fingerprint):
+                continue
+            if (other := content_difference(meant.content, found.files)) is not None:
+                return other
+    kind, digest = _digest(check)
+    known = state.weights.get(check.snapshot, {}).get(kind)
+    if None not in (digest, known) and digest != known:
+        return f"the digest of its weights is {digest} instead of {known}"
+    return None
+
+
+def settled(state: DeploymentState, reports: Sequence[ReplicaReport]) -> list[SnapshotCheck]:
+    """Checks of what is desired whose digests the ledger lacks: one of each kind of engine, from replicas that agree.
+
+    None while any replica may still say something else.
+    """
+    if state.snapshot == BASE_SNAPSHOT or any(standing_of(state, report) is not None for report in reports):
+        return []
+    waiting = [report for report in reports if report.stage is not Stage.ERROR]
+    checks = [_known_check(state, report) for report in waiting]
+    if any(check is None or check.snapshot != state.snapshot for check in checks):
+        return []
+    known = state.weights.get(state.snapshot, {})
+    found = {_digest(check)[0]: check for check in checks if check is not None and check.weights is not None}
+    return [check for kind, check in found.items() if kind not in known]
+
+
+def _digest(check: SnapshotCheck) -> tuple[str, str | None]:
+    """(kind of engine, digest) of the weights."""
+    if check.weights is None:
+        return "", None
+    kind, _, digest = check.weights.rpartition(":")
+    return kind, digest
 
 
 def _known_check(state: DeploymentState, report: ReplicaReport) -> SnapshotCheck | None:
@@ -125,17 +176,24 @@ def _right(
     return max(groups, key=len)[0] if groups else None
 
 
-def _compared(
+def _why(
     state: DeploymentState,
     report: ReplicaReport,
     check: SnapshotCheck,
-    reference: ReplicaReport,
-    right: SnapshotCheck,
+    right: tuple[ReplicaReport, SnapshotCheck] | None,
+) -> str | None:
+    """What is wrong with it, if anything."""
+    if (why := known_difference(state, report, check)) is not None:
+        return f"{check.snapshot} is not what the ledger has under that name: {why}"
+    if right is None or (why := difference(check, right[1])) is None:
+        return None
+    return f"{check.snapshot} is not what {right[0].replica} serves under that name: {why}"
+
+
+def _judged(
+    state: DeploymentState, report: ReplicaReport, check: SnapshotCheck, why: str | None
 ) -> Finding | None:
     standing = standing_of(state, report)
-    why = difference(check, right)
-    if why is not None:
-        why = f"{check.snapshot} is not what {reference.replica} serves under that name: {why}"
     if standing is None:
         return _found(report, check.snapshot, "reload", check.generation, why) if why else None
     if check.generation < standing.retry_generation:

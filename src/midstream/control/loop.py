@@ -6,7 +6,9 @@ Always holds:
 - Every stage change in a report is stored in the ledger once, in order within a boot, also those that happened while
   this process was down and are still in the report. When a boot ends while it loads a snapshot, that is stored before
   anything of the next boot is.
-- A replica whose weights differ from the others' is known to the ledger before it is told to load them again.
+- What a replica serves is the meaning of its name from then on: the ledger learns its bytes, and the weights that engines make
+  of them once all replicas agree.
+- A replica whose weights differ from that, or from the others', is known to the ledger before it is told to load them again.
 - A replica that took up something newer than what was last read of the ledger, as another gateway told it to, is told nothing
   before the ledger was read again: what is known here is old, and would undo it.
 - What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
@@ -19,11 +21,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from midstream.config import SwapOrder
-from midstream.control.agree import findings
+from midstream.control.agree import findings, settled
 from midstream.control.order import TURN_S_MAX, Turn, next_turn
 from midstream.control.reconcile import (
     LOSSES_MAX,
@@ -39,7 +41,7 @@ from midstream.errors import ReplicaUnavailable
 from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.gateway.versions import KEPT, SignalOrder
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
-from midstream.types import Desired, ReplicaReport, Stage, Transition
+from midstream.types import Desired, ReplicaReport, SnapshotContent, Stage, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,9 @@ class Reconciler:
         self._attempts: dict[str, tuple[str, Desired, float]] = {}  # replica -> boot, what was sent, when
         self._delivered: dict[str, tuple[str, str, int]] = {}  # replica -> boot, snapshot, generation
         self._stuck: dict[str, _Stuck] = {}
+        self._learnt: dict[
+            str, tuple[str, tuple[SnapshotContent, ...]]
+        ] = {}  # replica -> boot, contents stored
         self._sending: dict[str, asyncio.Task[None]] = {}
         self.order = SignalOrder()  # kept as the ledger has it
         self._order_read = 0  # up to this generation
@@ -127,6 +132,7 @@ class Reconciler:
         for view in self._replicas.views:
             if view.report is not None:
                 await self._record(view, view.report)
+                await self._learn_contents(view.report)
         state = await self._current_state()
         if state is None:
             return
@@ -149,7 +155,7 @@ class Reconciler:
 
     def _forget_leavers(self, members: set[str]) -> None:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""
-        for known in (self._recorded, self._attempts, self._delivered, self._stuck):
+        for known in (self._recorded, self._attempts, self._delivered, self._stuck, self._learnt):
             for name in known.keys() - members:
                 del known[name]
 
@@ -158,7 +164,7 @@ class Reconciler:
         reports = [view.report for view in self._replicas.views if view.report is not None]
         found = findings(state, reports, [report.replica for report in reports if self._stays(state, report)])
         if not found:
-            return state
+            return await self._learn_weights(state, reports)
         floor = max(report.generation for report in reports)
         for finding in found:
             where = (self._deployment, finding.replica, finding.boot)
@@ -180,6 +186,33 @@ class Reconciler:
                 )
         self._read_at = float("-inf")
         return await self._current_state() or state
+
+    async def _learn_contents(self, report: ReplicaReport) -> None:
+        known = (report.boot, report.contents)
+        if not report.contents or self._learnt.get(report.replica) == known:
+            return
+        try:
+            for found in report.contents:
+                await self._ledger.learn_content(self._deployment, found)
+        except LedgerUnavailable as error:
+            logger.warning("what %s found in its files is stored later: %s", report.replica, error)
+            return
+        self._learnt[report.replica] = known
+        self._read_at = float("-inf")
+
+    async def _learn_weights(
+        self, state: DeploymentState, reports: Sequence[ReplicaReport]
+    ) -> DeploymentState:
+        new = settled(state, reports)
+        if not new:
+            return state
+        try:
+            for check in new:
+                await self._ledger.learn_weights(self._deployment, check)
+        except LedgerUnavailable as error:
+            logger.warning("the digests of %s are stored later: %s", state.snapshot, error)
+        self._read_at = float("-inf")
+        return state
 
     def _stays(self, state: DeploymentState, report: ReplicaReport) -> bool:
         """Whether there is nothing else for it to load."""

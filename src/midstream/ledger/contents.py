@@ -67,7 +67,8 @@ class Contents:
         known = db.execute(sa.select(contents).where(_this(contents, key, signal.identity))).one_or_none()
         stored = None if known is None else msgspec.convert(known.files, Content)
         if stored is None or known is None or not known.proven:
-            return Meant(key, signal.identity, signal.content, keeps=stored == signal.content)
+            keeps = stored is not None and stored == signal.content
+            return Meant(key, signal.identity, signal.content, keeps)
         other = _difference(signal, stored)
         if signal.overwrite:
             keeps = signal.content == stored

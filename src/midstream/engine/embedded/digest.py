@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import platform
 import queue
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from midstream import __version__
 from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.background import Job
 
@@ -53,10 +55,20 @@ class Digester:
 
     def _run(self, call: int, weights: Weights) -> None:
         try:
-            self._finished.put(m.Done(call, digest=digest(weights)))
+            self._finished.put(m.Done(call, digest=f"{kind(weights)}:{digest(weights)}"))
         except Exception as error:  # whatever it is, the request must get its answer
             logger.warning("the weights could not be read", exc_info=True)
             self._finished.put(m.Done(call, error=f"{type(error).__name__}: {error}"))
+
+
+def kind(weights: Weights) -> str:
+    """Of what decides how weights lie in memory beside their files: engines of one kind make one digest of the same files."""
+    whole = hashlib.blake2b(digest_size=8)
+    for part in (__version__, torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability()):
+        whole.update(f"{part}\n".encode())
+    for name, tensor in weights:
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type}\n".encode())
+    return f"embedded-{whole.hexdigest()}"
 
 
 def digest(weights: Weights) -> str:

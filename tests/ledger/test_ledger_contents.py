@@ -1,0 +1,166 @@
+"""What an identity means: its bytes and the weights made of them, from the first replica that serves it on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from midstream.errors import SnapshotRefused
+from midstream.ledger import Ledger, Signal
+from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, contents, weights
+from midstream.types import Content, FileContent, SnapshotCheck, SnapshotContent
+
+DEPLOYMENT = "accounts/a/deployments/d"
+ONE: Content = (FileContent("config.json", 2, "1" * 64), FileContent("model.safetensors", 9, "2" * 64))
+OTHER: Content = (ONE[0], FileContent("model.safetensors", 9, "3" * 64))
+SIZES = {"config.json": 2, "model.safetensors": 9}
+
+
+def signal(identity: str = "a", **more: Any) -> Signal:
+    fields = {"url": f"file:///b/{identity}", "fingerprint": f"files of {identity}", "sizes": SIZES}
+    return Signal(identity=identity, **fields | more)
+
+
+def found(identity: str = "a", files: Content = ONE, fingerprint: str | None = None) -> SnapshotContent:
+    given = fingerprint or f"files of {identity}"
+    return SnapshotContent(snapshot=identity, fingerprint=given, files=files)
+
+
+def check(weights: str | None, generation: int = 1) -> SnapshotCheck:
+    return SnapshotCheck(snapshot="a", generation=generation, weights=weights)
+
+
+def ledger_test(work: Callable[[Ledger], Awaitable[None]], url: str) -> None:
+    async def run() -> None:
+        ledger = Ledger(url)
+        try:
+            await ledger.ensure_deployment(DEPLOYMENT, "m", "file:///b")
+            await work(ledger)
+        finally:
+            ledger.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_replica_serves_first_goes_with_the_snapshot_from_then_on(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        first = await ledger.signal(DEPLOYMENT, signal())
+        assert first.desired.content is None
+        await ledger.learn_content(DEPLOYMENT, found())
+        await ledger.learn_content(DEPLOYMENT, found(files=OTHER))  # of a slower replica
+        await ledger.signal(DEPLOYMENT, signal("b"))
+        back = await ledger.signal(DEPLOYMENT, signal())
+        assert (back.changed, back.desired.content) == (True, ONE)
+        state = await ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert state.desired.content == ONE
+        assert [(row.identity, row.content) for row in await ledger.snapshots(DEPLOYMENT)] == [
+            ("a", ONE),
+            ("b", None),
+        ]
+
+    ledger_test(work, url)
+
+
+def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await ledger.signal(DEPLOYMENT, signal())
+        delta = signal("b", previous="a", compression="arc_v2", content=OTHER)
+        sent = (await ledger.signal(DEPLOYMENT, delta)).desired
+        assert [(link.snapshot, link.content) for link in sent.files] == [("a", None), ("b", OTHER)]
+        await ledger.learn_content(DEPLOYMENT, found())  # loaded only now
+        again = (await ledger.state(DEPLOYMENT)).desired
+        assert again is not None
+        assert [link.content for link in again.files] == [ONE, OTHER]
+
+    ledger_test(work, url)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"content": OTHER}, f"model.safetensors has the digest {'3' * 64} instead of {'2' * 64}"),
+        ({"sizes": {**SIZES, "model.safetensors": 8}}, "model.safetensors has 8 bytes instead of 9"),
+        ({"sizes": {"config.json": 2}}, "model.safetensors is missing"),
+    ],
+)
+def test_other_files_under_a_served_name_are_refused_unless_they_are_said_to_replace_it(
+    url: str, other: dict[str, Any], says: str
+) -> None:
+    async def work(ledger: Ledger) -> None:
+        await ledger.signal(DEPLOYMENT, signal())
+        await ledger.learn_content(DEPLOYMENT, found())
+        await ledger.learn_weights(DEPLOYMENT, check("k:w"))
+        changed = signal(fingerprint="others", **other)
+        with pytest.raises(SnapshotRefused, match=says) as refused:
+            await ledger.signal(DEPLOYMENT, changed)
+        assert refused.value.param == "identity"
+        assert (await ledger.state(DEPLOYMENT)).desired == (await ledger.signal(DEPLOYMENT, signal())).desired
+        taken = await ledger.signal(DEPLOYMENT, replace(changed, overwrite=True))
+        assert (taken.changed, taken.desired.content) == (True, other.get("content"))
+        assert (await ledger.state(DEPLOYMENT)).weights == {}
+        again = await ledger.signal(DEPLOYMENT, replace(changed, overwrite=True))
+        assert not again.changed, "the same signal, sent again"
+        await ledger.learn_content(DEPLOYMENT, found())  # from a replica that serves the old files still
+        state = await ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert state.desired.content == other.get("content")
+
+    ledger_test(work, url)
+
+
+def test_what_only_a_manifest_said_gives_way(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await ledger.signal(DEPLOYMENT, signal(content=ONE))
+        mended = await ledger.signal(DEPLOYMENT, signal(content=OTHER, fingerprint="mended"))
+        assert mended.desired.content == OTHER
+        plain = await ledger.signal(DEPLOYMENT, signal(fingerprint="plain"))
+        assert plain.desired.content is None
+
+    ledger_test(work, url)
+
+
+def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await ledger.signal(DEPLOYMENT, signal())
+        await ledger.learn_content(DEPLOYMENT, found())
+        for text in ("k:w", "k:x", "other:y", None):
+            await ledger.learn_weights(DEPLOYMENT, check(text))
+        assert (await ledger.state(DEPLOYMENT)).weights == {"a": {"k": "w", "other": "y"}}
+        await ledger.signal(DEPLOYMENT, signal(fingerprint="copied again"))
+        await ledger.learn_weights(DEPLOYMENT, check("third:z"))  # of before these files
+        state = await ledger.state(DEPLOYMENT)
+        assert state.weights == {"a": {"k": "w", "other": "y"}}, "the bytes are held to be the same"
+        await ledger.reset_ledger(DEPLOYMENT)
+        fresh = await ledger.signal(DEPLOYMENT, signal(content=OTHER))
+        assert fresh.desired.content == OTHER
+        assert (await ledger.state(DEPLOYMENT)).weights == {}
+
+    ledger_test(work, url)
+
+
+def test_a_ledger_of_the_version_before_is_opened_and_keeps_what_it_has(url: str) -> None:
+    async def before(ledger: Ledger) -> None:
+        await ledger.signal(DEPLOYMENT, signal())
+
+    async def after(ledger: Ledger) -> None:
+        assert (await ledger.state(DEPLOYMENT)).snapshot == "a"
+        await ledger.learn_content(DEPLOYMENT, found())
+        assert (await ledger.snapshots(DEPLOYMENT))[0].content == ONE
+
+    ledger_test(before, url)
+    engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+    with engine.begin() as db:
+        for table in (contents, weights):
+            table.drop(db)
+        db.exec_driver_sql(f"UPDATE midstream_schema SET version = {UPGRADED_FROM}")
+    ledger_test(after, url)
+    with engine.connect() as db:
+        found_version = db.exec_driver_sql("SELECT version FROM midstream_schema").scalar_one()
+    engine.dispose()
+    assert found_version == SCHEMA_VERSION
