@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import IO
 
+from midstream.private import private_directory, private_file
+
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
@@ -27,9 +29,9 @@ GONE = ".gone-"  # begins the names of caches that are being removed
 def held(cache_dir: Path) -> Iterator[None]:
     """Hold the directory, made if it is not there. Raises BlockingIOError when somebody else does, and OSError."""
     while True:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        private_directory(cache_dir)
         try:
-            lock = (cache_dir / LOCK).open("w")
+            lock = private_file(cache_dir / LOCK).open("w")
         except FileNotFoundError:
             continue  # removed since
         with lock:
@@ -49,8 +51,7 @@ def take_over(root: Path, name: str) -> Path:
                 with held(other):
                     other.rename(own)
                 break
-    own.mkdir(parents=True, exist_ok=True)
-    return own
+    return private_directory(own)
 
 
 def remove_caches(cache: Path, others: Set[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +46,7 @@ from midstream.launch.workers import Workers
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.records import DeploymentChange
 from midstream.names import ServedNames
+from midstream.private import UMASK
 from midstream.types import TransitionType
 
 logger = logging.getLogger(__name__)
@@ -214,6 +216,7 @@ def main() -> int:
     configure_logging("gateway", spec.log_level)
     raise_file_limit()
     return_memory()
+    os.umask(UMASK)
     try:
         with asyncio.Runner(loop_factory=lambda: new_event_loop(data_path(spec.settings))) as runner:
             return runner.run(serve(spec, announce))

@@ -49,6 +49,7 @@ from midstream.launch.process import (
 )
 from midstream.launch.restart import LOCK, Restarts
 from midstream.ledger import sqlite_url
+from midstream.private import private_directory, private_file
 from midstream.snapshots.bucket import check_settings
 from midstream.snapshots.identity import parse_bucket
 from midstream.types import HEADER_TOKEN
@@ -81,8 +82,8 @@ def check_port(host: str, port: int) -> None:
 def locked(state_dir: Path) -> Iterator[None]:
     """Hold the state directory: two servers on one ledger would fight. Raises ConfigError."""
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        file: IO[str] = (state_dir / LOCK).open("a")
+        private_directory(state_dir)
+        file: IO[str] = private_file(state_dir / LOCK).open("a")
     except OSError as error:
         raise ConfigError(f"--state-dir {state_dir}: {error.strerror or error}") from error
     with file:

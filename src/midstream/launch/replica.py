@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from midstream.launch.child import (
 )
 from midstream.launch.engines import make_engine, requests_max
 from midstream.names import ServedNames
+from midstream.private import UMASK
 from midstream.replica.admission import Door
 from midstream.replica.chat import TextModel
 from midstream.replica.replica import Replica
@@ -106,6 +108,7 @@ def main() -> int:
     spec = read_spec(ReplicaSpec)
     configure_logging(spec.name or "replica", spec.log_level)
     raise_file_limit()
+    os.umask(UMASK)
     try:
         with alone(Path(spec.cache_dir)):
             return uvloop.run(serve(spec, announce))

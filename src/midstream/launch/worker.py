@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 
 import msgspec
 
@@ -35,6 +36,7 @@ from midstream.launch.child import (
 )
 from midstream.launch.gateway import LEARN_S
 from midstream.names import ServedNames
+from midstream.private import UMASK
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,7 @@ def main() -> int:
     configure_logging("gateway", spec.log_level)
     raise_file_limit()
     return_memory()
+    os.umask(UMASK)
 
     async def serve() -> None:
         await Worker(spec, announce).serve()

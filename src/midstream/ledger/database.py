@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from midstream.errors import ConfigError, ReplicaUnavailable
 from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, insert_new, metadata, schema_version
+from midstream.private import private_file
 
 BUSY_TIMEOUT_S = 10.0
 SYNCHRONOUS = "FULL"  # on SQLite: what is committed outlives a power cut
@@ -103,6 +105,11 @@ def _engine(url: str) -> sa.Engine:
     if parsed.drivername not in _DRIVERS:
         raise ConfigError(f"ledger {shown}: expected a URL that begins with postgresql:// or sqlite:///")
     if parsed.drivername == "sqlite":
+        if parsed.database not in (None, "", ":memory:"):
+            try:
+                private_file(Path(str(parsed.database)))
+            except OSError as error:
+                raise ConfigError(f"ledger {shown}: cannot be opened: {error.strerror or error}") from error
         return sa.create_engine(parsed)
     try:
         return sa.create_engine(parsed, pool_pre_ping=True, connect_args=_connect_arguments(parsed))

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from midstream.errors import SnapshotError
+from midstream.private import private_directory
 from midstream.snapshots.durable import boot_id
 from midstream.snapshots.fetch import PARTIAL_PREFIX, TEMPORARY_PREFIX
 from midstream.snapshots.messages import shown
@@ -45,7 +46,7 @@ class SnapshotCache:
     def __init__(self, root: Path, bytes_max: int | None = None) -> None:
         self.root = root
         self.bytes_max = bytes_max
-        root.mkdir(parents=True, exist_ok=True)
+        private_directory(root)
         now = boot_id()
         same_boot = now is not None and _noted_boot(root) == now
         for path in root.iterdir():

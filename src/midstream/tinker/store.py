@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from midstream.errors import ConfigError
+from midstream.private import private_file
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.tables import SCHEMA_VERSION, checkpoints, metadata, models, sampling_sessions, sessions
 from midstream.tinker.types import CheckpointKind, LoraConfig, Policy
@@ -97,6 +98,11 @@ class Store:
         """Open or create. Raises ConfigError when it cannot be used. ":memory:" keeps nothing."""
         self._clock = clock
         self._path = path
+        try:
+            if path != ":memory:":
+                private_file(Path(path))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be opened: {error.strerror or error}") from error
         self._engine = sa.create_engine(
             f"sqlite:///{path}", poolclass=sa.pool.StaticPool, hide_parameters=True
         )

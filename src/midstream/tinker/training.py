@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from midstream.private import private_directory
 from midstream.tinker import weights as names
 from midstream.tinker.errors import Failed, TinkerError
 from midstream.tinker.futures import PROTOBUF, Future, Futures
@@ -91,7 +92,8 @@ class Training:
         self._making: WeakValueDictionary[tuple[str, str, int], asyncio.Lock] = WeakValueDictionary()
         for left in (places.exports, *places.leftovers()):  # of a process that died
             shutil.rmtree(left, ignore_errors=True)
-        places.exports.mkdir(parents=True)
+        private_directory(places.root)
+        private_directory(places.exports)
 
     async def close(self) -> None:
         """Nothing is carried out any more; what is under way is given up, and the trainer process ends."""

@@ -112,6 +112,10 @@ class Places:
         self._root = root
 
     @property
+    def root(self) -> Path:
+        return self._root
+
+    @property
     def publishing(self) -> Path:
         """The publisher's work directory."""
         return self._root / "publish"

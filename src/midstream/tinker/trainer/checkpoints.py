@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from midstream.client.checkpoint import copy_matching
+from midstream.private import DIRECTORY_MODE, FILE_MODE, private_directory
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.layout import INDEX_FILE, read_file_layout, read_spec
 from midstream.snapshots.store import COMPANION_FILES
@@ -206,8 +207,9 @@ def served_names(base: BaseModel, module: Any, state: Mapping[str, Tensor]) -> d
 def write_directory(directory: Path, write: Callable[[Path], None], *, replace: bool = True) -> int:
     """What `write` puts into a directory, as `directory`, on disk. Bytes. Raises OSError."""
     made = [at for at in directory.parents if not at.exists()]
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(directory.parent)
     for at in made:
+        at.chmod(DIRECTORY_MODE)
         sync_directory(at.parent)
     _recover(directory)
     if not replace and directory.exists():
@@ -219,9 +221,9 @@ def write_directory(directory: Path, write: Callable[[Path], None], *, replace: 
     staging = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
     try:
         write(staging)
-        staging.chmod(0o755)
+        staging.chmod(DIRECTORY_MODE)
         for file in staging.iterdir():
-            file.chmod(0o644)
+            file.chmod(FILE_MODE)
         size = sum(file.stat().st_size for file in staging.iterdir())
         sync_tree(staging)
         with _aside(directory):
