@@ -1,4 +1,4 @@
-"""A name means the bytes that were served under it first: changed files in the bucket, and changed copies on replicas' disks."""
+"""A name means the bytes that were served under it first, whatever changes in the bucket or on the replicas' disks."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_a_bucket_that_cannot_be_read_now_is_a_reason_to_try_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(server: Server) -> None:
-        async def away(url: str) -> str:
+        async def away(url: str, bucket: str) -> str:
             raise SnapshotError(f"{url}: cannot be listed: input/output error")
 
         monkeypatch.setattr(hotload, "find_snapshot", away)

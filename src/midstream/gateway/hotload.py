@@ -45,7 +45,7 @@ from midstream.gateway.status import replica_rows
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
 from midstream.scopes import PUBLISH, forbidden
 from midstream.snapshots.identity import check_bucket, parse_bucket, snapshot_url
-from midstream.snapshots.store import Found, find_file, find_snapshot
+from midstream.snapshots.store import Found, check_inside, find_file, find_snapshot
 from midstream.types import Hint, ReplicaReport
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
@@ -92,8 +92,8 @@ class _Api:
         deployment = self._deployments.named(request.headers)
         body = parse_signal(await read_body(request))
         check_signal(body, (view.report for view in deployment.replicas.views))
-        url = await self._url(request, deployment, body)
-        found = await _found(url)
+        url, bucket = await self._url(request, deployment, body)
+        found = await _found(url, bucket)
         signal = Signal(
             identity=body.identity,
             url=url,
@@ -127,8 +127,8 @@ class _Api:
     async def hint(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         body = parse_hint(await read_body(request))
-        url = await self._url(request, deployment, body)
-        await _look_for(url, body.names)
+        url, bucket = await self._url(request, deployment, body)
+        await _look_for(url, bucket, body.names)
         hint = Hint(snapshot=body.identity, url=url, files=body.names)
         views = deployment.replicas.views
         told = await asyncio.gather(*(deployment.replicas.send_hint(view, hint) for view in views))
@@ -165,8 +165,10 @@ class _Api:
         state = await self._ledger.state(deployment.name)
         return JSONResponse({"desired_snapshot_identity": state.snapshot, "generation": generation})
 
-    async def _url(self, request: Request, deployment: Deployment, body: SignalBody | HintBody) -> str:
-        """Where the snapshot lies: in the deployment's bucket, under its identity, or where the header says."""
+    async def _url(
+        self, request: Request, deployment: Deployment, body: SignalBody | HintBody
+    ) -> tuple[str, str]:
+        """Where the snapshot lies, and in which bucket: the deployment's, under its identity, or where the header says."""
         row = await self._ledger.deployment(deployment.name)
         if row.fields.get("enableHotLoad") is False:
             raise SnapshotRefused(f"{row.name} has enableHotLoad false", param="enableHotLoad")
@@ -174,13 +176,13 @@ class _Api:
         source = request.headers.get(SOURCE_URL_HEADER)
         url = snapshot_url(bucket, body.identity)
         if source:
-            url = source_url(source, (bucket, *self._allowed_buckets))
+            url, bucket = source_url(source, (bucket, *self._allowed_buckets))
         grant = grant_of(request)
         if not grant.everywhere((PUBLISH,)):
             buckets = {row.name: row.bucket_url for row in await self._ledger.deployments()}
             if not any(grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.name,)):
                 raise forbidden((PUBLISH,), "the place of this snapshot")
-        return url
+        return url, bucket
 
     def _named(self, request: Request) -> str:
         name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
@@ -194,10 +196,10 @@ def whose(url: str, buckets: Mapping[str, str]) -> list[str]:
     return [name for name in around if depth[name] == max(depth.values())]
 
 
-async def _found(url: str) -> Found:
+async def _found(url: str, bucket: str) -> Found:
     """The files at `url`, which are there before they are signalled."""
     try:
-        return await find_snapshot(url)
+        return await find_snapshot(url, bucket)
     except SnapshotMissing as error:
         raise SnapshotRefused(f"{error}; write the snapshot, then signal it", param="identity") from error
     except SnapshotCorrupt as error:  # no retry makes it another
@@ -217,8 +219,12 @@ def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> Fleet:
     )
 
 
-async def _look_for(url: str, names: Sequence[str]) -> None:
+async def _look_for(url: str, bucket: str, names: Sequence[str]) -> None:
     """Raise SnapshotRefused, naming it, when one of the files is not in the bucket."""
+    try:
+        await asyncio.to_thread(check_inside, url, bucket, names)
+    except SnapshotCorrupt as out:
+        raise SnapshotRefused(f"files: {out}", param="files") from out
     at_once = asyncio.Semaphore(LOOKED_FOR_AT_ONCE)
 
     async def look(name: str) -> SnapshotError | None:

@@ -165,8 +165,8 @@ def overwrites(headers: Mapping[str, str]) -> bool:
     return asked is not None
 
 
-def source_url(source: str, buckets: Sequence[str]) -> str:
-    """The URL of a snapshot's directory that a client names itself, spelled as midstream spells URLs.
+def source_url(source: str, buckets: Sequence[str]) -> tuple[str, str]:
+    """The URL of a snapshot's directory that a client names itself, spelled as midstream spells URLs, and its bucket.
 
     It must lie inside one of `buckets`. Every part of its path is decoded once and must then be a plain name, so no
     spelling of `..`, `/` or a host leads elsewhere. Raises InvalidRequest, which shows nothing of what was refused.
@@ -178,7 +178,7 @@ def source_url(source: str, buckets: Sequence[str]) -> str:
             if names is None:
                 continue
             if all(_plain(name) for name in names):
-                return f"{bucket.rstrip('/')}/{'/'.join(quote(name, safe='') for name in names)}"
+                return f"{bucket.rstrip('/')}/{'/'.join(quote(name, safe='') for name in names)}", bucket
             why = "must be made of plain names separated by single slashes"
             break
         else:

@@ -13,7 +13,7 @@ import fnmatch
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,13 @@ from obstore.store import LocalStore
 from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.snapshots.bucket import RETRY_S, Store, describe, open_bucket
 from midstream.snapshots.content import MANIFEST_BYTES_MAX, MANIFEST_FILE, parse_manifest, size_difference
-from midstream.snapshots.identity import check_identity, public_url, snapshot_url
+from midstream.snapshots.identity import (
+    check_identity,
+    file_url_path,
+    parse_bucket,
+    public_url,
+    snapshot_url,
+)
 from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE
 from midstream.snapshots.messages import shown
 from midstream.types import Content
@@ -178,14 +184,17 @@ async def snapshot_fingerprint(url: str) -> str:
     return (await find_snapshot(url)).fingerprint
 
 
-async def find_snapshot(url: str) -> Found:
+async def find_snapshot(url: str, bucket: str | None = None) -> Found:
     """What is at `url` now; of its bytes, only the manifest's are read.
 
+    bucket: nothing of it may lie outside this one, wherever links lead.
     Raises SnapshotMissing when no snapshot file is there, SnapshotCorrupt when the manifest is none or is not of these
     files, SnapshotError when that cannot be known now.
     """
     try:
         async with asyncio.timeout(FINGERPRINT_S_MAX):
+            if bucket is not None:
+                await asyncio.to_thread(check_inside, url, bucket)
             listing = await list_snapshot(url)
             sizes = {file.name: file.size for file in listing.files}
             content = await _manifest(listing)
@@ -194,6 +203,24 @@ async def find_snapshot(url: str) -> Found:
             return Found(listing.fingerprint, sizes, content)
     except TimeoutError:
         raise SnapshotError(f"{public_url(url)}: did not answer within {FINGERPRINT_S_MAX:g} s") from None
+
+
+def check_inside(url: str, bucket: str, names: Iterable[str] | None = None) -> None:
+    """In a local bucket: raise SnapshotCorrupt when the directory at `url`, or a file in it, is a link that leads out.
+
+    names: of the files that count; None: those that are a snapshot's.
+    """
+    if parse_bucket(bucket).kind != "file":
+        return
+    root, directory = file_url_path(bucket).resolve(), file_url_path(url)
+    if not directory.resolve().is_relative_to(root):
+        raise SnapshotCorrupt(f"{public_url(url)}: leads out of the bucket")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # what lists it says so
+        for name in sorted(os.listdir(directory)) if names is None else names:
+            if not is_snapshot_file(name) and name != MANIFEST_FILE:
+                continue
+            if not (directory / name).resolve().is_relative_to(root):
+                raise SnapshotCorrupt(f"{public_url(url)}: {shown(name)} leads out of the bucket")
 
 
 async def _manifest(listing: Listing) -> Content | None:
