@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
@@ -51,6 +55,39 @@ async def blocks_in_use(engine: EmbeddedEngine, expected: int) -> None:
 def anonymous_bytes(pid: int | None) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_an_engine_whose_socket_breaks_says_so_in_one_line_at_most(
+    tiny_model: Callable[..., Path], unread: bool
+) -> None:
+    """A replica that is killed leaves what it has not read: the engine's next read is then an error, not an end."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "midstream.engine.embedded.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    with process, ours:
+        ours.sendall(m.frame(m.Start(str(tiny_model()), EngineSettings(kv_cache_tokens=8192))))
+        arrived = b""
+        frames = m.Frames()
+        while not any(isinstance(m.reply_decoder.decode(body), m.Ready) for body in frames.feed(arrived)):
+            arrived = ours.recv(1 << 20)
+            assert arrived
+        if unread:
+            select.select([ours], [], [])  # it reports on its own clock
+        ours.close()
+        said = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 0
+    after = said[next((i for i, line in enumerate(said) if "socket" in line), len(said)) :]
+    assert not [line for line in said if "Traceback" in line]
+    assert len(after) == int(unread), said
+    assert not unread or after[0].endswith(
+        "the replica is gone ([Errno 104] Connection reset by peer); ending"
+    )
 
 
 def test_a_stream_crosses_a_swap_and_an_unstaged_commit_is_refused(tiny_model: Callable[..., Path]) -> None:

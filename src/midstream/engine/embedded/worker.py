@@ -32,6 +32,8 @@ from midstream.engine.embedded.runner import dispose
 from midstream.engine.embedded.staging import Staged, Stager
 from midstream.types import GenerateRequest, SwapTiming
 
+logger = logging.getLogger(__name__)
+
 STATS_INTERVAL_S = 0.25
 #: After a switch the first steps have the machine for themselves; then what was replaced goes, and digests are computed.
 CALM_STEPS = 3
@@ -57,7 +59,11 @@ class Channel:
     def receive(self, timeout_s: float | None) -> Iterator[m.Command]:
         """Commands that have arrived; waits up to timeout_s (None: until one comes) for the first."""
         if select.select([self._sock], [], [], timeout_s)[0]:
-            data = self._sock.recv(1 << 20)
+            try:
+                data = self._sock.recv(1 << 20)
+            except OSError as error:  # it died, and had not read all
+                logger.info("the socket broke, the replica is gone (%s); ending", error)
+                raise Disconnected from error
             if not data:
                 raise Disconnected
             yield from map(m.command_decoder.decode, self._frames.feed(data))
