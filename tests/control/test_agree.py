@@ -7,11 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from midstream.control.agree import CANARY_TOLERANCE, Finding, difference, findings, is_out, standing_of
+from midstream.control.agree import (
+    CANARY_TOLERANCE,
+    Finding,
+    difference,
+    findings,
+    is_out,
+    settled,
+    standing_of,
+)
 from midstream.control.reconcile import decide, failure
 from midstream.ledger import DeploymentState, Disagreement
-from midstream.types import Desired, ReplicaReport, SnapshotCheck, Stage, Transition
+from midstream.types import (
+    Desired,
+    FileContent,
+    ReplicaReport,
+    SnapshotCheck,
+    SnapshotContent,
+    Stage,
+    Transition,
+)
 
 A = Desired(snapshot="a", generation=3, url="file:///b/a")
 STATE = DeploymentState(A, since={"a": 3}, ever_ready=True, first_signalled_at=1.0, proven=True)
@@ -218,3 +235,68 @@ def test_a_check_that_failed_is_the_snapshots_failure_and_asks_for_a_fallback() 
     action = decide(replace(STATE, fallbacks=(old,), since={"a": 3, "old": 1}), unsound, True)
     assert action.send is not None
     assert action.send.snapshot == "old"
+
+
+ONE = (FileContent("model.safetensors", 9, "1" * 64),)
+OTHER = (FileContent("model.safetensors", 9, "2" * 64),)
+
+
+def known(weights: dict[str, str] | None = None, content: Any = None) -> DeploymentState:
+    """The ledger knows more of what is desired."""
+    desired = structs.replace(A, fingerprint="f", content=content)
+    return replace(STATE, desired=desired, weights={"a": weights or {}})
+
+
+def test_a_digest_that_the_ledger_does_not_have_is_wrong_whoever_agrees_with_it() -> None:
+    state = known({"k": "right"})
+    found = findings(
+        state, fleet(check(weights="k:wrong"), check(weights="k:wrong"), check(weights="k:right"))
+    )
+    assert [(f.replica, f.verdict) for f in found] == [("r0", "reload"), ("r1", "reload")]
+    says = "a is not what the ledger has under that name: the digest of its weights is wrong instead of right"
+    assert {f.detail for f in found} == {says}
+
+
+def test_a_replica_that_makes_the_same_wrong_weights_again_is_out_though_it_is_the_only_one() -> None:
+    state = replace(known({"k": "right"}), disagreements=(disagreeing(replica="r0"),))
+    again = report(0, check(weights="k:wrong", generation=4), generation=4)
+    assert [(f.replica, f.verdict) for f in findings(state, [again])] == [("r0", "out")]
+
+
+def test_digests_of_other_kinds_of_engines_are_not_compared() -> None:
+    assert difference(check(weights="k:x"), check(weights="other:y")) is None
+    assert findings(known({"k": "w"}), fleet(check(weights="k:w"), check(weights="other:z"))) == []
+
+
+def test_a_replica_that_found_other_bytes_before_the_ledger_knew_them_loads_again() -> None:
+    def with_content(index: int, files: Any) -> ReplicaReport:
+        seen = SnapshotContent(snapshot="a", fingerprint="f", files=files)
+        return report(index, check(), contents=(seen,))
+
+    found = findings(known(content=ONE), [with_content(0, OTHER), with_content(1, ONE)])
+    assert [(f.replica, f.verdict) for f in found] == [("r0", "reload")]
+    assert found[0].detail.endswith(f"model.safetensors has the digest {'2' * 64} instead of {'1' * 64}")
+
+
+@pytest.mark.parametrize(
+    ("checks", "weights", "learnt"),
+    [
+        ([check(weights="k:w"), check(weights="k:w")], {}, ["k:w"]),
+        ([check(weights="k:w"), check(weights="other:x")], {}, ["k:w", "other:x"]),
+        ([check(weights="k:w"), check(weights="k:w")], {"k": "w"}, []),
+        ([check(weights="k:w"), None], {}, []),  # one may still say something else
+        ([check(weights="k:w"), check(weights="k:w", generation=2)], {}, []),
+        ([check(weights=None), check(weights=None)], {}, []),
+    ],
+)
+def test_the_ledger_learns_digests_once_every_replica_has_been_checked(
+    checks: list[Any], weights: dict[str, str], learnt: list[str]
+) -> None:
+    assert [found.weights for found in settled(known(weights), fleet(*checks))] == learnt
+
+
+def test_nothing_is_learnt_of_doubted_replicas_and_failed_ones_are_not_waited_for() -> None:
+    doubted = replace(known(), disagreements=(disagreeing(),))
+    assert settled(doubted, fleet(check(), check())) == []
+    failed = report(1, None, stage=Stage.ERROR)
+    assert [found.weights for found in settled(known(), [report(0, check(weights="k:w")), failed])] == ["k:w"]
