@@ -25,6 +25,7 @@ HEADER_TENANT = "x-midstream-tenant"  # who the API key belongs to; absent: sing
 HEADER_SCOPES = "x-midstream-scopes"  # what the API key may do, for the control app only
 HEADER_PLACED = "x-midstream-placed"  # stamp of a session that begins, or begins again, on this replica
 
+HEADER_OVERWRITE = "x-midstream-overwrite"  # of clients: a signal's files replace what the identity meant
 HEADER_FOLLOW_PREFIX = (
     "x-midstream-follow-prefix"  # of clients: a new session begins where its prompt is known
 )

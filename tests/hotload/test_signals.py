@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from midstream.errors import InvalidRequest, UnknownField
-from midstream.gateway.signals import parse_hint, parse_signal, source_url
+from midstream.gateway.signals import overwrites, parse_hint, parse_signal, source_url
+from midstream.types import HEADER_OVERWRITE
 
 DELTA = {"previous_snapshot_identity": "p", "compression_format": "arc_v2", "checksum_format": "alder32"}
 
@@ -181,3 +182,19 @@ def test_no_spelling_of_a_source_leads_out_of_the_buckets(source: str) -> None:
         source_url(source, BUCKETS)
     assert refused.value.param == "x-fireworks-hot-load-source-url"
     assert "hush" not in refused.value.message
+
+
+@pytest.mark.parametrize(("given", "meant"), [({}, False), ({HEADER_OVERWRITE: "1"}, True)])
+def test_whether_files_replace_what_a_name_meant_is_said_in_a_header(
+    given: dict[str, str], meant: bool
+) -> None:
+    assert overwrites(given) is meant
+
+
+@pytest.mark.parametrize("value", ["", "0", "true", "1 "])
+def test_any_other_word_for_it_is_refused_by_the_headers_name(value: str) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^x-midstream-overwrite: must be 1, or be left out$"
+    ) as refused:
+        overwrites({HEADER_OVERWRITE: value})
+    assert refused.value.param == HEADER_OVERWRITE

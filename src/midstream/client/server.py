@@ -14,9 +14,9 @@ import httpx
 from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.retry import Answer, Caller
 from midstream.client.status import Status, read_status
+from midstream.types import HEADER_OVERWRITE
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
-OVERWRITE_HEADER = "x-midstream-overwrite"
 SIGNAL_RETRY_S = 300.0
 HINT_TIMEOUT_S = 5.0
 
@@ -89,7 +89,7 @@ class HotLoadServer:
         if fields:
             body["validation"] = {"extra_fields_ignore": list(fields)}
         retry_s = options.get("retry_s", SIGNAL_RETRY_S)
-        headers = {OVERWRITE_HEADER: "1"} if options.get("overwrite") else None
+        headers = {HEADER_OVERWRITE: "1"} if options.get("overwrite") else None
         return self._caller.call("POST", self.url, deadline_s=retry_s, json=body, headers=headers)
 
     def hint(

@@ -22,7 +22,7 @@ from midstream.gateway.metrics import Histogram
 from midstream.gateway.upstream import UpstreamConnection
 from midstream.http1 import ClientConnection
 from midstream.http_message import Request, error_response
-from midstream.types import HEADER_TENANT
+from midstream.types import HEADER_OVERWRITE, HEADER_TENANT
 
 if TYPE_CHECKING:
     from midstream.gateway.proxy import Proxy
@@ -36,6 +36,7 @@ _OWN_SHORTAGES = frozenset(
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
+_OVERWRITE = HEADER_OVERWRITE.encode()
 _TENANT = HEADER_TENANT.encode()
 
 
@@ -234,7 +235,10 @@ class ControlExchange:
     # -- what kinds of exchanges differ in
 
     def _upstream_headers(self) -> list[bytes]:
-        return self._proxy.scopes_header(self._caller)
+        """Of the caller's own x-midstream- headers, only what a signal may say."""
+        given = self._request.first.get(_OVERWRITE)
+        said = [] if given is None else [_OVERWRITE + b": " + given]
+        return [*self._proxy.scopes_header(self._caller), *said]
 
     def _response_headers(self) -> bytes:
         return b""

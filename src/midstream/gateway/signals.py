@@ -17,9 +17,8 @@ from midstream.gateway.bodies import json_object
 from midstream.snapshots.formats import check_checksum_format, compression_format
 from midstream.snapshots.identity import check_identity
 from midstream.snapshots.store import is_snapshot_file
-from midstream.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
+from midstream.types import BASE_SNAPSHOT, HEADER_OVERWRITE, CompressionFormat, ResetPromptCache
 
-OVERWRITE_HEADER = "x-midstream-overwrite"
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"
 HINT_FILES_MAX = 10_000
 MAX_AGE_MAX = 2**31 - 1
@@ -159,9 +158,9 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
 
 def overwrites(headers: Mapping[str, str]) -> bool:
     """Whether the files replace those that were served under this identity. Raises InvalidRequest."""
-    asked = headers.get(OVERWRITE_HEADER)
+    asked = headers.get(HEADER_OVERWRITE)
     if asked not in (None, "1"):
-        raise InvalidRequest(f"{OVERWRITE_HEADER}: must be 1, or be left out", param=OVERWRITE_HEADER)
+        raise InvalidRequest(f"{HEADER_OVERWRITE}: must be 1, or be left out", param=HEADER_OVERWRITE)
     return asked is not None
 
 
