@@ -32,6 +32,7 @@ class Collected:
     tokens: list[TokenRecord] = field(default_factory=list)
     prompt: list[TokenRecord] = field(default_factory=list)
     cached: int | None = None
+    kv: list[tuple[str, int, int]] = field(default_factory=list)  # as told last
     finish: str | None = None
     error: str | None = None
 
@@ -86,6 +87,7 @@ def _collect(results: dict[tuple[str, int], Collected], outputs: Any) -> None:
             assert not got.prompt, "prompt records came twice"
             got.prompt.extend(event.prompt)
         got.cached = event.cached_tokens if event.cached_tokens is not None else got.cached
+        got.kv = list(event.kv_snapshots or got.kv)
         got.finish, got.error = event.finish, event.error
 
 

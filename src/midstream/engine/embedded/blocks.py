@@ -1,42 +1,59 @@
 """Paged KV bookkeeping: which block holds what, who uses it, and which may be reused.
 
-Owns the block table of one engine: reference counts, the prefix-cache index, eviction order. No torch; the tensors
+Owns the block table of one engine: reference counts, the tree of cached prefixes, eviction order. No torch; the tensors
 live in runner.py and are addressed by slot = block * block_size + offset.
+
+KV at a position is made by the weights that computed it, over all KV before it. So a cached block is a place in a tree
+(`Prefix`): below the very block that it was computed on, under its tokens and the epoch that computed each of them. Where
+the same tokens were computed under other weights, there are several places side by side.
 
 Always holds:
 - Block 0 is never given out. Its slot 0 pads reads and is never written, so it stays zero; writes that must not count go
   to its slot 1, which is never read.
-- Every other block is in exactly one state: in use (references > 0), cached (references 0, reachable by its hash) or
-  free (no hash). used + cached + free = total; `check()` proves it.
-- A block's hash covers the salt and every token from position 0 to its end, so equal hash means equal prefix in an
-  equal namespace. A block is indexed only when all its slots are computed, and never changes afterwards. Of two blocks of
-  equal content the younger is the one that is found.
+- Every other block is in exactly one state: in use (references > 0), cached (references 0, in the tree) or free (not in
+  the tree). used + cached + free = total; `check()` proves it.
+- A block enters the tree when all its slots are computed, and its content never changes while it is there. Equal path
+  (salt, tokens and epochs from position 0 on) means equal KV, and a path has one block.
+- Every block in the tree can be reached from its root: whoever is removed takes all below with it.
 - Eviction takes the cached block unused for longest.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 PAD_SLOT = 0
 SCRATCH_SLOT = 1
+NO_BLOCK = -1
+ROOT_BLOCK = 0
+
+#: Places for the same tokens below one block. The oldest one goes first: most bounds on the age of KV exclude it already.
+HISTORIES_MAX = 4
 
 
 class OutOfBlocks(Exception):
     """No block is free or evictable; the caller must wait or preempt."""
 
 
-def root_hash(salt: bytes) -> bytes:
-    """The parent hash of a namespace's first block."""
-    return hashlib.blake2b(salt, digest_size=16, person=b"midstream-root").digest()
+@dataclass(eq=False, slots=True)
+class Prefix:
+    """A place in the tree: KV of all positions up to the end of one block.
 
+    tokens: of the block, as bytes (a root: the salt). epochs: under which weights each of its positions was computed.
+    block: what holds it; NO_BLOCK: it is not in the tree (any more). children: by their tokens, the youngest first.
+    """
 
-def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of a full block given its parent's: 128 bits, so a collision is not a case to handle."""
-    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
+    parent: Prefix | None
+    tokens: bytes
+    epochs: tuple[int, ...] = ()
+    block: int = NO_BLOCK
+    children: dict[bytes, list[Prefix]] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> bool:
+        return self.block != NO_BLOCK
 
 
 class BlockPool:
@@ -48,11 +65,10 @@ class BlockPool:
         self.block_size = block_size
         self.total = num_blocks - 1
         self._references = [0] * num_blocks
-        self._hash: list[bytes | None] = [None] * num_blocks
-        self._born = [0] * num_blocks
-        self._by_hash: dict[bytes, int] = {}
+        self._prefix: list[Prefix | None] = [None] * num_blocks  # the place of each block that is in the tree
+        self._roots: dict[bytes, Prefix] = {}  # by salt; only those with something below
         self._free = list(range(num_blocks - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # references 0, hashed; oldest use first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # references 0, in the tree; oldest use first
 
     def __repr__(self) -> str:
         return f"BlockPool(used={self.used}, cached={len(self._cached)}, free={len(self._free)}, total={self.total})"
@@ -72,15 +88,17 @@ class BlockPool:
             block = self._free.pop()
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
-            self._forget(block)
+            prefix = self._prefix[block]
+            assert prefix is not None
+            self._remove(prefix)
         else:
             raise OutOfBlocks
         self._references[block] = 1
         return block
 
-    def lookup(self, digest: bytes) -> int | None:
-        """The block indexed under `digest`, or None. Takes no reference."""
-        return self._by_hash.get(digest)
+    def root(self, salt: bytes) -> Prefix:
+        """Where a namespace's first blocks are, or will be."""
+        return self._roots.get(salt) or Prefix(None, salt)
 
     def retain(self, block: int) -> None:
         """Take one more reference on an in-use or cached block."""
@@ -89,38 +107,56 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop one reference; the last one leaves the block cached if it is indexed, else free."""
+        """Drop one reference; the last one leaves the block cached if it is in the tree, else free."""
         assert self._references[block] > 0, f"block {block} released too often"
         self._references[block] -= 1
         if self._references[block]:
             return
-        if self._hash[block] is None:
+        if self._prefix[block] is None:
             self._free.append(block)
         else:
             self._cached[block] = None
 
-    def born(self, block: int) -> int:
-        """What `index` was told of a block that can be found."""
-        return self._born[block]
+    def touch(self, prefix: Prefix) -> None:
+        """It was used just now, though perhaps in a copy of one's own."""
+        if prefix.block in self._cached:
+            self._cached.move_to_end(prefix.block)
 
-    def index(self, block: int, digest: bytes, born: int = 0) -> int:
-        """Make a fully computed block reachable by `digest`; returns the block that now answers for it.
+    def index(self, block: int, parent: Prefix, tokens: bytes, epochs: tuple[int, ...]) -> Prefix:
+        """Offer a fully computed block for reuse; returns its place, which another block of equal content may hold already.
 
-        born: the commits before the oldest KV that the block's own stands on. That is an earlier block when one of equal
-        content, as young as this one, was indexed first; `block` then stays private. An older one is not found any more.
+        The place is not kept when its parent is not, or when there are HISTORIES_MAX younger ones beside it; `block` then
+        stays private.
         """
-        holder = self._by_hash.get(digest)
-        if holder is not None:
-            if holder == block or self._born[holder] >= born:
-                return holder
-            self._forget(holder)
-            if holder in self._cached:
-                del self._cached[holder]
-                self._free.append(holder)
-        self._by_hash[digest] = block
-        self._hash[block] = digest
-        self._born[block] = born
-        return block
+        if parent.parent is None:
+            parent = self._roots.get(parent.tokens, parent)
+        elif not parent.kept:
+            return Prefix(parent, tokens, epochs)
+        siblings = parent.children.get(tokens, [])
+        older = len(siblings)  # the first sibling that is older
+        for at, sibling in enumerate(siblings):
+            if sibling.epochs == epochs:
+                return sibling
+            if sibling.epochs < epochs:
+                older = at
+                break
+        prefix = Prefix(parent, tokens, epochs)
+        if older == HISTORIES_MAX:
+            return prefix
+        assert self._prefix[block] is None, f"block {block} is in the tree already"
+        if len(siblings) == HISTORIES_MAX:
+            self._remove(siblings[-1])
+        if parent.parent is None:
+            parent.block = ROOT_BLOCK
+            self._roots[parent.tokens] = parent
+        parent.children.setdefault(tokens, siblings).insert(older, prefix)
+        prefix.block = block
+        self._prefix[block] = prefix
+        return prefix
+
+    def indexed(self) -> Iterator[Prefix]:
+        """All places that hold a block."""
+        return (prefix for prefix in self._prefix if prefix is not None)
 
     def check(self) -> None:
         """Assert that the books balance."""
@@ -130,14 +166,45 @@ class BlockPool:
         for left, right in ((free, cached), (free, used), (cached, used)):
             assert left.isdisjoint(right), "a block is in two states"
         assert len(free) + len(cached) + len(used) == self.total, f"blocks lost: {self!r}"
-        assert all(self._hash[b] is None for b in free), "a free block is still indexed"
-        assert all(self._hash[b] is not None for b in cached), "a cached block has no hash"
-        assert all(self._hash[b] == h for h, b in self._by_hash.items()), (
-            "the index points at another content"
-        )
+        assert all(self._prefix[b] is None for b in free), "a free block is still in the tree"
+        assert all(self._prefix[b] is not None for b in cached), "a cached block is not in the tree"
+        self._check_tree()
 
-    def _forget(self, block: int) -> None:
-        digest = self._hash[block]
-        if digest is not None:
-            del self._by_hash[digest]
-            self._hash[block] = None
+    def _check_tree(self) -> None:
+        assert all(root.children for root in self._roots.values()), "a namespace is kept for nothing"
+        found = 0
+        parents = list(self._roots.values())
+        while parents:
+            parent = parents.pop()
+            for tokens, siblings in parent.children.items():
+                histories = [prefix.epochs for prefix in siblings]
+                assert 0 < len(siblings) <= HISTORIES_MAX, "too many places for the same tokens, or none"
+                assert histories == sorted(set(histories), reverse=True), "not the youngest first, each once"
+                for prefix in siblings:
+                    assert self._prefix[prefix.block] is prefix, "the tree points at another content"
+                    assert prefix.parent is parent, "a place is below another parent"
+                    assert prefix.tokens == tokens, "a place is under other tokens"
+                found += len(siblings)
+                parents += siblings
+        assert found == sum(1 for _ in self.indexed()), "a block cannot be reached from its root"
+
+    def _remove(self, prefix: Prefix) -> None:
+        """Take a place and all below it out of the tree; those of their blocks that nobody uses are free."""
+        parent = prefix.parent
+        assert parent is not None
+        siblings = parent.children[prefix.tokens]
+        siblings.remove(prefix)
+        if not siblings:
+            del parent.children[prefix.tokens]
+            if parent.parent is None and not parent.children:
+                del self._roots[parent.tokens]
+        gone = [prefix]
+        while gone:
+            place = gone.pop()
+            for below in place.children.values():
+                gone += below
+            block, place.block, place.children = place.block, NO_BLOCK, {}
+            self._prefix[block] = None
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)

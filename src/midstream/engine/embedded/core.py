@@ -212,8 +212,11 @@ class EngineCore:
         return list(self.runner.model.decoder.weights())
 
     def check(self) -> None:
-        """Assert that the block books balance; when idle, that no sequence holds a block."""
+        """Assert that the block books balance and say what computed each block; when idle, that no sequence holds one."""
         self.pool.check()
+        ordinals = self._kv_snapshot.reshape(-1, self.pool.block_size)
+        for prefix in self.pool.indexed():
+            assert tuple(ordinals[prefix.block]) == prefix.epochs, f"block {prefix.block} is not what it is told to be"
         if self.idle:
             assert self.pool.used == 0, f"idle, but blocks are in use: {self.pool!r}"
 

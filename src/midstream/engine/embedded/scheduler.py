@@ -9,18 +9,21 @@ Always holds:
   decode, for which there is room in every step: at most `URGENT_TOKENS` above the budget.
 - When blocks run out a running sequence is preempted, the youngest that has not crossed a swap if there is one: its
   blocks are released, its tokens stay, and it recomputes later. Nothing already reported changes.
+- A sequence reuses a chain of blocks each of which was computed on the one before, and offers its own blocks behind the
+  very ones it read. Epochs never fall along a chain, so KV is as old as its first position.
 - An admitted sequence can always finish: a request that could outgrow the pool is refused by `check_fits`.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from midstream.engine.embedded.blocks import BlockPool, OutOfBlocks, block_hash, root_hash
+from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
 from midstream.types import GenerateRequest, TopLogprob
 
 if TYPE_CHECKING:
@@ -28,6 +31,11 @@ if TYPE_CHECKING:
 
 #: Of an urgent prefill beside decodes: a swap's canary must not hold up the streams that crossed it.
 URGENT_TOKENS = 8
+
+#: Blocks looked at for a prompt that was computed under several weights, per block that it has.
+SEARCH_MAX = 4
+
+WIDTH = array("i").itemsize  # of a token, packed
 
 
 @dataclass(eq=False, slots=True)
@@ -41,8 +49,9 @@ class Sequence:
     )
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
-    indexed: int = 0  # leading blocks already offered to the prefix cache
+    path: list[Prefix] = field(default_factory=list)  # places of its leading full blocks in the prefix cache
+    written: list[tuple[int, int]] = field(default_factory=list)  # of its own KV: first position, epoch from there on
+    packed: bytes = b""  # its tokens as they are matched
     computed: int = 0
     cursor: int = 0  # next position to run; below `computed` only to get logits there again
     arrived: float = field(default_factory=time.perf_counter)
@@ -55,7 +64,6 @@ class Sequence:
         default_factory=dict
     )  # alternatives, until announced
     epoch: int = 0  # of the weights its first own KV was computed under
-    oldest: int = 0  # of the weights any of its KV was computed under
     told_epoch: int = -1  # when its KV provenance was last reported; -1: not since it was admitted
     announced: bool = False  # the event with cached_tokens and prompt records is out
     done: bool = False
@@ -108,6 +116,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.epoch = 0  # raised at every swap
+        self._alike = (0,) * pool.block_size
         self._budget = max_batch_tokens
         self._prefill_budget = max_prefill_tokens
         self._max_running = max_running
@@ -189,43 +198,66 @@ class Scheduler:
         """Note that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
         seq, size = work.seq, self.pool.block_size
         seq.cursor = work.last
-        seq.computed = max(seq.computed, work.last)
-        duplicates = []
-        while (seq.indexed + 1) * size <= seq.computed:
-            number = seq.indexed
-            digest = self._digest(seq, number)
-            holder = self.pool.index(seq.blocks[number], digest, seq.oldest)
-            if holder != seq.blocks[number]:
-                duplicates.append((seq.blocks[number], holder))
-            seq.indexed += 1
+        if work.last > seq.computed:
+            if not seq.written or seq.written[-1][1] != self.epoch:
+                seq.written.append((seq.computed, self.epoch))
+            seq.computed = work.last
+        duplicates: list[tuple[int, int]] = []
+        while (len(seq.path) + 1) * size <= seq.computed:
+            self._offer(seq, duplicates)
         return duplicates
 
-    def _digest(self, seq: Sequence, number: int) -> bytes:
+    def _offer(self, seq: Sequence, duplicates: list[tuple[int, int]]) -> None:
+        """Offer the next full block of `seq` to the prefix cache, behind the blocks it stands on.
+
+        What was removed of those since is offered again, because it is there: in the sequence's own blocks.
+        """
+        kept = number = len(seq.path)
+        while kept and not seq.path[kept - 1].kept:
+            kept -= 1
+        tokens = array("i", seq.tokens[number * self.pool.block_size : (number + 1) * self.pool.block_size])
+        again, seq.path = seq.path[kept:], seq.path[:kept]
+        again.append(Prefix(None, tokens.tobytes(), self._epochs(seq, number)))
+        for place in again:
+            parent = seq.path[-1] if seq.path else self.pool.root(seq.request.salt)
+            own = seq.blocks[len(seq.path)]
+            prefix = self.pool.index(own, parent, place.tokens, place.epochs)
+            seq.path.append(prefix)
+            if prefix.block not in (own, NO_BLOCK):
+                duplicates.append((own, prefix.block))
+
+    def _epochs(self, seq: Sequence, number: int) -> tuple[int, ...]:
+        """Under which weights each position of a block of its own was computed."""
         size = self.pool.block_size
-        while len(seq.digests) <= number:
-            i = len(seq.digests)
-            parent = seq.digests[-1] if seq.digests else root_hash(seq.request.salt)
-            seq.digests.append(block_hash(parent, seq.tokens[i * size : (i + 1) * size]))
-        return seq.digests[number]
+        first, last = number * size, (number + 1) * size
+        start, epoch = seq.written[-1]
+        if start <= first:
+            if self._alike[0] != epoch:
+                self._alike = (epoch,) * size
+            return self._alike  # one object for nearly all blocks
+        epochs: list[int] = []
+        for at, (start, epoch) in enumerate(seq.written):
+            end = seq.written[at + 1][0] if at + 1 < len(seq.written) else last
+            epochs += [epoch] * (min(end, last) - max(start, first))
+        return tuple(epochs)
 
     def _admit(self, seq: Sequence) -> bool:
         leader = seq.leader
         if leader is not None and not leader.done and leader.computed < leader.prompt_len:
             return False
         shared = self._match(seq)
-        for block in shared:
-            self.pool.retain(block)
+        for prefix in shared:
+            self.pool.retain(prefix.block)
         needed = -(-len(seq.tokens) // self.pool.block_size) - len(shared)
         if needed > self.pool.available:
-            for block in shared:
-                self.pool.release(block)
+            for prefix in reversed(shared):
+                self.pool.release(prefix.block)
             return False
         self.waiting.popleft()
         self.running.append(seq)
         seq.epoch, seq.told_epoch = self.epoch, -1
-        seq.oldest = min(map(self.pool.born, shared), default=self.epoch)
-        seq.blocks = shared + [self._allocate() for _ in range(needed)]
-        seq.indexed = len(shared)
+        seq.blocks = [prefix.block for prefix in shared] + [self._allocate() for _ in range(needed)]
+        seq.path = shared
         seq.computed = len(shared) * self.pool.block_size
         seq.cursor = seq.computed
         again = seq.computed > 0 and (
@@ -238,23 +270,53 @@ class Scheduler:
             seq.cached_tokens = min(seq.computed, seq.prompt_len)
         return True
 
-    def _match(self, seq: Sequence) -> list[int]:
-        """The longest run of cached blocks this sequence may use."""
-        size = self.pool.block_size
+    def _match(self, seq: Sequence) -> list[Prefix]:
+        """The longest chain of cached blocks this sequence may use; of several as long the youngest.
+
+        Where one forks, the youngest branch is walked to its end, and then the others, the last fork first; what is walked
+        besides the first chain is bounded.
+        """
         if seq.request.prompt_records and seq.request.top_logprobs and not seq.announced:
             return []  # alternatives for prompt tokens are not kept with the blocks
+        size = self.pool.block_size
+        levels = len(seq.tokens) // size
+        if len(seq.packed) != levels * size * WIDTH:
+            seq.packed = array("i", seq.tokens[: levels * size]).tobytes()
+        packed, width = seq.packed, size * WIDTH
+        scored_from = seq.first_scored // size if seq.first_scored < seq.prompt_len else levels
+        best: list[Prefix] = []
+        path: list[Prefix] = []
+        forks: list[tuple[int, Prefix]] = []  # branches not walked yet: blocks before it, its first block
+        prefix, left = self.pool.root(seq.request.salt), SEARCH_MAX * levels
+        while True:
+            for number in range(len(path), levels):
+                found = prefix.children.get(packed[number * width : (number + 1) * width])
+                if found is None:
+                    break
+                if len(found) > 1 or number == 0 or number >= scored_from:
+                    found = [each for each in found if self._usable(seq, each, number)]
+                    if not found:
+                        break
+                    forks += [(number, other) for other in found[:0:-1]]
+                prefix = found[0]
+                path.append(prefix)
+            if len(path) > len(best):
+                best = path
+            left -= len(path)
+            if not forks or len(best) == levels or left <= 0:
+                return best
+            before, prefix = forks.pop()
+            path = [*path[:before], prefix]
+
+    def _usable(self, seq: Sequence, prefix: Prefix, number: int) -> bool:
+        """Whether it may be block `number` of the sequence; that the blocks before it may is known."""
         age_max = seq.request.kv_age_max
-        found = []
-        for number in range(len(seq.tokens) // size):
-            block = self.pool.lookup(self._digest(seq, number))
-            if block is None or (age_max is not None and self.epoch - self.pool.born(block) > age_max):
-                break
-            wanted = max(seq.first_scored - number * size, 0)
-            end = min(seq.prompt_len - number * size, size)
-            if wanted < end and not self._scored(block, wanted):
-                break
-            found.append(block)
-        return found
+        if number == 0 and age_max is not None and self.epoch - prefix.epochs[0] > age_max:
+            return False
+        size = self.pool.block_size
+        wanted = max(seq.first_scored - number * size, 0)
+        end = min(seq.prompt_len - number * size, size)
+        return wanted >= end or self._scored(prefix.block, wanted)
 
     def _allocate(self) -> int:
         block = self.pool.allocate()
@@ -284,14 +346,17 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._release(seq)
+        seq.last_sampled = None  # over KV that may be another when it is computed again
         urgent = sum(1 for other in self.waiting if other.request.urgent)  # they come first
         self.waiting.insert(0 if seq.request.urgent else urgent, seq)
 
     def _release(self, seq: Sequence) -> None:
-        for block in reversed(seq.blocks):  # the tail of a prefix is evicted before its head
-            self.pool.release(block)
-        seq.blocks = []
-        seq.indexed = seq.computed = seq.cursor = 0
+        for number in reversed(range(len(seq.blocks))):  # the tail of a prefix is evicted before its head
+            self.pool.release(seq.blocks[number])
+            if number < len(seq.path):
+                self.pool.touch(seq.path[number])
+        seq.blocks, seq.path, seq.written = [], [], []
+        seq.computed = seq.cursor = 0
 
 
 def _piece(seq: Sequence, beside: list[Work]) -> int:

@@ -1,0 +1,52 @@
+"""Cached blocks are joined only to the blocks they were computed on, and what is told of KV is what was read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import request, run
+from msgspec.structs import replace
+
+from midstream.config import EngineSettings
+from midstream.engine.embedded.core import EngineCore
+from midstream.types import GenerateRequest
+
+torch.set_num_threads(1)
+
+PROMPT = [random.Random(5).randrange(256) for _ in range(100)]  # six whole blocks and a piece
+Spans = list[tuple[str, int, int]]
+
+
+@pytest.fixture
+def core(tiny_model: Callable[..., Path]) -> EngineCore:
+    return EngineCore(tiny_model(), EngineSettings())
+
+
+def commit(core: EngineCore, model: Path, snapshot: str) -> None:
+    core.set_staged(core.stage(model))
+    core.commit(snapshot)
+
+
+def asked(
+    name: str, prompt: list[int], *, age_max: int | None = None, max_tokens: int = 1, echo: int = 0
+) -> GenerateRequest:
+    plain = request(name, prompt, max_tokens=max_tokens, echo=echo)
+    return replace(plain, kv_age_max=age_max, want_kv_snapshots=True)
+
+
+def test_a_block_is_found_only_behind_the_blocks_it_was_computed_on(
+    core: EngineCore, tiny_model: Callable[..., Path]
+) -> None:
+    """Behind s1's blocks 0 to 32 there is nothing: what base computed for 32 to 96 stands on base's own."""
+    run(core, [asked("base", PROMPT)])
+    commit(core, tiny_model(seed=1), "s1")
+    assert run(core, [asked("short", PROMPT[:40], age_max=0)])["short", 0].cached == 0
+    commit(core, tiny_model(seed=2), "s2")
+    got = run(core, [asked("mixed", PROMPT, max_tokens=20)])["mixed", 0]
+    assert (got.cached, got.kv) == (96, [("base", 0, 96), ("s2", 96, 119)])
+    young = run(core, [asked("young", PROMPT, age_max=1, max_tokens=20)])["young", 0]
+    assert (young.cached, young.kv) == (32, [("s1", 0, 32), ("s2", 32, 119)])
