@@ -82,10 +82,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-def write_model(family: str, directory: Path) -> Path:
+def write_model(family: str, directory: Path, seed: int = 0) -> Path:
     kind, changes, _ = FAMILIES[family]
     config = getattr(transformers, kind)(**{**SIZES, **changes})
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.ndim > 1:

@@ -379,10 +379,11 @@ class EngineCore:
         """Which snapshots computed the sequence's KV, when that is news."""
         if finish is None and seq.told_epoch == self.scheduler.epoch:
             return None
-        seq.told_epoch = self.scheduler.epoch
         size = self.pool.block_size
         slots = np.asarray(seq.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
         ordinals = self._kv_snapshot[slots.reshape(-1)[: seq.computed]]
+        # All of it may have been cached: then the next position begins a span that is news, too.
+        seq.told_epoch = self.scheduler.epoch if ordinals[-1] == self._ordinal else -1
         starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
         ends = [*starts[1:], seq.computed]
         return tuple(

@@ -289,7 +289,8 @@ class Scheduler:
         forks: list[tuple[int, Prefix]] = []  # branches not walked yet: blocks before it, its first block
         prefix, left = self.pool.root(seq.request.salt), SEARCH_MAX * levels
         while True:
-            for number in range(len(path), levels):
+            before = len(path)
+            for number in range(before, levels):
                 found = prefix.children.get(packed[number * width : (number + 1) * width])
                 if found is None:
                     break
@@ -302,7 +303,7 @@ class Scheduler:
                 path.append(prefix)
             if len(path) > len(best):
                 best = path
-            left -= len(path)
+            left -= len(path) - before
             if not forks or len(best) == levels or left <= 0:
                 return best
             before, prefix = forks.pop()

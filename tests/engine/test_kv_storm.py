@@ -1,0 +1,261 @@
+"""What is told of KV, token by token: a storm of equal and branching prompts, swaps of every cache policy, and every record
+computed again in plain transformers over exactly the KV that it is said to stand on.
+
+STORM_TOKENS=20000 in the environment is the long form: so many tokens of each storm.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_helpers import request
+from msgspec.structs import replace
+from recompute import Passes, Recomputer
+from test_models import FAMILIES, write_model
+
+from midstream.config import EngineSettings
+from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.loading import LoadedModel
+from midstream.engine.embedded.scheduler import Sequence as Running
+from midstream.replica.namespaces import Namespaces, cache_salt
+from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
+
+torch.set_num_threads(1)
+
+TOKENS = int(os.environ.get("STORM_TOKENS", "1000"))
+ERROR = 2e-4  # of a logprob, nats
+OPEN = 8  # requests at a time
+POLICIES: tuple[tuple[Any, int | None], ...] = (
+    ("none", None),
+    ("none", None),
+    ("none", 0),
+    ("none", 2),
+    ("new_session", None),
+    ("all", None),
+)
+
+
+@dataclass
+class Era:
+    """Tokens from `first` on stand on this KV; it grows by what the last snapshot computes."""
+
+    first: int
+    kv: list[str]
+
+
+@dataclass
+class Stream:
+    """One choice of one request, and what it was told."""
+
+    request: GenerateRequest
+    index: int
+    tokens: list[TokenRecord] = field(default_factory=list)
+    prompt: tuple[TokenRecord, ...] = ()
+    eras: list[Era] = field(default_factory=list)
+    cached: int = 0
+    over: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        before = [*self.request.prompt, *self.request.emitted_of(self.index)]
+        return before + [record.token_id for record in self.tokens]
+
+    def take(self, event: GenerationEvent) -> None:
+        assert event.error is None
+        assert not self.over
+        if event.kv_snapshots is not None:
+            kv = [name for name, start, end in event.kv_snapshots for _ in range(start, end)]
+            known = self.eras[-1].kv if self.eras else []
+            if self.eras and kv[: len(known)] == known:
+                self.eras[-1].kv = kv
+            else:
+                self.eras.append(Era(len(self.tokens), kv))
+        self.tokens += event.tokens
+        self.prompt = event.prompt or self.prompt
+        self.cached = event.cached_tokens if event.cached_tokens is not None else self.cached
+        kv = self.eras[-1].kv
+        kv += kv[-1:] * (len(self.ids) - 1 - len(kv))
+        self.over = event.finish is not None
+
+    def claims(self) -> Iterator[tuple[list[str], list[tuple[int, TokenRecord]]]]:
+        """KV, and the records that stand on it with the positions of their passes."""
+        before = len(self.ids) - len(self.tokens)
+        first = len(self.request.prompt) - len(self.prompt)
+        echoed = [(first + i - 1, record) for i, record in enumerate(self.prompt) if first + i > 0]
+        for number, era in enumerate(self.eras):
+            last = self.eras[number + 1].first if number + 1 < len(self.eras) else len(self.tokens)
+            made = [(before + i - 1, self.tokens[i]) for i in range(era.first, last)]
+            yield era.kv, (made if number else echoed + made)
+
+
+class Storm:
+    """Requests to one engine at a time, whose weights change between steps."""
+
+    def __init__(self, core: EngineCore, models: Sequence[LoadedModel], seed: int) -> None:
+        self.core, self.models = core, models
+        self.rng = random.Random(seed)
+        self.serving = {"base": 0}  # which model each snapshot is
+        self.namespaces = Namespaces()
+        self.streams: list[Stream] = []
+        self.open: dict[tuple[str, int], Stream] = {}
+        self.preempted = 0
+        self.trunks = [[self.rng.randrange(128) for _ in range(96)] for _ in range(2)]
+        self._count_preemptions(core)
+
+    def _count_preemptions(self, core: EngineCore) -> None:
+        preempt = core.scheduler._preempt
+
+        def counted(sequence: Running) -> None:
+            self.preempted += 1
+            preempt(sequence)
+
+        core.scheduler._preempt = counted  # type: ignore[method-assign]
+
+    def run(self, tokens: int) -> None:
+        while sum(len(stream.tokens) for stream in self.streams) < tokens:
+            self.turn()
+        self.end()
+
+    def turn(self) -> None:
+        if len(self.open) < OPEN and self.rng.random() < 0.5:
+            self.ask()
+        if self.rng.random() < 0.12:
+            self.commit()
+        self.step()
+
+    def end(self) -> None:
+        while not self.core.idle:
+            self.step()
+        self.core.check()
+
+    def step(self) -> None:
+        self._take(self.core.step())
+
+    def ask(self) -> None:
+        rng = self.rng
+        prompt = self.prompt()
+        session = rng.choice([None, ("", "a"), ("", "b"), ("", "c")])
+        plain = request(
+            f"r{len(self.streams)}",
+            prompt,
+            n=rng.choice((1, 1, 1, 3)),
+            seed=rng.randrange(3),
+            temperature=rng.choice((0.0, 1.0)),
+            max_tokens=rng.randrange(1, 30),
+            echo=rng.choice((0, 0, 0, len(prompt), rng.randrange(len(prompt) + 1))),
+            salt=cache_salt(self.namespaces.admit(session), "", "", "model"),
+        )
+        self.add(replace(plain, kv_age_max=self.namespaces.kv_age_max, want_kv_snapshots=True))
+
+    def prompt(self) -> list[int]:
+        """The beginning of a trunk, at times with a branch of its own; or what a stream became."""
+        rng = self.rng
+        if self.streams and rng.random() < 0.3:
+            ids = rng.choice(self.streams[-20:]).ids[:110]
+            return ids[: rng.randrange(1, len(ids) + 1)]
+        trunk = rng.choice(self.trunks)[: rng.choice((16, 32, 48, 64, 80, 96, rng.randrange(1, 96)))]
+        return trunk + [rng.randrange(2)] * rng.choice((0, 0, 5, 20))
+
+    def add(self, asked: GenerateRequest) -> None:
+        for index in asked.choices:
+            stream = Stream(asked, index)
+            self.streams.append(stream)
+            self.open[asked.request_id, index] = stream
+        self._take(self.core.add(asked))
+
+    def commit(self) -> None:
+        policy, age = self.rng.choice(POLICIES)
+        model = self.rng.randrange(len(self.models))
+        self.namespaces.commit(policy, age)
+        snapshot = f"step-{len(self.serving)}"
+        self.serving[snapshot] = model
+        self.core.set_staged(self.models[model])
+        self.core.commit(snapshot)
+
+    def _take(self, outputs: Sequence[tuple[str, GenerationEvent]]) -> None:
+        for name, event in outputs:
+            stream = self.open[name, event.index]
+            stream.take(event)
+            if stream.over:
+                del self.open[name, event.index]
+
+
+@dataclass
+class Verdict:
+    """Of all records of a storm. wrong: (snapshots of the KV, by how much a logprob is off) of each that is not borne out."""
+
+    checked: int = 0
+    wrong: list[tuple[str, float]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        worst = max((error for _, error in self.wrong), default=0.0)
+        return f"{self.checked} tokens, {len(self.wrong)} wrong, by {worst:.3f} at most: {self.wrong[:3]}"
+
+
+def judge(streams: Sequence[Stream], recomputer: Recomputer) -> Verdict:
+    verdict = Verdict()
+    for stream in streams:
+        ids = stream.ids
+        for kv, records in stream.claims():
+            if not records:
+                continue
+            inputs = max(position for position, _ in records) + 1
+            again = {position: r.snapshot for position, r in records if r.snapshot != kv[position]}
+
+            def fits(passes: Passes, records: Sequence[tuple[int, TokenRecord]] = records) -> bool:
+                return not any(_error(passes, position, record) for position, record in records)
+
+            if recomputer.first_that(fits, ids[:inputs], kv, again=again) is None:
+                made = recomputer.passes(ids[:inputs], kv, again)
+                errors = [_error(made, position, record) for position, record in records]
+                verdict.wrong += [(">".join(dict.fromkeys(kv)), error) for error in errors if error]
+            verdict.checked += len(records)
+    return verdict
+
+
+def _error(passes: Passes, position: int, record: TokenRecord) -> float:
+    """By how much the record is off; 0.0: it is borne out. Infinite: another route."""
+    off = abs(passes.logprobs[position, record.token_id].item() - record.logprob)
+    if off > ERROR:
+        return off
+    route = passes.routes[position]
+    if route.size:
+        assert record.route is not None
+        told = np.frombuffer(record.route, dtype=np.uint8).reshape(route.shape)
+        if (np.sort(told) != np.sort(route)).any():
+            return float("inf")
+    return 0.0
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Callable[..., tuple[EngineCore, list[LoadedModel], list[Path]]]:
+    def make(family: str, kv_tokens: int) -> tuple[EngineCore, list[LoadedModel], list[Path]]:
+        directories = [write_model(family, tmp_path / str(seed), seed) for seed in range(3)]
+        settings = EngineSettings(max_batch_tokens=64, max_running=OPEN, kv_cache_tokens=kv_tokens)
+        core = EngineCore(directories[0], settings)
+        return core, [core.stage(directory) for directory in directories], directories
+
+    return make
+
+
+@pytest.mark.parametrize("kv_tokens", [8192, 320], ids=["roomy", "small"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.timeout(3600)
+def test_every_record_is_borne_out_over_the_kv_it_is_said_to_stand_on(
+    family: str, kv_tokens: int, engines: Callable[..., tuple[EngineCore, list[LoadedModel], list[Path]]]
+) -> None:
+    core, models, directories = engines(family, kv_tokens)
+    storm = Storm(core, models, seed=1)
+    storm.run(TOKENS)
+    recomputer = Recomputer({name: directories[model] for name, model in storm.serving.items()})
+    verdict = judge(storm.streams, recomputer)
+    print(f"{family}: {verdict}; {storm.preempted} preemptions, {len(storm.serving)} snapshots")
+    assert not verdict.wrong, str(verdict)
