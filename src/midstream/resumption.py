@@ -166,11 +166,14 @@ class Told:
     def snapshot(self, finished: Collection[int]) -> str | None:
         """The one snapshot that computed all KV of the choices that are not `finished`; None: they have none yet.
 
-        Raises CannotResume when there are several, also when they have one name: its files were others once.
+        Raises CannotResume when there are several, also when they have one name: its files were others once. The label of the
+        last token counts, too: where all of a prompt was cached, the first token is of what serves over KV of what served.
         """
         last = {step.choice: step.kv for step in self._steps.values() if step.kv}
+        labels = {step.choice: step.snapshot for step in self._steps.values() if step.snapshot}
         spans = [spans for choice, spans in last.items() if choice not in finished]
         names = {snapshot for kv in spans for snapshot, _, _ in kv}
+        names |= {label for choice, label in labels.items() if choice in last and choice not in finished}
         if len(names) > 1 or any(len(kv) > 1 for kv in spans):
             raise CannotResume(
                 "weights were swapped behind the stream: its KV cannot be computed again as it was"
