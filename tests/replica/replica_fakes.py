@@ -105,6 +105,7 @@ class FakeEngine(Engine):
         self.reply: tuple[int, ...] = ids(reply)
         self.serving = BASE_SNAPSHOT
         self.tells_kv = False  # when asked to
+        self.kv_with: dict[int, tuple[tuple[str, int, int], ...]] = {}  # told with a token, by its number
         self.staged: str | None = None
         self.calls: list[str] = []
         self.requests: list[GenerateRequest] = []
@@ -190,12 +191,13 @@ class FakeEngine(Engine):
 
     async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         size, limit = len(request.prompt), request.sampling.max_tokens
-        kv = ((self.serving, 0, size),) if request.want_kv_snapshots and self.tells_kv else None
+        tells_kv = request.want_kv_snapshots and self.tells_kv
         for index in request.choices:
+            known = size + len(request.emitted_of(index))
             yield GenerationEvent(
                 index=index,
                 cached_tokens=self.cached_tokens,
-                kv_snapshots=kv,
+                kv_snapshots=((self.serving, 0, known),) if tells_kv else None,
                 queued_s=0.25,
                 prompt=tuple(
                     record(request.prompt[p], p, request, self.serving, prompt=True)
@@ -227,7 +229,8 @@ class FakeEngine(Engine):
                 if finish is not None:
                     self.ended.add((request.request_id, index))
                 made = record(token, size + done, request, self.serving, prompt=False)
-                yield GenerationEvent(index=index, tokens=(made,), finish=finish)
+                told = self.kv_with.get(done) if request.want_kv_snapshots else None
+                yield GenerationEvent(index=index, tokens=(made,), finish=finish, kv_snapshots=told)
             self.made[request.request_id] = done + 1
             self._announce()
             if all((request.request_id, index) in self.ended for index in request.choices):

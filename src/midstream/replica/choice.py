@@ -8,7 +8,7 @@ A character whose bytes came under two snapshots belongs to the token that compl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -16,6 +16,9 @@ from msgspec.structs import replace
 
 from midstream.replica.text import StopStrings, Vocabulary
 from midstream.types import FinishReason, TokenRecord
+
+
+KvSpans = list[tuple[str, int, int]]  # snapshot, start, end over prompt and generated tokens
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -59,7 +62,8 @@ class Choice:
         self.echoed = False
         self.snapshot: str | None = None  # of the newest record
         self._runs: list[tuple[str, int]] = []  # snapshot of generated tokens, and the first of them
-        self.kv: list[tuple[str, int, int]] = []  # the same over all positions, by what computed their KV
+        self.kv: KvSpans = []  # the same over all positions, by what computed their KV
+        self.earlier_kv: list[tuple[int, KvSpans]] = []  # what the tokens before that number stood on
         self._detokenizer = vocabulary.detokenizer(shown)
         self._stops = StopStrings(stops) if stops else None
         self._silent = silent
@@ -118,8 +122,15 @@ class Choice:
             self.finish = "stop"
         return pieces + self._label(self._stops.flush())
 
+    def take_kv(self, told: Sequence[tuple[str, int, int]], prompt_len: int) -> None:
+        """What the engine says of the KV from the next token on: that of before and more, or KV that was computed again."""
+        self.close_kv(prompt_len)
+        if self.kv and not _continues(self.kv, told):
+            self.earlier_kv.append((self.generated, self.kv))
+        self.kv = list(told)
+
     def close_kv(self, prompt_len: int) -> None:
-        """The choice has ended: its last KV span grew up to the token before the last one."""
+        """The last KV span grew up to the token before the last one."""
         if self.kv:
             snapshot, start, end = self.kv[-1]
             self.kv[-1] = (snapshot, start, max(end, prompt_len + self.generated - 1))
@@ -155,3 +166,12 @@ class Choice:
             else:
                 pieces.append(Piece(snapshot, part, ()))
         return pieces
+
+
+def _continues(before: KvSpans, after: Sequence[tuple[str, int, int]]) -> bool:
+    """Whether `after` says of each position what `before` says, and perhaps something of more positions."""
+    *ended, (snapshot, start, end) = before
+    if list(after[: len(ended)]) != ended or len(after) == len(ended):
+        return False
+    last = after[len(ended)]
+    return last[:2] == (snapshot, start) and last[2] >= end

@@ -83,6 +83,13 @@ class SnapshotSpan(msgspec.Struct):
     end: int
 
 
+class EarlierKv(msgspec.Struct):
+    """What the completion tokens before number `tokens` stood on."""
+
+    tokens: int
+    kv_snapshots: list[SnapshotSpan]
+
+
 class CachedDetails(msgspec.Struct):
     cached_tokens: int
 
@@ -105,6 +112,7 @@ class _ChoiceTail(msgspec.Struct, kw_only=True):
     snapshots: list[SnapshotSpan] | UnsetType = UNSET
     prompt_snapshots: list[SnapshotSpan] | UnsetType = UNSET  # over the echoed tokens
     kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
 
 
 class TextChoice(_ChoiceTail, kw_only=True):
@@ -250,7 +258,7 @@ class Encoder:
         last: AnyChoice = chat if self._chat else TextChoice(index=choice.index, text="")
         last.finish_reason, last.token_ids, last.raw_output = choice.finish, ids, raw
         last.prompt_token_ids = prompt_ids
-        last.kv_snapshots = _kv_snapshots(choice)
+        _tell_kv(last, choice)
         return self._event(snapshot, [last], prompt_ids if self._chat else UNSET, extras)
 
     def _opening(self, snapshot: str) -> bytes:
@@ -312,7 +320,7 @@ class Encoder:
         encoded.snapshots = [SnapshotSpan(*span) for span in choice.spans]
         if kept.echoed and self._checked.logprobs:
             encoded.prompt_snapshots = _spans(kept.echoed)
-        encoded.kv_snapshots = _kv_snapshots(choice)
+        _tell_kv(encoded, choice)
         return encoded
 
     # Shared
@@ -410,8 +418,13 @@ def _spans(tokens: Sequence[Scored]) -> list[SnapshotSpan]:
     return spans
 
 
-def _kv_snapshots(choice: Choice) -> list[SnapshotSpan] | UnsetType:
-    return [SnapshotSpan(*span) for span in choice.kv] if choice.kv else UNSET
+def _tell_kv(encoded: _ChoiceTail, choice: Choice) -> None:
+    if choice.kv:
+        encoded.kv_snapshots = [SnapshotSpan(*span) for span in choice.kv]
+    if choice.earlier_kv:
+        encoded.earlier_kv_snapshots = [
+            EarlierKv(tokens, [SnapshotSpan(*span) for span in kv]) for tokens, kv in choice.earlier_kv
+        ]
 
 
 def _finite(logprob: float) -> float:
