@@ -1,4 +1,4 @@
-"""The block pool under random use: books balance, content never changes hands unnoticed."""
+"""The block pool under random use: books balance, content never changes hands unnoticed, and a place has one path."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from midstream.engine.embedded.blocks import BlockPool, OutOfBlocks, block_hash, root_hash
+from midstream.engine.embedded.blocks import HISTORIES_MAX, NO_BLOCK, BlockPool, OutOfBlocks, Prefix
+
+Path = tuple[tuple[bytes, tuple[int, ...]], ...]  # tokens and epochs, block by block
+
+
+def path_of(prefix: Prefix) -> Path:
+    if prefix.parent is None:
+        return ((prefix.tokens, ()),)
+    return (*path_of(prefix.parent), (prefix.tokens, prefix.epochs))
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Model: who holds how many references, and what content each indexed block was filled with."""
+    """Model: who holds how many references, and which block each path in the tree has."""
 
     held = Bundle("held")
+    places = Bundle("places")
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(num_blocks=6, block_size=4)
+        self.pool = BlockPool(num_blocks=10, block_size=4)
         self.references: dict[int, int] = {}
-        self.content: dict[bytes, int] = {}
+        self.tree: dict[Path, int] = {}
 
     @rule(target=held)
     def allocate(self) -> int:
@@ -31,30 +40,51 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pool.allocate()
         assert block != 0
         assert not self.references.get(block), "a block in use was given out"
-        self.content = {digest: b for digest, b in self.content.items() if b != block}
+        evicted = [path for path, holder in self.tree.items() if holder == block]
+        for path in evicted:
+            self.forget(path)
         self.references[block] = 1
         return block
 
-    @rule(block=held, tokens=st.integers(0, 3), born=st.integers(0, 2))
-    def index(self, block: int, tokens: int, born: int) -> None:
-        if not self.references.get(block) or block in self.content.values():
-            return
-        digest = block_hash(root_hash(b""), [tokens] * 4)
-        if digest not in self.content or self.pool.born(self.content[digest]) < born:
-            self.content[digest] = block
-        assert self.pool.index(block, digest, born) == self.content[digest]
-        assert self.pool.born(self.content[digest]) >= born
+    @rule(target=places, salt=st.sampled_from([b"a", b"b"]))
+    def root(self, salt: bytes) -> Prefix:
+        return self.pool.root(salt)
 
-    @rule(tokens=st.integers(0, 3), target=held)
-    def share(self, tokens: int) -> int:
-        digest = block_hash(root_hash(b""), [tokens] * 4)
-        block = self.pool.lookup(digest)
-        assert block == self.content.get(digest)
-        if block is None:
+    @rule(target=places, parent=places, block=held, tokens=st.integers(0, 1), epoch=st.integers(0, 5))
+    def index(self, parent: Prefix, block: int, tokens: int, epoch: int) -> Prefix:
+        if not self.references.get(block) or block in self.tree.values():
+            return parent
+        epochs = (epoch,) * 4
+        attached = parent.parent is None or path_of(parent) in self.tree
+        assert parent.parent is None or parent.kept == attached
+        path = (*path_of(parent), (bytes([tokens]), epochs))
+        beside = sorted(p for p in self.tree if p[:-1] == path[:-1] and p[-1][0] == path[-1][0])
+        prefix = self.pool.index(block, parent, bytes([tokens]), epochs)
+        if not attached:
+            assert prefix.block == NO_BLOCK
+        elif path in self.tree:
+            assert prefix.block == self.tree[path]
+        elif len(beside) == HISTORIES_MAX and path < beside[0]:
+            assert prefix.block == NO_BLOCK
+        else:
+            if len(beside) == HISTORIES_MAX:
+                self.forget(beside[0])
+            assert prefix.block == block
+            self.tree[path] = block
+        return prefix
+
+    @rule(place=places, target=held)
+    def share(self, place: Prefix) -> int:
+        if place.parent is None or not place.kept:
             return 0
-        self.pool.retain(block)
-        self.references[block] = self.references.get(block, 0) + 1
-        return block
+        assert self.tree[path_of(place)] == place.block
+        self.pool.retain(place.block)
+        self.references[place.block] = self.references.get(place.block, 0) + 1
+        return place.block
+
+    @rule(place=places)
+    def touch(self, place: Prefix) -> None:
+        self.pool.touch(place)
 
     @rule(block=consumes(held))
     def release(self, block: int) -> None:
@@ -62,52 +92,64 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(block)
             self.references[block] -= 1
 
-    @precondition(lambda self: self.content)
+    @precondition(lambda self: self.tree)
     @rule()
     def evict_all(self) -> None:
         for block in [self.pool.allocate() for _ in range(self.pool.available)]:
             self.pool.release(block)
-        self.content = {digest: block for digest, block in self.content.items() if self.references.get(block)}
+        for path, block in list(self.tree.items()):
+            if not self.references.get(block):
+                self.forget(path)
 
     @invariant()
     def books_balance(self) -> None:
         self.pool.check()
         assert self.pool.used == sum(1 for count in self.references.values() if count)
+        assert {path_of(prefix): prefix.block for prefix in self.pool.indexed()} == self.tree
+
+    def forget(self, gone: Path) -> None:
+        """It and all below it."""
+        self.tree = {path: block for path, block in self.tree.items() if path[: len(gone)] != gone}
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
 def test_the_cached_block_unused_for_longest_is_evicted_first() -> None:
     pool = BlockPool(num_blocks=4, block_size=2)
     blocks = [pool.allocate() for _ in range(3)]
-    digests = [block_hash(root_hash(b""), [i, i]) for i in range(3)]
-    for block, digest in zip(blocks, digests, strict=True):
-        pool.index(block, digest)
+    places = [pool.index(block, pool.root(b""), bytes([block]), (0, 0)) for block in blocks]
     for block in (blocks[1], blocks[0], blocks[2]):
         pool.release(block)
-    assert pool.allocate() == blocks[1]
-    assert [pool.lookup(d) for d in digests] == [blocks[0], None, blocks[2]]
+    pool.touch(places[0])
+    assert [pool.allocate() for _ in range(3)] == [blocks[1], blocks[2], blocks[0]]
+    assert [place.kept for place in places] == [False] * 3
 
 
-def test_a_younger_block_of_equal_content_is_found_in_place_of_the_older() -> None:
-    pool = BlockPool(num_blocks=4, block_size=2)
-    digest = block_hash(root_hash(b""), [1, 2])
-    old, young, as_young = (pool.allocate() for _ in range(3))
-    assert pool.index(old, digest, born=3) == old
-    pool.release(old)
-    assert pool.index(young, digest, born=4) == young
-    assert pool.index(as_young, digest, born=4) == young
-    assert (pool.lookup(digest), pool.available, repr(pool)) == (
-        young, 1, "BlockPool(used=2, cached=0, free=1, total=3)",
-    )  # fmt: skip
+def test_places_for_the_same_tokens_are_the_youngest_first_and_the_oldest_goes() -> None:
+    pool = BlockPool(num_blocks=9, block_size=2)
+    root = pool.root(b"")
+    given = [(3, 3), (5, 5), (3, 4), (1, 2)]
+    first, *others = [pool.index(pool.allocate(), root, b"x", epochs) for epochs in given]
+    (siblings,) = root.children.values()
+    assert [place.epochs for place in siblings] == [(5, 5), (3, 4), (3, 3), (1, 2)]
+    below = pool.index(pool.allocate(), others[-1], b"y", (2, 2))
+    assert not pool.index(pool.allocate(), root, b"x", (1, 1)).kept, "older than all there are"
+    assert pool.index(pool.allocate(), root, b"x", (3, 3)) is first
+    assert pool.index(pool.allocate(), root, b"x", (6, 6)).kept
+    assert [place.epochs for place in siblings] == [(6, 6), (5, 5), (3, 4), (3, 3)]
+    assert not below.kept, "its parent is gone"
     pool.check()
 
 
-def test_a_hash_depends_on_salt_parent_and_every_token() -> None:
-    base = block_hash(root_hash(b"a"), [1, 2])
-    assert base != block_hash(root_hash(b"b"), [1, 2])
-    assert base != block_hash(root_hash(b"a"), [2, 1])
-    assert block_hash(base, [1, 2]) != base
-    assert base == block_hash(root_hash(b"a"), [1, 2])
+def test_a_salt_is_a_tree_of_its_own() -> None:
+    pool = BlockPool(num_blocks=4, block_size=2)
+    one, other = (pool.index(pool.allocate(), pool.root(salt), b"x", (0, 0)) for salt in (b"a", b"b"))
+    assert one is not other
+    assert pool.root(b"a").children == {b"x": [one]}
+    for place in (one, other):
+        pool.release(place.block)
+    assert pool.allocate() not in (one.block, other.block)
+    pool.allocate()
+    assert (one.kept, pool.root(b"a").children, pool.root(b"b").children) == (False, {}, {b"x": [other]})

@@ -12,6 +12,7 @@ import torch
 from engine_helpers import request, run
 
 from midstream.config import EngineSettings
+from midstream.engine.embedded.blocks import HISTORIES_MAX
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.scheduler import URGENT_TOKENS
 from midstream.types import GenerateRequest
@@ -55,17 +56,26 @@ def test_a_block_is_reused_up_to_its_age(
     assert cached(core, "warm", age_max) == expected
 
 
-def test_a_recomputed_block_is_found_by_the_next_request_and_the_old_one_is_free(
+def test_a_recomputed_block_is_found_by_the_next_request_in_place_of_the_old_one(
     core: EngineCore, tiny_model: Callable[..., Path]
 ) -> None:
     cached(core, "cold", None)
     commit(core, tiny_model(seed=1), "step-1")
-    free = core.pool.available - len(core.pool._cached)
     assert cached(core, "again", 0) == 0
     assert cached(core, "found", 0) == 64
-    assert core.pool.available - len(core.pool._cached) == free, "the blocks that are found no more are lost"
+    found = msgspec.structs.replace(asked("any age", None), want_kv_snapshots=True)
+    assert run(core, [found])["any age", 0].kv == [("step-1", 0, 64)]
     commit(core, tiny_model(seed=2), "step-2")
     assert cached(core, "one commit old", 1) == 64
+
+
+def test_what_was_computed_again_and_again_is_kept_a_few_times_only(
+    core: EngineCore, tiny_model: Callable[..., Path]
+) -> None:
+    for number in range(HISTORIES_MAX + 3):
+        assert cached(core, f"cold-{number}", 0) == 0
+        commit(core, tiny_model(seed=1 + number % 2), f"step-{number}")
+    assert len(core.pool._cached) == HISTORIES_MAX * 4
 
 
 def test_what_stands_on_old_kv_is_as_old_as_that(core: EngineCore, tiny_model: Callable[..., Path]) -> None:

@@ -99,21 +99,6 @@ def test_a_sequence_knows_how_long_it_waited_for_its_first_step() -> None:
     assert first.queued_s == waited
 
 
-def test_kv_is_as_old_as_the_oldest_block_it_stands_on() -> None:
-    """A prefix can be older than what follows it: a prompt's beginning that was computed across a swap and indexed after the
-    younger one was evicted."""
-    scheduler = make_scheduler()
-    pool, whole = scheduler.pool, sequence("a", 48)
-    scheduler.epoch = 5
-    for number, born in enumerate((3, 5)):
-        block = pool.allocate()
-        pool.index(block, scheduler._digest(whole, number), born)
-        pool.release(block)
-    scheduler.add(whole)
-    step(scheduler)
-    assert (whole.cached_tokens, whole.oldest) == (32, 3)
-
-
 def test_an_urgent_prompt_goes_before_others_and_beside_streams_in_small_pieces() -> None:
     scheduler = make_scheduler(max_batch_tokens=32)
     scheduler.add(sequence("stream", 10))

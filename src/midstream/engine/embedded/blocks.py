@@ -133,13 +133,13 @@ class BlockPool:
         elif not parent.kept:
             return Prefix(parent, tokens, epochs)
         siblings = parent.children.get(tokens, [])
-        older = len(siblings)  # the first sibling that is older
-        for at, sibling in enumerate(siblings):
+        older = 0  # place of the first sibling that is older
+        for sibling in siblings:
             if sibling.epochs == epochs:
                 return sibling
             if sibling.epochs < epochs:
-                older = at
                 break
+            older += 1
         prefix = Prefix(parent, tokens, epochs)
         if older == HISTORIES_MAX:
             return prefix

@@ -203,28 +203,34 @@ class Scheduler:
                 seq.written.append((seq.computed, self.epoch))
             seq.computed = work.last
         duplicates: list[tuple[int, int]] = []
-        while (len(seq.path) + 1) * size <= seq.computed:
-            self._offer(seq, duplicates)
+        for number in range(len(seq.path), seq.computed // size):
+            if seq.path and not seq.path[-1].kept:
+                duplicates += self._offer_again(seq)
+            tokens = array("i", seq.tokens[number * size : (number + 1) * size]).tobytes()
+            duplicates += self._offer(seq, tokens, self._epochs(seq, number))
         return duplicates
 
-    def _offer(self, seq: Sequence, duplicates: list[tuple[int, int]]) -> None:
-        """Offer the next full block of `seq` to the prefix cache, behind the blocks it stands on.
+    def _offer(self, seq: Sequence, tokens: bytes, epochs: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Offer the next full block of `seq` to the prefix cache; returns it with its holder when that is another block."""
+        parent = seq.path[-1] if seq.path else self.pool.root(seq.request.salt)
+        own = seq.blocks[len(seq.path)]
+        prefix = self.pool.index(own, parent, tokens, epochs)
+        seq.path.append(prefix)
+        return [] if prefix.block in (own, NO_BLOCK) else [(own, prefix.block)]
 
-        What was removed of those since is offered again, because it is there: in the sequence's own blocks.
-        """
-        kept = number = len(seq.path)
+    def _offer_again(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Of the blocks that the next one stands on, some are not in the prefix cache any more; the sequence has them still."""
+        kept = len(seq.path)
         while kept and not seq.path[kept - 1].kept:
             kept -= 1
-        tokens = array("i", seq.tokens[number * self.pool.block_size : (number + 1) * self.pool.block_size])
-        again, seq.path = seq.path[kept:], seq.path[:kept]
-        again.append(Prefix(None, tokens.tobytes(), self._epochs(seq, number)))
-        for place in again:
-            parent = seq.path[-1] if seq.path else self.pool.root(seq.request.salt)
-            own = seq.blocks[len(seq.path)]
-            prefix = self.pool.index(own, parent, place.tokens, place.epochs)
-            seq.path.append(prefix)
-            if prefix.block not in (own, NO_BLOCK):
-                duplicates.append((own, prefix.block))
+        gone, seq.path = seq.path[kept:], seq.path[:kept]
+        duplicates: list[tuple[int, int]] = []
+        for at, place in enumerate(gone):
+            duplicates += self._offer(seq, place.tokens, place.epochs)
+            if not seq.path[-1].kept:  # then nothing behind it is
+                seq.path += gone[at + 1 :]
+                break
+        return duplicates
 
     def _epochs(self, seq: Sequence, number: int) -> tuple[int, ...]:
         """Under which weights each position of a block of its own was computed."""

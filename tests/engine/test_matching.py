@@ -1,0 +1,217 @@
+"""The scheduler over KV that is only written down: what a sequence reads is what was computed on what it reads.
+
+A slot holds a chain: the KV before it, its token, the epoch that computed it. So a block behind another block than the one it
+was computed on is seen at once, whatever the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from midstream.engine.embedded import scheduler as module
+from midstream.engine.embedded.blocks import BlockPool, Prefix
+from midstream.engine.embedded.scheduler import Scheduler, Sequence
+from midstream.types import GenerateRequest, SamplingParams
+
+SIZE = 2
+Chain = tuple[int | None, int, int]  # the chain before, token, epoch
+
+
+def new_scheduler(blocks: int, *, batch: int = 64) -> Scheduler:
+    return Scheduler(
+        BlockPool(blocks, SIZE),
+        max_batch_tokens=batch,
+        max_prefill_tokens=batch,
+        max_running=4,
+        scored=lambda block, offset: False,
+        on_allocate=lambda block: None,
+    )
+
+
+def sequence(
+    prompt: SequenceOf[int], *, max_tokens: int = 1, age_max: int | None = None, salt: bytes = b""
+) -> Sequence:
+    request = GenerateRequest(
+        request_id="r",
+        prompt=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        kv_age_max=age_max,
+        salt=salt,
+    )
+    return Sequence(request, 0)
+
+
+def best_chain(scheduler: Scheduler, seq: Sequence) -> list[Prefix]:
+    """What a sequence should find, by looking at every chain there is: the longest, then the youngest."""
+    size = scheduler.pool.block_size
+    age = seq.request.kv_age_max
+    oldest = 0 if age is None else scheduler.epoch - age
+
+    def chains(prefix: Prefix, number: int) -> list[list[Prefix]]:
+        tokens = seq.tokens[number * size : (number + 1) * size]
+        found: list[list[Prefix]] = [[]]
+        for child in prefix.children.get(module.array("i", tokens).tobytes(), ()) if len(tokens) == size else ():
+            if number or child.epochs[0] >= oldest:
+                found += [[child, *rest] for rest in chains(child, number + 1)]
+        return found
+
+    return max(
+        chains(scheduler.pool.root(seq.request.salt), 0), key=lambda c: (len(c), [p.epochs for p in c])
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = new_scheduler(12, batch=5)
+        self.chains: list[Chain] = []
+        self.ids: dict[Chain, int] = {}  # of each chain there ever was
+        self.slots: dict[int, int] = {}  # which chain each holds the end of
+        self.asked: list[Sequence] = []
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        max_tokens=st.integers(1, 6),
+        age_max=st.sampled_from([None, None, 0, 1]),
+        salt=st.sampled_from([b"", b"", b"other"]),
+    )
+    def ask(self, prompt: list[int], max_tokens: int, age_max: int | None, salt: bytes) -> None:
+        seq = sequence(prompt, max_tokens=max_tokens, age_max=age_max, salt=salt)
+        if self.scheduler.check_fits(seq.request) is None:
+            self.asked.append(seq)
+            self.scheduler.add(seq)
+
+    @rule()
+    def swap(self) -> None:
+        self.scheduler.epoch += 1
+
+    @rule(steps=st.integers(1, 6), sampled=st.integers(0, 1))
+    def step(self, steps: int, sampled: int) -> None:
+        for _ in range(steps):
+            for work in self.scheduler.plan():
+                self.compute(work.seq, work.write_from, work.last)
+                for own, holder in self.scheduler.advance(work):
+                    assert self.content(own) == self.content(holder), "a block of other content stands for it"
+                if work.last == len(work.seq.tokens):
+                    work.seq.tokens.append(sampled)
+                    if work.seq.generated >= work.seq.request.sampling.max_tokens:
+                        self.scheduler.remove(work.seq)
+                        self.asked.remove(work.seq)
+
+    @rule(which=st.integers(0, 20))
+    def abort(self, which: int) -> None:
+        if self.asked:
+            seq = self.asked.pop(which % len(self.asked))
+            self.scheduler.remove(seq)
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=2, max_size=12), age_max=st.sampled_from([None, 0, 1]))
+    def match(self, prompt: list[int], age_max: int | None) -> None:
+        seq = sequence(prompt, age_max=age_max)
+        assert self.scheduler._match(seq) == best_chain(self.scheduler, seq)
+
+    @invariant()
+    def every_sequence_reads_one_chain(self) -> None:
+        for seq in self.scheduler.running:
+            before: int | None = None
+            for position in range(seq.computed):
+                chain = self.slots[self.slot(seq, position)]
+                assert self.chains[chain][:2] == (before, seq.tokens[position]), "KV on other KV than it was computed on"
+                before = chain
+
+    @invariant()
+    def the_tree_says_what_is_in_its_blocks(self) -> None:
+        self.scheduler.pool.check()
+        for prefix in self.scheduler.pool.indexed():
+            before = None
+            path = [prefix]
+            while path[0].parent is not None and path[0].parent.parent is not None:
+                path.insert(0, path[0].parent)
+            for place in path:
+                tokens = module.array("i", place.tokens)
+                for offset, (token, epoch) in enumerate(zip(tokens, place.epochs, strict=True)):
+                    before = self.ids[before, token, epoch]
+                    chain = self.slots[place.block * SIZE + offset]
+                    assert chain == before, "a block is not what it is told to be"
+
+    @invariant()
+    def heads_outlive_tails(self) -> None:
+        order = list(self.scheduler.pool._cached)
+        for at, block in enumerate(order):
+            prefix = self.scheduler.pool._prefix[block]
+            assert prefix is not None
+            below = [child.block for children in prefix.children.values() for child in children]
+            assert not set(below) & set(order[at:]), "a head is evicted before its tail"
+
+    def compute(self, seq: Sequence, first: int, last: int) -> None:
+        for position in range(first, last):
+            before = self.slots[self.slot(seq, position - 1)] if position else None
+            key = (before, seq.tokens[position], self.scheduler.epoch)
+            if key not in self.ids:
+                self.ids[key] = len(self.chains)
+                self.chains.append(key)
+            self.slots[self.slot(seq, position)] = self.ids[key]
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        return seq.blocks[position // SIZE] * SIZE + position % SIZE
+
+    def content(self, block: int) -> list[int]:
+        return [self.slots[block * SIZE + offset] for offset in range(SIZE)]
+
+
+class Thorough(SchedulerMachine):
+    """Looks at every chain, so that what it finds is the best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bound, module.SEARCH_MAX = module.SEARCH_MAX, 1000
+
+    def teardown(self) -> None:
+        module.SEARCH_MAX = self._bound
+
+
+TestScheduler = Thorough.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def computed(scheduler: Scheduler, prompt: SequenceOf[int], *, age_max: int | None = None) -> Sequence:
+    seq = sequence(prompt, age_max=age_max)
+    scheduler.add(seq)
+    for work in scheduler.plan():
+        scheduler.advance(work)
+    scheduler.remove(seq)
+    return seq
+
+
+def epochs(found: SequenceOf[Prefix]) -> list[int]:
+    return [prefix.epochs[0] for prefix in found]
+
+
+def test_the_longest_chain_is_found_and_of_equally_long_ones_the_youngest() -> None:
+    scheduler = new_scheduler(65)
+    computed(scheduler, range(8))
+    scheduler.epoch = 1
+    computed(scheduler, range(4), age_max=0)
+    scheduler.epoch = 2
+    assert epochs(scheduler._match(sequence(range(8)))) == [0, 0, 0, 0]
+    assert epochs(scheduler._match(sequence(range(5)))) == [1, 1]
+    assert epochs(scheduler._match(sequence(range(8), age_max=1))) == [1, 1]
+    assert epochs(scheduler._match(sequence(range(8), age_max=0))) == []
+
+
+@pytest.mark.parametrize(("bound", "found"), [(1, 63), (4, 64)])
+def test_the_search_for_a_longer_chain_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, bound: int, found: int
+) -> None:
+    """The chain that is tried last is the longest; the one before is a block shorter, and the first another."""
+    monkeypatch.setattr(module, "SEARCH_MAX", bound)
+    scheduler = new_scheduler(513, batch=1000)
+    for epoch, blocks in enumerate((64, 63, 62)):
+        scheduler.epoch = epoch
+        computed(scheduler, range(blocks * SIZE), age_max=0)
+    match = scheduler._match(sequence(range(64 * SIZE)))
+    assert len(match) == found
