@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from recompute import Recomputer
 from serving import Server, serve
 
-from midstream.client import SnapshotPublisher, snapshot_of
+from midstream.client import SnapshotPublisher, decode_routing_matrix, snapshot_of
 
 PROMPT = 96  # tokens
 ATTEMPTS = 4
@@ -278,3 +280,31 @@ def test_the_isolation_key_and_the_cache_switch_are_beside_the_policy(
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert cached(server, prompt, None) == PROMPT
+
+
+def test_kv_is_told_as_it_was_computed_where_prompts_of_several_snapshots_meet(
+    server: Server, swap: Callable[..., str], tiny_model: Callable[..., Path]
+) -> None:
+    """A prompt's beginning was computed again under younger weights: what stood on the old beginning is not found behind it."""
+    prompt = [*fresh_prompt(), 1, 2, 3, 4]
+    old = swap("all")
+    assert cached(server, prompt, None) == 0
+    young = swap({"max_age": 0})
+    assert cached(server, prompt[:40], None) == 0
+    now = swap("none")
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "logprobs": True}
+    body |= {"include_routing_matrix": True, "perf_metrics_in_response": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    (choice,) = answer.json()["choices"]
+    told = [(span["snapshot"], span["start"], span["end"]) for span in choice["kv_snapshots"]]
+    records = choice["logprobs"]["content"]
+    seeds = {snapshot: 1 + int(snapshot.removeprefix("step-")) % 2 for snapshot in (old, young, now)}
+    recomputer = Recomputer({snapshot: tiny_model(seed=seed) for snapshot, seed in seeds.items()})
+    kv = [snapshot for snapshot, start, end in told for _ in range(start, end)]
+    ids = prompt + [record["token_id"] for record in records[:-1]]
+    made = recomputer.passes(ids, kv)
+    for position, record in enumerate(records, start=len(prompt) - 1):
+        assert made.logprobs[position, record["token_id"]].item() == pytest.approx(record["logprob"], abs=2e-4)
+        route = decode_routing_matrix(record["routing_matrix"], top_k=2)
+        assert np.sort(route).tolist() == np.sort(made.routes[position]).tolist()
+    assert told == [(old, 0, 96), (now, 96, 119)]

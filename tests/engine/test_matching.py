@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from midstream.engine.embedded import scheduler as module
-from midstream.engine.embedded.blocks import BlockPool, Prefix
+from midstream.engine.embedded.blocks import HISTORIES_MAX, BlockPool, Prefix
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
 from midstream.types import GenerateRequest, SamplingParams
 
@@ -215,3 +215,45 @@ def test_the_search_for_a_longer_chain_is_bounded(
         computed(scheduler, range(blocks * SIZE), age_max=0)
     match = scheduler._match(sequence(range(64 * SIZE)))
     assert len(match) == found
+
+
+def test_blocks_behind_one_that_was_evicted_are_offered_again_with_it() -> None:
+    """A stream computed its prompt beside another with the same: the blocks that are found are the other's, and go first."""
+    scheduler = new_scheduler(11)
+    other, stream = sequence(range(4)), sequence(range(4), max_tokens=9)
+    for seq in (other, stream):
+        scheduler.add(seq)
+    for work in scheduler.plan():
+        scheduler.advance(work)
+    assert [place.block for place in stream.path] == other.blocks
+    scheduler.remove(other)
+    taken = [scheduler.pool.allocate() for _ in range(scheduler.pool.available)]
+    assert not stream.path[0].kept
+    for block in taken:
+        scheduler.pool.release(block)
+    for token in (4, 5):
+        stream.tokens.append(token)
+        for work in scheduler.plan():
+            scheduler.advance(work)
+    assert [place.block for place in stream.path] == stream.blocks
+    assert [place.block for place in scheduler._match(sequence(range(6)))] == stream.blocks
+    scheduler.pool.check()
+
+
+def test_a_stream_whose_first_block_is_older_than_all_that_are_kept_offers_nothing() -> None:
+    scheduler = new_scheduler(65)
+    stream = sequence(range(2), max_tokens=9)
+    scheduler.add(stream)
+    (work,) = scheduler.plan()
+    scheduler.advance(work)
+    for epoch in range(1, HISTORIES_MAX + 1):
+        scheduler.epoch = epoch
+        computed(scheduler, range(2), age_max=0)
+    assert not stream.path[0].kept
+    for token in (2, 3, 4, 5):
+        stream.tokens.append(token)
+        for work in scheduler.plan():
+            assert scheduler.advance(work) == []
+    assert not any(place.kept for place in stream.path)
+    assert epochs(scheduler._match(sequence(range(6)))) == [HISTORIES_MAX]
+    scheduler.pool.check()
