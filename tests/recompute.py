@@ -31,7 +31,7 @@ class Tie:
 
 @dataclass
 class Passes:
-    """Of input positions 0, 1, ...: log-probabilities [inputs, vocab] of the next token, and routes [inputs, moe_layers, top_k]."""
+    """Of each input position: log-probabilities [inputs, vocab] of the next token; routes [inputs, moe_layers, top_k]."""
 
     logprobs: torch.Tensor
     routes: np.ndarray

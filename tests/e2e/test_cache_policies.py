@@ -304,7 +304,9 @@ def test_kv_is_told_as_it_was_computed_where_prompts_of_several_snapshots_meet(
     ids = prompt + [record["token_id"] for record in records[:-1]]
     made = recomputer.passes(ids, kv)
     for position, record in enumerate(records, start=len(prompt) - 1):
-        assert made.logprobs[position, record["token_id"]].item() == pytest.approx(record["logprob"], abs=2e-4)
+        assert made.logprobs[position, record["token_id"]].item() == pytest.approx(
+            record["logprob"], abs=2e-4
+        )
         route = decode_routing_matrix(record["routing_matrix"], top_k=2)
         assert np.sort(route).tolist() == np.sort(made.routes[position]).tolist()
     assert told == [(old, 0, 96), (now, 96, 119)]

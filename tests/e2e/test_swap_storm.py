@@ -7,11 +7,10 @@ used. Nothing is tolerated: no failed request, no missing token, no label that i
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from recompute import OWN_ROUTE, Passes, Recomputer
 from safetensors.numpy import load_file, save_file
 from serving import Server, serve
-from transformers import AutoModelForCausalLM
 
 from midstream.client import decode_routing_matrix, snapshot_of
 from midstream.snapshots.delta import encode_delta
-from midstream.tinker.trainer.replay import OWN_ROUTE, RouterTap
 
 torch.set_num_threads(1)
 
@@ -36,8 +34,6 @@ LAST = (
 )  # turns that end after the last swap: some of them find all of the turn before in the cache
 TURN, LONGEST = 160, 1200  # tokens generated in a turn, tokens at which a rollout ends and another begins
 POLICIES: tuple[Any, ...] = ("all", "none", "new_session", {"max_age": 2}, True, False, {"max_age": 0})
-TIE = 3e-5  # of router logits: a rounding may choose the other expert
-TIES = 8  # tried in a turn, at most
 ERROR = 2e-4  # of a logprob; another snapshot's are off by more than 0.05 somewhere in every turn
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 
@@ -219,79 +215,20 @@ async def storm(server: Server, scratch: Path, models: list[Path]) -> tuple[list
     return turns, trainer.checkpoints
 
 
-@dataclass(frozen=True)
-class Tie:
-    """A route that nobody reported and that a rounding may have made another one. route: the other one."""
+def bears_out(recomputer: Recomputer, turn: Turn) -> bool:
+    """Whether its numbers are those of its labels, with whichever expert of a tie."""
+    ids = turn.prompt + [token for token, _, _ in turn.tokens]
+    targets = torch.tensor(ids[len(turn.prompt) :])[:, None]
+    said = np.array([logprob for _, logprob, _ in turn.tokens])
+    own = np.full_like(turn.routes[0], OWN_ROUTE, dtype=np.int64)
+    prompt = [own if route is None else route for route in turn.routes_of_prompt()[:-1]]
+    forced = torch.from_numpy(np.stack([*prompt, *turn.routes]).astype(np.int64))
 
-    position: int
-    layer: int
-    route: tuple[int, ...]
+    def fits(passes: Passes) -> bool:
+        made = passes.logprobs[len(turn.prompt) - 1 :].gather(1, targets)[:, 0].numpy()
+        return bool(np.abs(said - made).max() <= ERROR)
 
-
-class Recomputer:
-    """Plain Hugging Face forward passes, piece by piece under the snapshots that made each position's KV."""
-
-    def __init__(self, checkpoints: dict[str, Path]) -> None:
-        self._models: dict[str, Any] = {}
-        self._best: list[
-            Any
-        ] = []  # per router call: logits and experts of each position, one more than taken
-        for snapshot, directory in checkpoints.items():
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-            self._models[snapshot] = (model, RouterTap(model))
-            for router in self._models[snapshot][1].routers:
-                router.register_forward_hook(self._note_best)
-
-    def _note_best(self, router: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
-        self._best.append(output[0].topk(router.top_k + 1, dim=-1))
-
-    def bears_out(self, turn: Turn) -> bool:
-        """Whether its numbers are those of its labels, with whichever expert of a tie."""
-        said = np.array([logprob for _, logprob, _ in turn.tokens])
-        made, ties = self.logprobs(turn)
-        if np.abs(said - made).max() <= ERROR:
-            return True
-        assert len(ties) <= TIES
-        others = (some for count in range(len(ties)) for some in itertools.combinations(ties, count + 1))
-        return any(np.abs(said - self.logprobs(turn, other)[0]).max() <= ERROR for other in others)
-
-    @torch.no_grad()
-    def logprobs(self, turn: Turn, otherwise: Sequence[Tie] = ()) -> tuple[np.ndarray, list[Tie]]:
-        """Of the turn's generated tokens, given the KV that it says it had, and what ties there were beside `otherwise`."""
-        ids = turn.prompt + [token for token, _, _ in turn.tokens]
-        inputs = len(ids) - 1
-        own = np.full_like(turn.routes[0], OWN_ROUTE, dtype=np.int64)
-        prompt = [own if route is None else route for route in turn.routes_of_prompt()[:-1]]
-        forced = torch.from_numpy(np.stack([*prompt, *turn.routes]).astype(np.int64))
-        for tie in otherwise:
-            forced[tie.position, tie.layer] = torch.tensor(tie.route)
-        cache, start, logits = None, 0, []
-        ties: list[Tie] = []
-        while start < inputs:
-            end = start
-            while end < inputs and turn.kv[end] == turn.kv[start]:
-                end += 1
-            model, tap = self._models[turn.kv[start]]
-            with tap.forcing(forced[start:end]):
-                output = model(torch.tensor([ids[start:end]]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            ties += self._ties(forced[start:end], start)
-            logits.append(output.logits[0])
-            start = end
-        rows = torch.cat(logits)[len(turn.prompt) - 1 :].log_softmax(-1)
-        targets = torch.tensor(ids[len(turn.prompt) :])
-        return rows.gather(1, targets[:, None])[:, 0].numpy(), ties
-
-    def _ties(self, forced: torch.Tensor, start: int) -> list[Tie]:
-        """Of the pass just made over positions from `start`."""
-        found: list[Tie] = []
-        for layer, (logits, experts) in enumerate(self._best):
-            near = (logits[:, -2] - logits[:, -1] < TIE) & (forced[:, layer, 0] == OWN_ROUTE)
-            places = torch.nonzero(near).flatten().tolist()
-            routes = torch.cat([experts[:, :-2], experts[:, -1:]], dim=-1).tolist()
-            found += (Tie(start + at, layer, tuple(routes[at])) for at in places)
-        self._best.clear()
-        return found
+    return recomputer.first_that(fits, ids[:-1], turn.kv, forced=forced) is not None
 
 
 @pytest.mark.timeout(900)
@@ -306,11 +243,11 @@ def test_a_swap_storm_fails_nothing_and_every_label_is_borne_out(
     crossed = 0
     for turn in turns:
         labels = [label for _, _, label in turn.tokens]
-        order = [*recomputer._models]
+        order = recomputer.snapshots
         assert labels == sorted(labels, key=order.index), "a label went backwards"
         crossed += len(set(labels)) - 1
         assert turn.kv[len(turn.prompt) - 1 :] == labels, "a label is not of the pass that gave the token"
-        assert recomputer.bears_out(turn), labels
+        assert bears_out(recomputer, turn), labels
     assert len({label for turn in turns for _, _, label in turn.tokens}) > SWAPS // 2
     assert crossed >= STREAMS, "the swaps hit no live streams"
     reused = sum(turn.cached for turn in turns)

@@ -123,7 +123,9 @@ class Storm:
         core.scheduler._preempt = counted  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return f"Storm({len(self.streams)} streams, {len(self.serving)} snapshots, {self.preempted} preemptions)"
+        return (
+            f"Storm({len(self.streams)} streams, {len(self.serving)} snapshots, {self.preempted} preemptions)"
+        )
 
     def run(self, tokens: int) -> None:
         while sum(len(stream.tokens) for stream in self.streams) < tokens:
@@ -267,7 +269,9 @@ def _error(passes: Passes, position: int, record: TokenRecord) -> float:
     return 0.0
 
 
-Made = tuple[EngineCore, list[LoadedModel], list[Path]]  # the last two: three models, the first of which serves
+Made = tuple[
+    EngineCore, list[LoadedModel], list[Path]
+]  # the last two: three models, the first of which serves
 Engines = Callable[[str, int], Made]
 
 

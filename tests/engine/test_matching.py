@@ -55,7 +55,9 @@ def best_chain(scheduler: Scheduler, seq: Sequence) -> list[Prefix]:
     def chains(prefix: Prefix, number: int) -> list[list[Prefix]]:
         tokens = seq.tokens[number * size : (number + 1) * size]
         found: list[list[Prefix]] = [[]]
-        for child in prefix.children.get(module.array("i", tokens).tobytes(), ()) if len(tokens) == size else ():
+        for child in (
+            prefix.children.get(module.array("i", tokens).tobytes(), ()) if len(tokens) == size else ()
+        ):
             if number or child.epochs[0] >= oldest:
                 found += [[child, *rest] for rest in chains(child, number + 1)]
         return found
@@ -120,7 +122,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             before: int | None = None
             for position in range(seq.computed):
                 chain = self.slots[self.slot(seq, position)]
-                assert self.chains[chain][:2] == (before, seq.tokens[position]), "KV on other KV than it was computed on"
+                assert self.chains[chain][:2] == (before, seq.tokens[position]), (
+                    "KV on other KV than it was computed on"
+                )
                 before = chain
 
     @invariant()

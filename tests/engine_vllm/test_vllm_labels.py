@@ -173,8 +173,9 @@ def test_provenance_of_kv(tmp_path: Path) -> None:
             await until(lambda: len(crossing.records()) == 3)
             await swap(engine, tmp_path, 1)
             two.to_the_end()
-            both = (("base", 0, 12), ("step-1", 12, 13)), (("base", 0, 12), ("step-1", 12, 15))
-            assert kv(await crossing.ended()) == [(("base", 0, 12),), *both]
+            # Behind a switch vLLM may preempt it and compute any of its KV again, or find it where others left theirs.
+            unknown = [((UNKNOWN, 0, 13),), ((UNKNOWN, 0, 15),)]
+            assert kv(await crossing.ended()) == [(("base", 0, 12),), *unknown]
             three.to_the_end()  # its prompt may have been computed before, or in part
             assert kv(await queued.ended())[-1] == ((UNKNOWN, 0, 15),)
             after, (four,) = await ask("after")  # finds what others left under this salt
@@ -218,5 +219,4 @@ def test_spans_of_kv_have_no_gap_and_no_overlap(takes: list[int], prompt: int, c
         assert spans[-1][2] == prompt + told.count - 1
         assert [start for _, start, _ in spans[1:]] == [end for _, _, end in spans[:-1]]
         assert all(start < end for _, start, end in spans)
-        if takes and sum(takes) == 0:
-            assert spans[0][0] == UNKNOWN
+        assert {name for name, _, _ in spans} == ({UNKNOWN} if takes or not clean else {"base"})

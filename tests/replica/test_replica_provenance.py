@@ -14,7 +14,9 @@ PROMPT = list(b"ten tokens")
 Kv = tuple[tuple[str, int, int], ...]
 
 
-def choice(tmp_path: Path, kv: dict[int, Kv], *, stream: bool, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+def choice(
+    tmp_path: Path, kv: dict[int, Kv], *, stream: bool, max_tokens: int = 8, **more: Any
+) -> dict[str, Any]:
     """The last word on a choice whose engine tells `kv` with its tokens."""
 
     async def main() -> dict[str, Any]:
@@ -37,7 +39,9 @@ def spans(*given: tuple[str, int, int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_before_kv_was_computed_again_are_told_what_they_stood_on(tmp_path: Path, stream: bool) -> None:
+def test_tokens_before_kv_was_computed_again_are_told_what_they_stood_on(
+    tmp_path: Path, stream: bool
+) -> None:
     """Preempted behind three tokens and behind five, under other weights each time."""
     told: dict[int, Kv] = {
         0: (("s1", 0, 10),),
@@ -56,7 +60,11 @@ def test_tokens_before_kv_was_computed_again_are_told_what_they_stood_on(tmp_pat
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_kv_that_only_grew_has_no_earlier_one(tmp_path: Path, stream: bool) -> None:
-    told: dict[int, Kv] = {0: (("s1", 0, 10),), 4: (("s1", 0, 13), ("s2", 13, 14)), 6: (("s1", 0, 13), ("s2", 13, 16))}
+    told: dict[int, Kv] = {
+        0: (("s1", 0, 10),),
+        4: (("s1", 0, 13), ("s2", 13, 14)),
+        6: (("s1", 0, 13), ("s2", 13, 16)),
+    }
     got = choice(tmp_path, told, stream=stream)
     assert got["kv_snapshots"] == spans(("s1", 0, 13), ("s2", 13, 17))
     assert "earlier_kv_snapshots" not in got

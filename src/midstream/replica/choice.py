@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from midstream.replica.text import StopStrings, Vocabulary
 from midstream.types import FinishReason, TokenRecord
 
-
 KvSpans = list[tuple[str, int, int]]  # snapshot, start, end over prompt and generated tokens
 
 

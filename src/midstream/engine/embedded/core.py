@@ -216,7 +216,9 @@ class EngineCore:
         self.pool.check()
         ordinals = self._kv_snapshot.reshape(-1, self.pool.block_size)
         for prefix in self.pool.indexed():
-            assert tuple(ordinals[prefix.block]) == prefix.epochs, f"block {prefix.block} is not what it is told to be"
+            assert tuple(ordinals[prefix.block]) == prefix.epochs, (
+                f"block {prefix.block} is not what it is told to be"
+            )
         if self.idle:
             assert self.pool.used == 0, f"idle, but blocks are in use: {self.pool!r}"
 

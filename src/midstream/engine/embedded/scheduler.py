@@ -50,7 +50,9 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     path: list[Prefix] = field(default_factory=list)  # places of its leading full blocks in the prefix cache
-    written: list[tuple[int, int]] = field(default_factory=list)  # of its own KV: first position, epoch from there on
+    written: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # of its own KV: first position, epoch from there on
     packed: bytes = b""  # its tokens as they are matched
     computed: int = 0
     cursor: int = 0  # next position to run; below `computed` only to get logits there again

@@ -54,7 +54,9 @@ class Told:
         self._epochs = epochs
         self._prompt = prompt
         self._runs: list[tuple[int, int]] = []  # epoch, first token of it
-        self._kv: list[tuple[int | None, int]] = [(epochs.now if clean else None, 0)]  # epoch, first position
+        self._kv: int | None = (
+            epochs.now if clean else None
+        )  # the one epoch that computed all KV; None: unknown
         self.count = 0
 
     def take(self, tokens: int) -> str:
@@ -66,11 +68,9 @@ class Told:
         return self._epochs.snapshot
 
     def switched(self) -> None:
-        """A new epoch began. KV of what was computed stays; of a prompt that gave no token yet, nobody knows what was."""
-        if self.count == 0:
-            self._kv = [(None, 0)]
-        else:
-            self._kv.append((self._epochs.now, self._prompt + self.count - 1))
+        """A new epoch began. From now on vLLM may preempt the choice and compute its KV again, or take what others of its
+        salt computed before or after the switch, and it tells nobody."""
+        self._kv = None
 
     def problem(self, spans: Spans | None) -> str | None:
         """What is wrong with the labels given, by what vLLM says at the end; None: nothing."""
@@ -91,9 +91,4 @@ class Told:
     def kv(self) -> Spans:
         """What computed the KV of all positions but the last token's, as far as is known."""
         end = self._prompt + max(self.count - 1, 0)
-        ends = [start for _, start in self._kv[1:]] + [end]
-        spans = [
-            (UNKNOWN if epoch is None else self._epochs.snapshot_of(epoch), start, stop)
-            for (epoch, start), stop in zip(self._kv, ends, strict=True)
-        ]
-        return tuple(span for i, span in enumerate(spans) if span[1] < span[2] or i == 0)
+        return ((UNKNOWN if self._kv is None else self._epochs.snapshot_of(self._kv), 0, end),)
