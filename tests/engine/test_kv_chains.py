@@ -50,3 +50,39 @@ def test_a_block_is_found_only_behind_the_blocks_it_was_computed_on(
     assert (got.cached, got.kv) == (96, [("base", 0, 96), ("s2", 96, 119)])
     young = run(core, [asked("young", PROMPT, age_max=1, max_tokens=20)])["young", 0]
     assert (young.cached, young.kv) == (32, [("s1", 0, 32), ("s2", 32, 119)])
+
+
+def test_where_all_of_a_prompt_was_cached_the_first_own_position_is_told_too(
+    core: EngineCore, tiny_model: Callable[..., Path]
+) -> None:
+    """The pass that gives the first token computes no KV; the next one does, under other weights than the prompt's."""
+    run(core, [asked("cold", PROMPT[:96])])
+    commit(core, tiny_model(seed=1), "s1")
+    core.add(asked("warm", PROMPT[:96], max_tokens=4))
+    told = [event.kv_snapshots for _ in range(4) for _, event in core.step()]
+    base = ("base", 0, 96)
+    assert told == [(base,), (base, ("s1", 96, 97)), None, (base, ("s1", 96, 99))]
+
+
+def test_a_score_from_before_a_preemption_is_not_kept_beside_kv_that_was_computed_again(
+    core: EngineCore, tiny_model: Callable[..., Path]
+) -> None:
+    core.add(asked("stream", PROMPT[:40], max_tokens=30))
+    for _ in range(5):
+        core.step()
+    commit(core, tiny_model(seed=1), "s1")
+    for _ in range(3):
+        core.step()
+    (stream,) = core.scheduler.running
+    newest = len(stream.tokens) - 1
+    core.scheduler._preempt(stream)
+    for block in [core.pool.allocate() for _ in range(core.pool.available)]:  # nothing of it is found again
+        core.pool.release(block)
+    while not core.idle:
+        core.step()
+    ids = stream.tokens
+    echo = asked("echo", ids, echo=len(ids) - newest)
+    got = run(core, [echo])["echo", 0]
+    cold = run(EngineCore(tiny_model(seed=1), EngineSettings()), [echo])["echo", 0]
+    assert got.kv == [("s1", 0, len(ids))]
+    assert [r.logprob for r in got.prompt] == pytest.approx([r.logprob for r in cold.prompt], abs=1e-4)
