@@ -86,7 +86,9 @@ class Expanded:
 
 
 class Recomputer:
-    def __init__(self, checkpoints: Mapping[str, Path]) -> None:
+    def __init__(self, checkpoints: Mapping[str, Path], attention: str = "eager") -> None:
+        """checkpoints: of each snapshot. attention: transformers' implementation; not every model has the quicker ones."""
+        self._attention = attention
         self._loaded: dict[Path, Any] = {}
         self._expanded = Expanded()
         self._routers: dict[Path, list[Any]] = {}
@@ -107,7 +109,7 @@ class Recomputer:
 
     def _load(self, directory: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
+            directory, dtype=torch.float32, attn_implementation=self._attention
         )
         layer = 0
         for module in model.modules():

@@ -239,7 +239,7 @@ def test_a_swap_storm_fails_nothing_and_every_label_is_borne_out(
     options = ("--model", str(tiny_model()), "--kv-cache-memory", "1GiB")
     with serve(tmp_path / "state", *options) as server:
         turns, checkpoints = asyncio.run(storm(server, tmp_path, fulls))
-    recomputer = Recomputer({"base": tiny_model(), **checkpoints})
+    recomputer = Recomputer({"base": tiny_model(), **checkpoints}, attention="sdpa")
     crossed = 0
     for turn in turns:
         labels = [label for _, _, label in turn.tokens]

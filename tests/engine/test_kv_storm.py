@@ -311,7 +311,7 @@ def test_every_record_is_borne_out_over_the_kv_it_is_said_to_stand_on(
 def test_streams_that_go_on_on_another_engine_are_borne_out_there(family: str, engines: Engines) -> None:
     """One that has a history of its own in its cache. Every second engine that is lost demands exactness."""
     there, models, directories = engines(family, 8192)
-    storm = Storm(there, models, seed=3)
+    storm = Storm(there, models, seed=7)
     recomputer = Recomputer({})
     verdict, moved, count = Verdict(), 0, 0
     while verdict.checked < TOKENS:
