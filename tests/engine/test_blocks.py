@@ -55,8 +55,10 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.references.get(block) or block in self.tree.values():
             return parent
         epochs = (epoch,) * 4
-        attached = parent.parent is None or path_of(parent) in self.tree
-        assert parent.parent is None or parent.kept == attached
+        attached = (
+            parent.parent is None or parent.kept
+        )  # one that was removed is so for good, whatever its path
+        assert parent.parent is None or not parent.kept or self.tree[path_of(parent)] == parent.block
         path = (*path_of(parent), (bytes([tokens]), epochs))
         beside = sorted(p for p in self.tree if p[:-1] == path[:-1] and p[-1][0] == path[-1][0])
         prefix = self.pool.index(block, parent, bytes([tokens]), epochs)
