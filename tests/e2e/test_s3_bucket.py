@@ -11,7 +11,7 @@ import pytest
 from s3server import ACCESS_KEY, SECRET_KEY, S3Server
 from serving import Server, serve
 
-from midstream.client import SnapshotFailed, SnapshotPublisher
+from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher
 
 BUCKET = "s3://rollouts/runs/e2e%201"
 
@@ -48,6 +48,9 @@ def test_snapshots_are_hot_loaded_from_s3_and_no_credential_is_shown(
         assert delta.kind == "delta"
         publisher.write_full("step-4", tiny_model(seed=3))
         s3.put("rollouts", "runs/e2e 1/step-4/model.safetensors", b"truncated")
+        with pytest.raises(SignalRefused, match=r"step-4: is not what its midstream\.manifest\.json says: model\.saf"):
+            publisher.signal("step-4")
+        s3.delete("rollouts", "runs/e2e 1/step-4/midstream.manifest.json")
         publisher.signal("step-4")
         with pytest.raises(SnapshotFailed, match=r"model\.safetensors: truncated"):
             publisher.wait_until_ready("step-4")
