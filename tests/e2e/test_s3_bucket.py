@@ -48,7 +48,9 @@ def test_snapshots_are_hot_loaded_from_s3_and_no_credential_is_shown(
         assert delta.kind == "delta"
         publisher.write_full("step-4", tiny_model(seed=3))
         s3.put("rollouts", "runs/e2e 1/step-4/model.safetensors", b"truncated")
-        with pytest.raises(SignalRefused, match=r"step-4: is not what its midstream\.manifest\.json says: model\.saf"):
+        with pytest.raises(
+            SignalRefused, match=r"step-4: is not what its midstream\.manifest\.json says: model\.saf"
+        ):
             publisher.signal("step-4")
         s3.delete("rollouts", "runs/e2e 1/step-4/midstream.manifest.json")
         publisher.signal("step-4")

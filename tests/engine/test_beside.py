@@ -208,6 +208,9 @@ class Steps:
         self.retired.append("old")
         return SwapTiming(snapshot=snapshot, pause_ms=0.0, streams_crossed=1)
 
+    def prepare_grammar(self, grammar: str) -> None:
+        raise AssertionError("no request has a grammar")
+
     def take_retired(self) -> list[Any]:
         retired, self.retired = self.retired, []
         return retired
