@@ -52,6 +52,14 @@ _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnav
 class InferenceExchange(ControlExchange):
     """One request to a replica: placed by session and load, moved to another one when its replica fails."""
 
+    # Set only when a replica is lost, which few requests see.
+    _suspect: Key | None = None  # a replica was lost with it, now or when it came before
+    _lives: frozenset[Life] = frozenset()  # lost with it
+    _died = False  # the replica's answer: its engine was lost with the request
+    _served = False  # its answer is not a refusal
+    _silent = False  # the replica was given up
+    _boot = ""  # of the replica that it was sent to
+
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
         super().__init__(proxy, request, client, path_class)
         self._session: Session | None = None
@@ -63,12 +71,6 @@ class InferenceExchange(ControlExchange):
         self._on_view = False  # counted in the view's in_flight
         self._tried: set[str] = set()
         self._lost_sends = 0  # replicas that failed with this request
-        self._suspect: Key | None = None  # a replica was lost with it, now or when it came before
-        self._lives: set[Life] = set()  # lost with it
-        self._life = Life("", "")  # of the replica that it was sent to
-        self._died = False  # the replica's answer: its engine was lost with the request
-        self._served = False  # its answer is not a refusal
-        self._silent = False  # the replica was given up
         self._overloaded = False  # one had too much to do to take it
         self._held: tuple[int, bytes, list[tuple[bytes, bytes]]] | None = None  # the head of a 503 or 429
         self._held_body = b""
@@ -109,7 +111,8 @@ class InferenceExchange(ControlExchange):
         """Note that a replica was lost with this request; the error, if it was probably the cause. A stream that had begun is
         a suspect only once a second replica was lost with it."""
         suspects, request = self._proxy.suspects, self._request
-        self._lives.add(self._life)
+        assert self._view is not None
+        self._lives |= {Life(self._view.name, self._boot)}
         if self._answered and len(self._lives) < LOSSES_ALONE:
             return None
         if self._suspect is None:
@@ -126,7 +129,7 @@ class InferenceExchange(ControlExchange):
             return None
         logger.error(
             "%s was lost with a request of %d bytes of tenant %r; it is refused from now on",
-            self._life.replica,
+            self._view.name,
             len(request.body),
             self._tenant,
         )
@@ -218,7 +221,7 @@ class InferenceExchange(ControlExchange):
         self._on_view = True
         self._lost_here = self._silent = False
         report = self._view.report
-        self._life = Life(self._view.name, "" if report is None else report.boot)
+        self._boot = "" if report is None else report.boot
         self._pool = upstream.pool
         self._send()
 

@@ -206,8 +206,12 @@ class Proxy:
 
         Raises Forbidden, NotFound, and InvalidRequest when its model's name fits several.
         """
-        deployment = _decoded(request.first.get(b"fireworks-deployment"))
-        model = _decoded(request.first.get(b"fireworks-model"))
+        headers, default = request.first, self.deployments.default
+        named = b"fireworks-deployment" in headers or b"fireworks-model" in headers
+        if grant is EVERYTHING and not named and len(self.deployments) == 1:
+            return default  # nearly all requests
+        deployment = _decoded(headers.get(b"fireworks-deployment"))
+        model = _decoded(headers.get(b"fireworks-model"))
         limited = grant is not EVERYTHING and not grant.everywhere((SAMPLE,))
         in_body = deployment is None and model is None and (limited or len(self.deployments) > 1)
         asked = body_model(request.body) if in_body else None
@@ -215,7 +219,7 @@ class Proxy:
         def find() -> Deployment:
             if asked is not None:
                 return self.deployments.find(asked, param="model")
-            return self.deployments.decide(deployment, model) or self.deployments.default
+            return self.deployments.decide(deployment, model) or default
 
         if limited:
             return meant(self.deployments, grant, (SAMPLE,), find, deployment, asked or model)

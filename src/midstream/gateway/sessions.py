@@ -17,7 +17,7 @@ import msgspec
 
 from midstream import sessionkey
 from midstream.gateway.bodies import NOT_JSON
-from midstream.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, named_in_body
+from midstream.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
 from midstream.types import Session
 
 _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
@@ -46,6 +46,12 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
     Raises InvalidRequest on a value that cannot be a key, and when all that are given are empty. A body that is not valid
     JSON, or has such a field of another type, has no key here: the replica names what is wrong with it.
     """
+    for name, text_name in _HEADERS:
+        value = headers.get(name)
+        if value is not None:
+            key = _text(value).strip(" \t")
+            if key:  # nearly all requests of sessions
+                return check_key(key, text_name)
     return sessionkey.session_key(_named(headers, body))
 
 
