@@ -103,9 +103,9 @@ class Suspects:
                 del self._sizes[key.tenant, key.size]
 
     def _others(self, key: Key, lives: set[Life]) -> bool:
-        """Whether another request was lost with two of the same."""
+        """Whether another request that was lost as often was lost with one of the same, in whichever order they are told."""
         return any(
-            other != key and len(suspect.lost & lives) >= LOSSES_ALONE
+            other != key and len(suspect.lost) >= LOSSES_ALONE and not suspect.lost.isdisjoint(lives)
             for other, suspect in self._known.items()
         )
 

@@ -169,8 +169,10 @@ class Proxy:
             if upstream.unheard_since is None:
                 upstream.unheard_since = now
             if now - upstream.unheard_since >= self._unreachable_s:
-                for exchange in list(upstream.exchanges):
-                    exchange.give_up(_silent(view, self._unreachable_s))
+                # The list says who was there: each one leaves as it is given up.
+                together = list(upstream.exchanges)
+                for exchange in together:
+                    exchange.give_up(_silent(view, self._unreachable_s), together)
             if view.standing == "gone" and not upstream.exchanges:
                 del self.upstreams[view]
                 upstream.pool.close()
