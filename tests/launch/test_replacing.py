@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -167,5 +168,29 @@ def test_one_that_does_not_finish_in_time_is_ended(
             await asyncio.sleep(0.01)
         assert child.running
         await child.stop(10)
+
+    play(main)
+
+
+def test_a_successor_is_ended_with_the_rest_when_the_server_stops_while_it_starts(
+    make: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = 'if spec["takes_over"]: note(f"pid {os.getpid()}"); import time; time.sleep(3600)\n'
+
+    async def main() -> None:
+        child = make()
+        child._spec = msgspec.structs.replace(child._spec, code=slow + cast(Script, child._spec).code)
+        await child.start()
+        replacing = asyncio.create_task(child.replace(60.0))
+        while "pid " not in (tmp_path / "log").read_text():  # noqa: ASYNC110 - a child process writes it
+            await asyncio.sleep(0.01)
+        [pid] = [
+            int(line[4:]) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("pid ")
+        ]
+        replacing.cancel()
+        await asyncio.wait((replacing,))
+        await child.stop(10)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
     play(main)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-LOSSES_ALONE = 2  # lives of replicas, when no other request was lost with the same ones
+LOSSES_ALONE = 2  # lives of replicas, when no other request was lost as often, with one of the same
 LOSSES_MAX = 3  # in any company: several requests go from one lost replica to the next together, and one of them is the cause
 LARGE_BYTES = (
     256 * 2**10

@@ -193,10 +193,10 @@ class Child(Supervised):
         try:
             self._next = process = await self._create()
             spec = msgspec.structs.replace(self._spec, port=self.port, takes_over=offer)
-            answer = await self._ask(process, spec)
             try:
+                answer = await self._ask(process, spec)
                 await self._taken_over(process)
-            except BaseException:
+            except BaseException:  # also when the server stops meanwhile
                 await self._end(process)
                 raise
             listening = self._listening
