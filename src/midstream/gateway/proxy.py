@@ -320,6 +320,9 @@ class Upstream:
 
 def _log(level: int, session: Session | None, view: ReplicaView, decision: Decision) -> None:
     key = "-" if session is None else session[1]
+    # It is a client's. What could end a line, or hide a part of it, is shown as an escape.
+    if not key.isprintable():
+        key = key.encode("unicode_escape").decode()
     logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
     logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
 
