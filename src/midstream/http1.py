@@ -225,7 +225,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _check_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
         tenant = self._service.check_head(method, target, first)
-        if tenant != self._share.tenant:
+        # A request of nobody leaves the connection, and what is under way on it, with whoever has it.
+        if tenant is not None and tenant != self._share.tenant:
             self._share.is_of(tenant)
         if length:
             self._share.check_room(length)
