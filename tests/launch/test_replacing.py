@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -50,6 +51,21 @@ for line in sys.stdin:
 note(f"{number} ends")
 """
 
+#: Each says something before it takes over, and ends when it is told to.
+SPEAKS = """
+import msgspec
+class Told(msgspec.Struct):
+    what: str
+number = int(spec["takes_over"] or 0) + 1
+say(Listening(port=7, offer=str(number)))
+say(Told(f"of {number}"))
+if number > 1:
+    {TAKES}
+for line in sys.stdin:
+    if json.loads(line)["what"] == f"{number} is done":
+        break
+"""
+
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Child]:
@@ -69,6 +85,11 @@ def play(main: Callable[[], Awaitable[None]]) -> None:
             await main()
 
     asyncio.run(bounded())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - a child process makes it so
+        await asyncio.sleep(0.01)
 
 
 async def noted(tmp_path: Path, line: str) -> list[str]:
@@ -136,6 +157,38 @@ def test_who_cannot_take_over_leaves_the_old_one_in_place(
         await noted(tmp_path, "1 hears more")
         assert not supervising.done()
         supervising.cancel()
+        await child.stop(10)
+
+    play(main)
+
+
+@pytest.mark.parametrize("takes", ["say(Accepting())", "sys.exit(1)"])
+def test_what_a_replaced_process_said_counts_until_it_has_ended(
+    make: Callable[..., Child], takes: str
+) -> None:
+    async def main() -> None:
+        heard: list[tuple[int, str | None]] = []
+
+        def hear(pid: int, line: bytes | None) -> None:
+            heard.append((pid, None if line is None else msgspec.json.decode(line, type=Told).what))
+
+        spec = msgspec.structs.replace(cast(Script, make()._spec), code=SPEAKS.replace("{TAKES}", takes))
+        child = Child("child", "scripted_successor", spec, on_line=functools.partial(hear, 0))
+        child.on_retiring = hear
+        await child.start()
+        assert child._process is not None
+        first = child._process.pid
+        await until(lambda: bool(heard))
+        if takes == "sys.exit(1)":
+            with pytest.raises(StartFailed):
+                await child.replace(60.0)
+            assert heard == [(0, "of 1")], "nobody took over: what the old one said stands"
+        else:
+            await child.replace(60.0)
+            assert heard == [(0, "of 1"), (first, "of 1"), (0, "of 2")]
+            child.tell(Told("1 is done"))
+            await until(lambda: len(heard) > 3)
+            assert heard[3:] == [(first, None)]
         await child.stop(10)
 
     play(main)
