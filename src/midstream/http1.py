@@ -42,6 +42,10 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Exchange(Protocol):
     """What serves one request. All calls come from the connection that carries it."""
 
+    @property
+    def answered(self) -> bool:
+        """The head of its response was written."""
+
     def start(self) -> None: ...
     def client_paused(self) -> None: ...
     def client_resumed(self) -> None: ...
@@ -86,6 +90,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self.wire: WireTransport | None = None  # a transport that reads plain requests by itself
         self._unfinished_bytes = 0  # of the body that is arriving
         self._arrived_before = 0  # bytes of that body when its window began
+        # Of a connection that retires, but whose response under way promises that it stays: how long it then stays idle.
+        self._stays_s: float | None = None
         self.writable = True
         self.deadline = _NEVER
 
@@ -219,7 +225,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _check_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
         tenant = self._service.check_head(method, target, first)
-        if tenant != self._share.tenant:
+        # A request of nobody leaves the connection, and what is under way on it, with whoever has it.
+        if tenant is not None and tenant != self._share.tenant:
             self._share.is_of(tenant)
         if length:
             self._share.check_room(length)
@@ -253,7 +260,12 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def finish(self, *, close: bool = False) -> None:
         """The response is complete; go on with the next request, or close."""
         self._exchange_over()
-        if close or self.closes_after_response:
+        stays_s, self._stays_s = self._stays_s, None
+        if stays_s is not None and not close:
+            self._pump()
+            if self.idle:
+                self.deadline = min(self.deadline, self._now() + stays_s)
+        elif close or self.closes_after_response:
             self._close()
         elif not self._pumping:
             self._pump()
@@ -301,16 +313,21 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def drain(self) -> None:
         """Close now when idle; otherwise the response that is under way is the last."""
+        self._stays_s = None
         if self._exchange is None and not self._queue:
             self._close()
         elif self.wire is not None:
             self.wire.close_after()
 
     def retire(self, idle_s: float) -> None:
-        """The response under way, or the next, is the last. When idle, it closes in so many seconds at the latest: closing at
-        once could meet the client's next request."""
+        """The next response whose head can say so is the last. When idle, it closes in so many seconds at the latest.
+
+        Closing at once could meet the client's next request.
+        """
         if self.idle:
             self.deadline = min(self.deadline, self._now() + idle_s)
+        elif self._exchange is not None and self._exchange.answered and self._keep_alive:
+            self._stays_s = idle_s
         elif self.wire is not None:
             self.wire.close_after()
 

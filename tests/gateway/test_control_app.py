@@ -7,6 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from gateway_harness import (
     NAMES,
@@ -242,6 +243,22 @@ def test_the_log_at_info_says_where_a_session_is_placed_and_where_it_moves(
             assert [r.getMessage() for r in caplog.records if "mapped" in r.getMessage()] == [
                 f"Hash key 'k' mapped to worker: {view.url} (index={view.index})" for view in (first, other)
             ]
+
+    run(main)
+
+
+def test_a_session_key_cannot_begin_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "midstream.gateway")
+    key = "k\u2028Hash key 'other' mapped to worker: http://elsewhere (index=0)"
+
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            caplog.clear()
+            body = msgspec.json.encode({"user": key})
+            assert (await stage.ask(post(body))).status == 200
+            [line] = [r.getMessage() for r in caplog.records if "mapped" in r.getMessage()]
+            assert line.startswith("Hash key 'k\\u2028Hash key")
+            assert line.splitlines() == [line]
 
     run(main)
 

@@ -329,6 +329,27 @@ def test_connections_of_a_tenant_are_bounded_and_idle_ones_make_room() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("bound", ["max_requests_per_tenant", "max_connections_per_tenant"])
+def test_a_question_for_health_behind_a_request_does_not_take_it_out_of_the_count(bound: str) -> None:
+    async def main() -> None:
+        go_on = asyncio.Event()
+
+        async def slow(request: Message, peer: Peer) -> None:
+            await go_on.wait()
+            peer.respond()
+
+        async with staged(slow, api_keys=("a",), **{bound: 1}) as stage:
+            first, second = await stage.connect(), await stage.connect()
+            first.send(chunked(b"slow") + get("/health"))
+            await stage.mocks[0].asked(1)
+            second.send(plain(b"slow"))
+            assert (await second.message()).status == 429
+            go_on.set()
+            assert [(await first.message()).status for _ in range(2)] == [200, 200]
+
+    run(main)
+
+
 def test_a_compressed_body_is_refused_before_it_is_read_and_says_what_to_send() -> None:
     async def main() -> None:
         async with staged(respond_ok) as stage:

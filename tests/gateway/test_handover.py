@@ -93,6 +93,35 @@ def test_a_retiring_gateway_answers_once_more_on_each_connection_and_finishes_it
     run(main)
 
 
+def test_a_connection_whose_stream_did_not_announce_an_end_is_answered_once_more() -> None:
+    async def main() -> None:
+        go_on = asyncio.Event()
+
+        async def stream(request: object, peer: Peer) -> None:
+            peer.start_stream()
+            await go_on.wait()
+            peer.chunk(b"data: [DONE]\n\n")
+            peer.end_stream()
+
+        async with staged(stream, retiring_idle_s=10.0) as stage:
+            client = await stage.connect()
+            client.send(post())
+            head = await client.message(head_only=True)
+            retiring = asyncio.create_task(stage.gateway.retire(60.0))
+            while not stage.gateway.proxy.draining:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+            go_on.set()
+            assert await client.reader.readuntil(b"0\r\n\r\n")
+            assert "connection" not in head.headers
+            client.send(post())
+            again = await client.message()
+            assert (again.status, again.headers["connection"]) == (200, "close")
+            assert await client.closed() == b""
+            await retiring
+
+    run(main)
+
+
 def test_what_does_not_end_within_the_bound_is_cut_visibly() -> None:
     async def main() -> None:
         async def never(request: object, peer: Peer) -> None:

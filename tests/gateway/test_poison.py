@@ -199,3 +199,43 @@ def test_a_request_that_is_answered_elsewhere_is_no_suspect_any_more() -> None:
             assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
 
     run(main)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 2, 1), (2, 2, 2)])
+def test_of_several_large_requests_on_a_replica_that_fell_silent_the_largest_alone_is_refused(
+    sizes: tuple[int, ...],
+) -> None:
+    async def main() -> None:
+        silent = Held()
+        bodies = [bytes([65 + n]) * (LARGE_BYTES + size) for n, size in enumerate(sizes)]
+        async with staged(silent, respond_ok, unreachable_s=0.0) as stage:
+            only(stage, 0)
+            asked = [asyncio.create_task(stage.ask(post(body))) for body in bodies]
+            await silent.until(*bodies)
+            only(stage, 1)
+            stage.views[0].report = None
+            stage.gateway.proxy.check_replicas(asyncio.get_running_loop().time())
+            largest = max(sizes) if sizes.count(max(sizes)) == 1 else None
+            wanted = [422 if size == largest else 200 for size in sizes]
+            assert [(await task).status for task in asked] == wanted
+
+    run(main)
+
+
+def test_of_requests_that_were_each_lost_before_none_is_refused_for_being_told_last() -> None:
+    async def main() -> None:
+        held = [Held() for _ in range(3)]
+        async with staged(*held) as stage:
+            asked = []
+            for number, body in enumerate((b"one", b"two")):
+                only(stage, number)
+                asked.append(asyncio.create_task(stage.ask(post(body))))
+                await held[number].until(body)
+            only(stage, 2)
+            held[0].die()
+            held[1].die()
+            await held[2].until(b"one", b"two")
+            held[2].die()
+            assert [(await task).status for task in asked] == [503, 503]
+
+    run(main)

@@ -17,6 +17,10 @@ def replica(name: str, model: str = "m") -> WantedReplica:
     return WantedReplica(name=name, deployment="d", model=model)
 
 
+def line(*names: str) -> bytes:
+    return msgspec.json.encode(Wanted(tuple(map(replica, names))))
+
+
 class Played(Supervised):
     """A gateway whose ends and starts are the test's."""
 
@@ -46,10 +50,10 @@ class Played(Supervised):
         return "was ended"
 
     def says(self, *names: str) -> None:
-        self._on_line(msgspec.json.encode(Wanted(tuple(map(replica, names)))))
+        self._on_line(line(*names))
 
     def says_half(self, *names: str) -> None:
-        self._on_line(msgspec.json.encode(Wanted(tuple(map(replica, names))))[:-5])
+        self._on_line(line(*names)[:-5])
 
     def tell(self, message: msgspec.Struct) -> None:
         self.told.append(message)
@@ -97,6 +101,24 @@ def played(count: int, scene: Callable[[Bed], Awaitable[None]]) -> Bed:
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():  # noqa: ASYNC110 - nothing tells of it; the scene's timeout bounds it
         await asyncio.sleep(0.005)
+
+
+def test_a_replica_is_wanted_while_a_replaced_gateway_has_requests_on_it() -> None:
+    async def scene(bed: Bed) -> None:
+        supervising = await bed.started()
+        [one] = bed.members
+        one.says("a", "b")
+        one.on_retiring(7, line("a", "b"))
+        one.says("a")  # its successor has nothing on b
+        assert bed.wanted[-1] == ["a", "b"], "the replaced one has a stream there"
+        one.on_retiring(7, line("a"))
+        assert bed.wanted[-1] == ["a"]
+        one.on_retiring(7, line("a", "b"))
+        one.on_retiring(7, None)
+        assert bed.wanted[-1] == ["a"], "it has ended"
+        supervising.cancel()
+
+    played(1, scene)
 
 
 def test_a_replica_is_wanted_while_any_gateway_wants_it() -> None:

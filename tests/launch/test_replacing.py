@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -49,6 +51,21 @@ for line in sys.stdin:
 note(f"{number} ends")
 """
 
+#: Each says something before it takes over, and ends when it is told to.
+SPEAKS = """
+import msgspec
+class Told(msgspec.Struct):
+    what: str
+number = int(spec["takes_over"] or 0) + 1
+say(Listening(port=7, offer=str(number)))
+say(Told(f"of {number}"))
+if number > 1:
+    {TAKES}
+for line in sys.stdin:
+    if json.loads(line)["what"] == f"{number} is done":
+        break
+"""
+
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Child]:
@@ -68,6 +85,11 @@ def play(main: Callable[[], Awaitable[None]]) -> None:
             await main()
 
     asyncio.run(bounded())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - a child process makes it so
+        await asyncio.sleep(0.01)
 
 
 async def noted(tmp_path: Path, line: str) -> list[str]:
@@ -140,6 +162,38 @@ def test_who_cannot_take_over_leaves_the_old_one_in_place(
     play(main)
 
 
+@pytest.mark.parametrize("takes", ["say(Accepting())", "sys.exit(1)"])
+def test_what_a_replaced_process_said_counts_until_it_has_ended(
+    make: Callable[..., Child], takes: str
+) -> None:
+    async def main() -> None:
+        heard: list[tuple[int, str | None]] = []
+
+        def hear(pid: int, line: bytes | None) -> None:
+            heard.append((pid, None if line is None else msgspec.json.decode(line, type=Told).what))
+
+        spec = msgspec.structs.replace(cast(Script, make()._spec), code=SPEAKS.replace("{TAKES}", takes))
+        child = Child("child", "scripted_successor", spec, on_line=functools.partial(hear, 0))
+        child.on_retiring = hear
+        await child.start()
+        assert child._process is not None
+        first = child._process.pid
+        await until(lambda: bool(heard))
+        if takes == "sys.exit(1)":
+            with pytest.raises(StartFailed):
+                await child.replace(60.0)
+            assert heard == [(0, "of 1")], "nobody took over: what the old one said stands"
+        else:
+            await child.replace(60.0)
+            assert heard == [(0, "of 1"), (first, "of 1"), (0, "of 2")]
+            child.tell(Told("1 is done"))
+            await until(lambda: len(heard) > 3)
+            assert heard[3:] == [(first, None)]
+        await child.stop(10)
+
+    play(main)
+
+
 def test_stopping_ends_the_replaced_ones_too(make: Callable[..., Child], tmp_path: Path) -> None:
     async def main() -> None:
         child = make()
@@ -167,5 +221,29 @@ def test_one_that_does_not_finish_in_time_is_ended(
             await asyncio.sleep(0.01)
         assert child.running
         await child.stop(10)
+
+    play(main)
+
+
+def test_a_successor_is_ended_with_the_rest_when_the_server_stops_while_it_starts(
+    make: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = 'if spec["takes_over"]: note(f"pid {os.getpid()}"); import time; time.sleep(3600)\n'
+
+    async def main() -> None:
+        child = make()
+        child._spec = msgspec.structs.replace(child._spec, code=slow + cast(Script, child._spec).code)
+        await child.start()
+        replacing = asyncio.create_task(child.replace(60.0))
+        while "pid " not in (tmp_path / "log").read_text():  # noqa: ASYNC110 - a child process writes it
+            await asyncio.sleep(0.01)
+        [pid] = [
+            int(line[4:]) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("pid ")
+        ]
+        replacing.cancel()
+        await asyncio.wait((replacing,))
+        await child.stop(10)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
     play(main)

@@ -70,6 +70,10 @@ class ControlExchange:
 
     # -- http1.Exchange
 
+    @property
+    def answered(self) -> bool:
+        return self._answered
+
     def start(self) -> None:
         self._send()
 

@@ -57,7 +57,7 @@ class InferenceExchange(ControlExchange):
     _lives: frozenset[Life] = frozenset()  # lost with it
     _died = False  # the replica's answer: its engine was lost with the request
     _served = False  # its answer is not a refusal
-    _silent = False  # the replica was given up
+    _obvious = False  # the replica was given up, and no other request on it can have been the cause
     _boot = ""  # of the replica that it was sent to
 
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, path_class: str) -> None:
@@ -94,9 +94,9 @@ class InferenceExchange(ControlExchange):
             return
         self._send_to_a_replica()
 
-    def give_up(self, reason: str) -> None:
-        """The replica does not answer any more, though its connection may be open."""
-        self._silent = True
+    def give_up(self, reason: str, together: Collection[InferenceExchange] = ()) -> None:
+        """The replica does not answer any more, though its connection may be open. together: all that are given up with it."""
+        self._obvious = self._is_the_largest(together)
         begun = self._connection is not None and self._connection.answering
         self._lost_here = self._lost_here or self._connection is not None
         in_chunk = self._leave()
@@ -118,14 +118,8 @@ class InferenceExchange(ControlExchange):
         if self._suspect is None:
             self._suspect = key_of(self._tenant, request.target, request.body)
         beside = [other for other in self._beside() if other is not self]
-        obvious = (
-            self._silent
-            and not self._answered
-            and len(request.body) >= LARGE_BYTES
-            and all(other.size < len(request.body) for other in beside)
-        )
         company = any(other.was_lost and other.differs(self._suspect) for other in beside)
-        if not suspects.lost(self._suspect, self._lives, company=company, obvious=obvious):
+        if not suspects.lost(self._suspect, self._lives, company=company, obvious=self._obvious):
             return None
         logger.error(
             "%s was lost with a request of %d bytes of tenant %r; it is refused from now on",
@@ -140,9 +134,19 @@ class InferenceExchange(ControlExchange):
         upstream = None if self._view is None else self._proxy.upstreams.get(self._view)
         return () if upstream is None else upstream.exchanges
 
+    def _is_the_largest(self, together: Collection[InferenceExchange]) -> bool:
+        """It has much to read, and all others have less, but for those that are equal to it."""
+        large = len(self._request.body) >= LARGE_BYTES and not self._answered
+        return large and all(other.size < self.size or other.equals(self) for other in together)
+
     @property
     def size(self) -> int:
         return len(self._request.body)
+
+    def equals(self, other: InferenceExchange) -> bool:
+        """The same is asked for the same tenant."""
+        mine, theirs = self._request, other._request
+        return (self._tenant, mine.target, mine.body) == (other._tenant, theirs.target, theirs.body)
 
     @property
     def was_lost(self) -> bool:
@@ -219,7 +223,7 @@ class InferenceExchange(ControlExchange):
         upstream = self._proxy.upstream(self._view)
         upstream.exchanges.add(self)
         self._on_view = True
-        self._lost_here = self._silent = False
+        self._lost_here = self._obvious = False
         report = self._view.report
         self._boot = "" if report is None else report.boot
         self._pool = upstream.pool

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-LOSSES_ALONE = 2  # lives of replicas, when no other request was lost with the same ones
+LOSSES_ALONE = 2  # lives of replicas, when no other request was lost as often, with one of the same
 LOSSES_MAX = 3  # in any company: several requests go from one lost replica to the next together, and one of them is the cause
 LARGE_BYTES = (
     256 * 2**10
@@ -103,9 +103,9 @@ class Suspects:
                 del self._sizes[key.tenant, key.size]
 
     def _others(self, key: Key, lives: set[Life]) -> bool:
-        """Whether another request was lost with two of the same."""
+        """Whether another request that was lost as often was lost with one of the same, in whichever order they are told."""
         return any(
-            other != key and len(suspect.lost & lives) >= LOSSES_ALONE
+            other != key and len(suspect.lost) >= LOSSES_ALONE and not suspect.lost.isdisjoint(lives)
             for other, suspect in self._known.items()
         )
 

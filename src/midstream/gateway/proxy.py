@@ -169,8 +169,10 @@ class Proxy:
             if upstream.unheard_since is None:
                 upstream.unheard_since = now
             if now - upstream.unheard_since >= self._unreachable_s:
-                for exchange in list(upstream.exchanges):
-                    exchange.give_up(_silent(view, self._unreachable_s))
+                # The list says who was there: each one leaves as it is given up.
+                together = list(upstream.exchanges)
+                for exchange in together:
+                    exchange.give_up(_silent(view, self._unreachable_s), together)
             if view.standing == "gone" and not upstream.exchanges:
                 del self.upstreams[view]
                 upstream.pool.close()
@@ -318,6 +320,9 @@ class Upstream:
 
 def _log(level: int, session: Session | None, view: ReplicaView, decision: Decision) -> None:
     key = "-" if session is None else session[1]
+    # It is a client's. What could end a line, or hide a part of it, is shown as an escape.
+    if not key.isprintable():
+        key = key.encode("unicode_escape").decode()
     logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
     logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
 

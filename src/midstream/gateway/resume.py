@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from midstream.errors import EngineFailed, InvalidRequest, MidstreamError, RequestLostReplicas
 from midstream.gateway.admission import VersionedExchange
-from midstream.gateway.inference import HELD_BYTES_MAX, LOST_SENDS_MAX
+from midstream.gateway.inference import HELD_BYTES_MAX, LOST_SENDS_MAX, InferenceExchange
 from midstream.resumption import (
     FAILOVER_MODES,
     HEADER_FAILOVER,
@@ -134,9 +134,9 @@ class ResumableExchange(VersionedExchange):
         self._resumable = self._mode != "off" and not self._request.http10
         super().start()
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, together: Collection[InferenceExchange] = ()) -> None:
         if not self._answered:
-            super().give_up(reason)
+            super().give_up(reason, together)
             return
         self._lost_here = True
         in_chunk = self._leave()

@@ -1,13 +1,15 @@
 """The gateway of a server, or several of them on nodes of their own.
 
 Owns: their processes, and what they want together.
-Always holds: each is told of every replica; a replica is wanted while any gateway that is up wants it, so it goes only when no
-gateway has a request on it any more; none of them is the first, so the end of one changes nothing for the others.
+Always holds: each is told of every replica; a replica is wanted while any gateway that is up wants it, or one that was replaced
+and is not done yet, so it goes only when no gateway has a request on it any more; none of them is the first, so the end of one
+changes nothing for the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
@@ -37,10 +39,13 @@ class Gateways:
         """want: told what should run, when that may be something else than before. running: all that does."""
         self._want = want
         self._lists: dict[str, Wanted] = {}  # what each said last, since it ended last
+        self._replaced: dict[tuple[str, int], Wanted] = {}  # of each process that finishes what it has
         self._up: set[str] = set()
         self._lives: list[asyncio.Task[None]] = []
         names = ["gateway"] if count == 1 else [f"gateway-{number}" for number in range(count)]
         self._members = [make(name, self._ear(name), running) for name in names]
+        for member in self._members:
+            member.on_retiring = functools.partial(self._hear_replaced, member.name)
 
     def __repr__(self) -> str:
         return f"Gateways({len(self._up)} of {len(self._members)} are up)"
@@ -126,6 +131,18 @@ class Gateways:
 
         return hear
 
+    def _hear_replaced(self, name: str, pid: int, line: bytes | None) -> None:
+        """line: None when that process has ended."""
+        try:
+            if line is None:
+                self._replaced.pop((name, pid), None)
+            else:
+                self._replaced[name, pid] = msgspec.json.decode(line, type=Wanted)
+        except msgspec.DecodeError as error:  # as in _ear
+            logger.warning("%s said %r: %s", name, line and line[:200], error)
+        else:
+            self._combine()
+
     def _is_up(self, name: str) -> None:
         self._up.add(name)
         self._combine()
@@ -139,7 +156,7 @@ class Gateways:
         """What no gateway that is up has said is not known: while that is all, what was wanted stays so."""
         said = [wanted for name, wanted in self._lists.items() if name in self._up]
         if said:
-            self._want(union(said))
+            self._want(union([*said, *self._replaced.values()]))
 
 
 def union(lists: Iterable[Wanted]) -> Wanted:

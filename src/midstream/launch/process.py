@@ -42,6 +42,10 @@ def ignore(_why: str) -> None:
     pass
 
 
+def _unheard(_pid: int, _line: bytes | None) -> None:
+    pass
+
+
 class Supervised(ABC):
     """One supervised process, here or elsewhere."""
 
@@ -49,6 +53,8 @@ class Supervised(ABC):
     host: str  # where it listens, as this machine reaches it, from when it started first
     port: int = 0
     place: str | None = None  # where it runs, e.g. "node 10.0.0.7"; None: this machine
+    #: Gets what a replaced process says, by its pid: first what it said last before, and None when it has ended.
+    on_retiring: Callable[[int, bytes | None], None] = staticmethod(_unheard)
 
     @property
     def url(self) -> str:
@@ -163,6 +169,7 @@ class Child(Supervised):
         self._port_before = 0  # that it chose, to be taken again; 0: none, or the settings name it
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._said: bytes | None = None  # by the process that runs now, last
         self._answered = False  # the process that runs now has said where it listens
         self.offer: str | None = None  # where that process offers its sockets to a successor
         self._replacing: asyncio.Future[None] | None = None
@@ -179,6 +186,7 @@ class Child(Supervised):
 
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
         self._answered = False
+        self._said = None
         self._process = await self._create()
         self._is_up(await self._ask(self._process, self._spec_now()))
         self._listening = self._listen_to(self._process)
@@ -193,15 +201,19 @@ class Child(Supervised):
         try:
             self._next = process = await self._create()
             spec = msgspec.structs.replace(self._spec, port=self.port, takes_over=offer)
-            answer = await self._ask(process, spec)
             try:
-                await self._taken_over(process)
-            except BaseException:
+                answer = await self._ask(process, spec)
+                said = await self._taken_over(process)
+            except BaseException:  # also when the server stops meanwhile
                 await self._end(process)
                 raise
             listening = self._listening
-            self._process, self._next = process, None
+            if self._said is not None:
+                self.on_retiring(old.pid, self._said)
+            self._process, self._next, self._said = process, None, None
             self._is_up(answer)
+            for line in said:
+                self._hear(line)
             self._listening = self._listen_to(process)
             retiring = self._retire(old, listening, drain_s + RETIRE_GRACE_S)
             self._retiring[old] = asyncio.create_task(retiring, name=f"{self.name}, replaced")
@@ -246,26 +258,26 @@ class Child(Supervised):
         if getattr(self._spec, "port", None) == 0:
             self._port_before = self.port
 
-    async def _taken_over(self, process: asyncio.subprocess.Process) -> None:
-        """Until a new process, which has answered, says that it serves. Raises StartFailed."""
+    async def _taken_over(self, process: asyncio.subprocess.Process) -> list[bytes]:
+        """Until a new process, which has answered, says that it serves; what else it said. Raises StartFailed."""
         self._next_answered = True
         if self._greeting is not None:
             self._write(process, self._greeting())
         try:
             async with asyncio.timeout(TAKE_OVER_S):
-                await self._accepting(process)
+                return await self._accepting(process)
         except TimeoutError as error:
             raise StartFailed(f"{self.name} did not take over in {TAKE_OVER_S:g} s") from error
 
-    async def _accepting(self, process: asyncio.subprocess.Process) -> None:
-        """Until it says so. Raises StartFailed when it ends before."""
+    async def _accepting(self, process: asyncio.subprocess.Process) -> list[bytes]:
+        """Until it says so; what it said before. Raises StartFailed when it ends before."""
         assert process.stdout is not None
+        said: list[bytes] = []
         while line := await process.stdout.readline():
             with contextlib.suppress(msgspec.DecodeError):
                 msgspec.json.decode(line, type=Accepting)
-                return
-            if self._on_line is not None:
-                self._on_line(line)
+                return said
+            said.append(line)
         raise StartFailed(f"{self.name} ended before it took over; its log says why")
 
     async def _retire(
@@ -280,6 +292,7 @@ class Child(Supervised):
             await self._end(process)
             if listening is not None:
                 await listening
+            self.on_retiring(process.pid, None)
             del self._retiring[process]
 
     def tell(self, message: msgspec.Struct) -> None:
@@ -301,21 +314,23 @@ class Child(Supervised):
                 _kill_all_of(process)
 
     def _listen_to(self, process: asyncio.subprocess.Process) -> asyncio.Task[None] | None:
-        on_line = self._on_line
-        if on_line is None:
+        if self._on_line is None:
             return None
         assert process.stdout is not None
-        return asyncio.create_task(self._listen(process, process.stdout, on_line))
+        return asyncio.create_task(self._listen(process, process.stdout))
 
-    async def _listen(
-        self,
-        process: asyncio.subprocess.Process,
-        stdout: asyncio.StreamReader,
-        on_line: Callable[[bytes], None],
-    ) -> None:
+    async def _listen(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> None:
         while line := await stdout.readline():
-            if process is self._process:  # what a replaced one wants, its successor says
-                on_line(line)
+            if process is self._process:
+                self._hear(line)
+            elif process in self._retiring:
+                self.on_retiring(process.pid, line)
+
+    def _hear(self, line: bytes) -> None:
+        """Of the process that runs now."""
+        self._said = line
+        if self._on_line is not None:
+            self._on_line(line)
 
     async def ended(self) -> str:
         while True:

@@ -43,7 +43,6 @@ class Restarts:
         self._restart = restart
         self._asked = asyncio.Event()
         self._said = ServerFile(pid=os.getpid())
-        self._say()
         self._running = asyncio.create_task(self._run(), name="gateway restarts")
 
     def __repr__(self) -> str:
@@ -56,6 +55,8 @@ class Restarts:
         self._running.cancel()
 
     async def _run(self) -> None:
+        # Not before the loop runs: by then whoever made this handles the signal, which would end the process otherwise.
+        self._say()
         while True:
             await self._asked.wait()
             self._asked.clear()

@@ -164,6 +164,10 @@ class BaseExchange(abc.ABC):
         self._started = False
         self._may_write = asyncio.Event()
 
+    @property
+    def answered(self) -> bool:
+        return self._started
+
     @abc.abstractmethod
     def start(self) -> None:
         """Answer the request, now or from here on."""
