@@ -17,7 +17,7 @@ from publish_world import World, listening, weights
 from midstream import cli
 from midstream.client.status import read_status
 from midstream.commands import status
-from midstream.commands.table import table
+from midstream.text import table
 
 
 @pytest.fixture

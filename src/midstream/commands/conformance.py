@@ -23,7 +23,6 @@ import httpx
 
 from midstream.client import PublishError
 from midstream.commands.connection import KEY_VARIABLE
-from midstream.commands.table import plain
 from midstream.conformance import report
 from midstream.conformance.endpoint import Endpoint
 from midstream.conformance.rows import Failed, Result, Row
@@ -32,6 +31,7 @@ from midstream.conformance.session import Session
 from midstream.conformance.snapshots import Snapshots
 from midstream.conformance.target import Target, look
 from midstream.errors import ConfigError, SnapshotError
+from midstream.text import plain
 
 TOLERANCE = 0.05
 LIMIT_S = 300.0

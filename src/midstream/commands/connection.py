@@ -13,8 +13,8 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
-from midstream.commands.table import plain
 from midstream.errors import ConfigError, SnapshotRefused
+from midstream.text import plain
 
 DEFAULT_SERVER = "http://127.0.0.1:8080"
 SERVER_VARIABLE = "MIDSTREAM_SERVER"

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
-from midstream.commands.table import plain, seconds, table
+from midstream.text import plain, seconds, table
 
 HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")
 

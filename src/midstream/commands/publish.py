@@ -17,8 +17,8 @@ from midstream.commands.connection import (
     full_deployment_name,
     guarded,
 )
-from midstream.commands.table import seconds, size
 from midstream.errors import ConfigError
+from midstream.text import seconds, size
 
 WORK_DIR = ".midstream/publish"
 POLICIES = ("all", "new_session", "none")

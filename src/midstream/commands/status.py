@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, PublishError, ReplicaStatus, SignalRefused, Status
 from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
-from midstream.commands.table import plain, table
 from midstream.errors import Forbidden
+from midstream.text import plain, table
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
 IN_FLIGHT = "midstream_replica_requests_in_flight"

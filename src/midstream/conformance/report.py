@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.commands.table import plain, seconds
 from midstream.conformance.rows import Evidence, Result
 from midstream.conformance.target import Target
+from midstream.text import plain, seconds
 from midstream.types import BASE_SNAPSHOT
 
 INTERRUPTED = 130  # exit code

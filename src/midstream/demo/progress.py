@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from midstream.commands.table import size
 from midstream.demo.records import StepRow
+from midstream.text import size
 
 PLAIN_WIDTH = 150
 

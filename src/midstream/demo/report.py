@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from midstream.commands.table import size
 from midstream.demo.records import StepRow
 from midstream.demo.svg import Line, line_chart
+from midstream.text import size
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 980px; padding: 0 1rem; }

@@ -10,15 +10,18 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from midstream.engine.base import EngineDied
+from midstream.engine.base import Engine, EngineDied
 from midstream.errors import EngineFailed, EngineLost
+from midstream.names import ServedNames
+from midstream.replica.admission import Gate
 from midstream.replica.calling import CallStage, id_maker
+from midstream.replica.chat import TextModel
 from midstream.replica.checked import Checked, Prompt
 from midstream.replica.choice import Choice, Piece
 from midstream.replica.encode import CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
@@ -27,11 +30,7 @@ from midstream.replica.sessions import Turn
 from midstream.replica.toolformat import ToolFormat
 from midstream.resumption import Opening, Teller
 from midstream.sse import DONE
-from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
-
-if TYPE_CHECKING:
-    from midstream.replica.service import Service
-
+from midstream.types import GenerateRequest, GenerationEvent, ModelInfo, TokenRecord
 
 REPLAYED_AT_ONCE = 256  # events of a stream that is resumed, each of a few microseconds
 
@@ -46,6 +45,33 @@ class Sink(Protocol):
 
     async def drained(self) -> None:
         """Returns when it is writable."""
+
+
+class Surroundings(Protocol):
+    """What a generation needs of the replica that it runs on (service.py). Nothing here is the request's own."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def text(self) -> TextModel: ...
+    @property
+    def names(self) -> ServedNames: ...
+    @property
+    def gate(self) -> Gate: ...
+    @property
+    def replays(self) -> asyncio.Lock:
+        """Held while a resumed stream replays what its client already has: one stream at a time."""
+
+    @property
+    def serving(self) -> Callable[[], str]: ...
+    @property
+    def clock(self) -> Callable[[], float]: ...
+    @property
+    def monotonic(self) -> Callable[[], float]: ...
+    @property
+    def on_engine_death(self) -> Callable[[str], None]: ...
 
 
 class Timings(msgspec.Struct):
@@ -64,7 +90,7 @@ class Generation:
 
     def __init__(
         self,
-        service: Service,
+        service: Surroundings,
         checked: Checked,
         prompts: list[Prompt],
         requests: list[GenerateRequest],

@@ -1,4 +1,4 @@
-"""Plain tables for a terminal or a file. Pure."""
+"""Text for a terminal or a log file: one line, a table, a duration, a size. Pure."""
 
 from __future__ import annotations
 
