@@ -19,7 +19,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import httptools
 
@@ -27,9 +27,6 @@ from midstream.errors import InvalidRequest, MidstreamError, RequestTimeout
 from midstream.http_budget import Budget, Share
 from midstream.http_message import Limits, Request, error_response
 from midstream.http_reader import RequestReader
-
-if TYPE_CHECKING:
-    from midstream.gateway.wire import WireTransport
 
 QUEUED_REQUESTS_MAX = 16  # pipelined requests read ahead before reading pauses
 QUEUED_BYTES_MAX = 2**20
@@ -51,6 +48,15 @@ class Exchange(Protocol):
     def client_resumed(self) -> None: ...
     def client_gone(self) -> None: ...
     def cut(self, reason: str) -> None: ...
+
+
+class PlainRequests(Protocol):
+    """A transport that reads plain requests by itself (gateway/wire.py): what its client's connection asks of it."""
+
+    def reset(self) -> None: ...
+    def close_after(self) -> None: ...
+    def body_arrived(self) -> int: ...
+    def drop_body(self) -> None: ...
 
 
 class Service(Protocol):
@@ -87,7 +93,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._reading = True
         self._deaf = False  # nothing that arrives counts any more
         self._transport: asyncio.Transport
-        self.wire: WireTransport | None = None  # a transport that reads plain requests by itself
+        self.wire: PlainRequests | None = None  # a transport that reads plain requests by itself
         self._unfinished_bytes = 0  # of the body that is arriving
         self._arrived_before = 0  # bytes of that body when its window began
         # Of a connection that retires, but whose response under way promises that it stays: how long it then stays idle.

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
+from midstream.http1 import PlainRequests
+
 if TYPE_CHECKING:
     from midstream.gateway.wire import WireTransport
 
@@ -153,7 +155,7 @@ class UpstreamConnection(asyncio.Protocol):
         sink: ResponseSink,
         head: bytes,
         body: bytes,
-        client: WireTransport,
+        client: PlainRequests,
         extra: bytes,
         *,
         marks: bool,
@@ -163,7 +165,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert self.wire is not None
         self._prepare(sink, head_request=False)
         self._relaying = True
-        self.wire.relay(client, sink, head, body, extra, keeps_marks=marks)
+        self.wire.relay(cast("WireTransport", client), sink, head, body, extra, keeps_marks=marks)
 
     def pause(self) -> None:
         if not self._paused and not self._transport.is_closing():
