@@ -1,7 +1,7 @@
 """HTTP/1.1 requests in, bytes out, on a raw asyncio protocol: the server side of the gateway's and the replicas' ports.
 
 Owns: one client connection: limits, refusals, keep-alive, pipelining order, and its timeouts. How a request is read is in
-http_reader.py; what it means is the service's business (gateway/proxy.py, replica/app.py).
+http_reader.py; what it means is the service's business (gateway/service.py, replica/app.py).
 Always holds:
 - Requests of a connection are served one at a time, in the order they came.
 - A request that cannot be read is refused and its connection closed.

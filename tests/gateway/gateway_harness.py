@@ -236,8 +236,8 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
         await gateway.close()
         for mock in mocks:
             mock.stop()
-    assert not gateway.proxy.clients
-    assert repr(gateway.proxy.budget) == "Budget(0 bytes, 0 connections, 0 requests)"
+    assert not gateway.service.clients
+    assert repr(gateway.service.budget) == "Budget(0 bytes, 0 connections, 0 requests)"
     assert stage.in_flight() == [0] * len(mocks), "in_flight must return to zero"
 
 

@@ -234,7 +234,7 @@ def test_a_slow_client_blocks_the_replica_and_not_the_gateways_memory() -> None:
             client = await stage.connect(limit=2**16)
             client.send(post())
             await read_head(client.reader)
-            [connection] = stage.gateway.proxy.clients
+            [connection] = stage.gateway.service.clients
             while connection.writable or not blocked:
                 assert sent < total / 4, "the replica's writes must block long before the body is through"
                 await asyncio.sleep(0.01)  # a poll

@@ -146,7 +146,7 @@ def test_trickling_bodies_are_cut_off_and_what_they_hold_is_given_back(
                 answer = await client.message()
                 assert (answer.status, answer.error["code"]) == (408, "request_timeout")
                 assert "min_body_rate" in answer.error["message"]
-            assert stage.gateway.proxy.budget.held_bytes == 0, "though the connections linger"
+            assert stage.gateway.service.budget.held_bytes == 0, "though the connections linger"
             assert stage.mocks[0].requests == []
 
     run(main)
@@ -158,7 +158,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 async def holds(stage: Stage, count: int) -> None:
-    await until(lambda: stage.gateway.proxy.budget.held_bytes >= count)
+    await until(lambda: stage.gateway.service.budget.held_bytes >= count)
 
 
 @FRAMINGS
@@ -181,7 +181,7 @@ def test_unfinished_bodies_are_bounded_together_and_room_comes_back(framed: Call
             assert (await stage.ask(framed(BODY))).status == 200, "one is complete: there is room"
             clients[1].abort()
             clients[2].abort()
-            await until(lambda: stage.gateway.proxy.budget.held_bytes == 0)
+            await until(lambda: stage.gateway.service.budget.held_bytes == 0)
             assert [request.body for request in stage.mocks[0].requests] == [BODY] * 2
 
     run(main)
@@ -208,7 +208,7 @@ def body_of_a_client_that_leaves(framed: Callable[[bytes], bytes]) -> list[tuple
             with_body = resident_bytes()
             gc.disable()  # a connection and its parser refer to each other: that must not keep the body
             client.close()
-            await until(lambda: stage.gateway.proxy.budget.held_bytes == 0)
+            await until(lambda: stage.gateway.service.budget.held_bytes == 0)
             rounds.append((before, with_body, resident_bytes()))
             gc.enable()
 

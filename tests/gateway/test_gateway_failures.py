@@ -301,7 +301,7 @@ def test_a_client_that_leaves_while_the_gateway_connects_leaves_nothing_behind()
             await opening.wait()
             assert stage.in_flight() == [1]
             client.writer.close()
-            await stage.gateway.proxy.all_left()
+            await stage.gateway.service.all_left()
             assert stage.in_flight() == [0]
             assert stage.metrics.requests == {("completions", 499): 1}
 

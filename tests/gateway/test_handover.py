@@ -108,7 +108,7 @@ def test_a_connection_whose_stream_did_not_announce_an_end_is_answered_once_more
             client.send(post())
             head = await client.message(head_only=True)
             retiring = asyncio.create_task(stage.gateway.retire(60.0))
-            while not stage.gateway.proxy.draining:  # noqa: ASYNC110 - it tells nobody
+            while not stage.gateway.service.draining:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0)
             go_on.set()
             assert await client.reader.readuntil(b"0\r\n\r\n")

@@ -22,8 +22,8 @@ from midstream.gateway import capabilities
 from midstream.gateway.access import grant_of, guarded, meant, shown_only
 from midstream.gateway.accounts import account_routes
 from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from midstream.gateway.proxy import INFERENCE_PATHS
 from midstream.gateway.registry import Deployment, Deployments
+from midstream.gateway.service import INFERENCE_PATHS
 from midstream.gateway.trajectories import session_routes
 from midstream.gateway.view import ReplicaView
 from midstream.scopes import SCOPES, Grant

@@ -15,6 +15,9 @@ from midstream.config import KeySettings, key_digest
 from midstream.errors import Unauthorized
 from midstream.scopes import EVERYTHING, NOTHING, Grant, parse_grant
 
+#: The headers that may hold a key.
+CREDENTIALS = (b"authorization", b"x-api-key")
+
 
 class Caller(NamedTuple):
     tenant: str

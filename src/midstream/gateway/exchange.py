@@ -21,7 +21,7 @@ from midstream.errors import EngineFailed, MidstreamError, ReplicaUnavailable
 from midstream.gateway.metrics import Histogram
 from midstream.gateway.upstream import UpstreamConnection
 from midstream.http1 import ClientConnection
-from midstream.http_message import Request, error_response
+from midstream.http_message import HOP_BY_HOP, Request, error_response
 from midstream.types import HEADER_OVERWRITE, HEADER_TENANT
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # counted, never sent
 _OWN_SHORTAGES = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
-)
-HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
 _OVERWRITE = HEADER_OVERWRITE.encode()
 _TENANT = HEADER_TENANT.encode()

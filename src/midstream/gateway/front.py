@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import MidstreamError, Overloaded, ReplicaUnavailable, Unauthorized
+from midstream.gateway.auth import CREDENTIALS
 from midstream.gateway.exchange import ControlExchange
 from midstream.http_message import Request
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from midstream.http1 import ClientConnection
 
 PREFIX = b"/api/v1/"
-CREDENTIALS = (b"authorization", b"x-api-key")
 _RESULTS = (PREFIX + b"retrieve_future", PREFIX + b"retrieve_futures")
 _PATH_CLASS = "tinker"
 

@@ -1,6 +1,7 @@
-"""What a request means: who may send it, which deployment and which replica serve it.
+"""What all exchanges share: which deployment and which replica serve a request, and the connections to them.
 
-Owns: the state all exchanges share, and placement. What happens to a request when its replica fails is in inference.py.
+Owns: placement, the pools of connections to replicas, control app and front, and who is on which replica. Which exchange
+serves a request is in service.py; what happens to a request when its replica fails is in inference.py.
 Always holds:
 - A session's home changes only when its replica is not usable: one that fails a request while it stays usable is
   passed over for that request alone.
@@ -11,55 +12,41 @@ Always holds:
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from midstream.config import GatewaySettings
-from midstream.errors import MidstreamError, Unauthorized
+from midstream.errors import Unauthorized
 from midstream.gateway.access import meant, scopes_header
-from midstream.gateway.auth import NOBODY, Authenticator, Caller
-from midstream.gateway.exchange import HOP_BY_HOP, ControlExchange
-from midstream.gateway.front import CREDENTIALS, FrontExchange, FrontUnauthorized
-from midstream.gateway.front import PREFIX as FRONT_PREFIX
-from midstream.gateway.inference import InferenceExchange
+from midstream.gateway.auth import CREDENTIALS, NOBODY, Authenticator, Caller
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.placement import Decision, Fleet, sticky
 from midstream.gateway.poison import Suspects
 from midstream.gateway.prefixes import PrefixTable, Prompt
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.replicas import ReplicaSet, token_header
-from midstream.gateway.resume import ResumableExchange
 from midstream.gateway.sessions import body_model
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.view import ReplicaView
-from midstream.http1 import ClientConnection, Exchange
-from midstream.http_budget import Bounds, Budget
-from midstream.http_message import Request
-from midstream.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant, forbidden
+from midstream.http_message import HOP_BY_HOP, Request
+from midstream.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
 from midstream.types import HEADER_TOKEN, Session
 
 logger = logging.getLogger(__name__)
 
-INFERENCE_PATHS = {
-    prefix + path: path.removeprefix(b"/v1/").replace(b"/", b"_").decode()
-    for prefix in (b"", b"/inference")
-    for path in (b"/v1/completions", b"/v1/chat/completions")
-}
-_CONTROL = "control"
-_HEALTH = b"/health"
 _TOKEN = HEADER_TOKEN.encode()
 _SUPERVISOR = Caller("", Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 
 
 class Proxy:
-    """The service behind every client connection: shared state of all exchanges."""
+    """The state that all exchanges of a gateway process share."""
 
     def __init__(
         self,
@@ -91,72 +78,15 @@ class Proxy:
         self.front = front
         self.metrics = metrics
         self.suspects = Suspects()
-        self.clients: set[ClientConnection] = set()
-        together, of_one = settings.unfinished_body_bytes
-        self.budget = Budget(
-            Bounds(
-                unfinished_body_bytes=together,
-                unfinished_body_bytes_per_tenant=of_one,
-                connections_per_tenant=settings.max_connections_per_tenant,
-                requests_per_tenant=settings.max_requests_per_tenant,
-            )
-        )
-        self.draining = False
-        self._empty: asyncio.Future[None] | None = None
         self.dropped_headers = _NOT_FORWARDED
-        self._auth = Authenticator(settings.api_keys)
-        if self._auth.required:  # a credential ends where it was checked
+        self.auth = Authenticator(settings.api_keys)
+        if self.auth.required:  # a credential ends where it was checked
             self.dropped_headers |= frozenset(CREDENTIALS)
         self._bound = settings.load_bound
         self.follows_prefixes = settings.follow_prefixes
         self._turn = 0
         self._request_ids = itertools.count()
         self._request_prefix = os.urandom(8).hex()
-
-    # -- http1.Service
-
-    def connected(self, client: ClientConnection) -> None:
-        self.clients.add(client)
-
-    def disconnected(self, client: ClientConnection) -> None:
-        self.clients.discard(client)
-        if self._empty is not None and not self.clients and not self._empty.done():
-            self._empty.set_result(None)
-
-    async def all_left(self) -> None:
-        """Wait until no client connection is open."""
-        if self.clients:
-            self._empty = asyncio.get_running_loop().create_future()
-            await self._empty
-
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
-        path = target.partition(b"?")[0]
-        if path == _HEALTH and not _has_body(headers):
-            return None
-        try:
-            caller = self._auth.caller(headers)
-        except Unauthorized as error:
-            if self.front is not None and target.startswith(FRONT_PREFIX):
-                raise FrontUnauthorized(error.message) from error
-            raise
-        grant = caller.grant
-        if grant is not EVERYTHING and path in INFERENCE_PATHS and not grant.anywhere((SAMPLE,)):
-            raise forbidden((SAMPLE,), "any deployment")
-        return caller.tenant
-
-    def refused(self, error: MidstreamError) -> None:
-        self.metrics.requests["refused", error.status] += 1
-
-    def exchange(self, request: Request, client: ClientConnection) -> Exchange:
-        path = request.target.partition(b"?")[0]
-        path_class = INFERENCE_PATHS.get(path) if request.method == b"POST" else None
-        if path_class is not None:
-            if self.budget.counts_requests:
-                client.count_in_flight()
-            return ResumableExchange(self, request, client, path_class)
-        if self.front is not None and path.startswith(FRONT_PREFIX):
-            return FrontExchange(self, request, client)
-        return ControlExchange(self, request, client, _CONTROL)
 
     # -- the server's calls
 
@@ -188,9 +118,9 @@ class Proxy:
     # -- for exchanges
 
     def caller(self, request: Request) -> Caller:
-        """Of a request that check_head let pass."""
+        """Of a request whose head was checked (service.py)."""
         try:
-            return self._auth.caller(request.first)
+            return self.auth.caller(request.first)
         except Unauthorized:  # /health, which needs no key; the server's own supervisor has none
             given = request.first.get(_TOKEN, b"")
             known = bool(self._token) and hmac.compare_digest(given, self._token)
@@ -198,7 +128,7 @@ class Proxy:
 
     def scopes_header(self, caller: Caller) -> list[bytes]:
         """For the control app; none where keys are not in use."""
-        return [scopes_header(caller.grant)] if self._auth.required else []
+        return [scopes_header(caller.grant)] if self.auth.required else []
 
     def request_id(self) -> bytes:
         return f"{self._request_prefix}-{next(self._request_ids):x}".encode()
@@ -311,7 +241,7 @@ class Upstream:
 
     def __init__(self, pool: UpstreamPool) -> None:
         self.pool = pool
-        self.exchanges: set[InferenceExchange] = set()
+        self.exchanges: set[Any] = set()  # each can be given up: `give_up(reason, together)`
         self.unheard_since: float | None = None  # when check_replicas first saw it without a report
 
     def __repr__(self) -> str:
@@ -343,10 +273,6 @@ def _others(
         for view in replicas.views
         if view.usable and view.name not in tried and (eligible is None or eligible(view))
     ]
-
-
-def _has_body(headers: Mapping[bytes, bytes]) -> bool:
-    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
 
 
 def _silent(view: ReplicaView, lasts_s: float) -> str:

@@ -23,6 +23,7 @@ from midstream.gateway.appserver import AppServer, socket_directory
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.proxy import Proxy
 from midstream.gateway.registry import Deployments
+from midstream.gateway.service import GatewayService
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.wire import WireLoop
 from midstream.http1 import ClientConnection
@@ -85,13 +86,14 @@ class Gateway:
             replica_token=replica_token,
             unreachable_s=unreachable_s,
         )
+        self.service = GatewayService(settings, self.proxy)
         self._tls = tls_context(settings)
         self.sockets: list[socket.socket] = []  # that it listens on
         self._listening: list[Callable[[], None]] = []  # how to stop
         self._timeouts: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Gateway({len(self.proxy.clients)} connections, {len(self.proxy.upstreams)} replicas)"
+        return f"Gateway({len(self.service.clients)} connections, {len(self.proxy.upstreams)} replicas)"
 
     async def start(self, host: str, port: int, taken: Sequence[socket.socket] = ()) -> int:
         """Listen; returns the port. taken: sockets that listen there already. Raises OSError when it cannot listen there."""
@@ -123,7 +125,7 @@ class Gateway:
         return server.close
 
     def _client(self) -> ClientConnection:
-        return ClientConnection(self.proxy, self._limits, self._loop)
+        return ClientConnection(self.service, self._limits, self._loop)
 
     def _stop_listening(self) -> None:
         for stop in reversed(self._listening):
@@ -134,12 +136,12 @@ class Gateway:
     async def drain(self, seconds: float) -> None:
         """Stop accepting, close idle connections, and let responses under way finish for up to `seconds`."""
         self._stop_listening()
-        self.proxy.draining = True
-        for client in list(self.proxy.clients):
+        self.service.draining = True
+        for client in list(self.service.clients):
             client.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.proxy.all_left()
+                await self.service.all_left()
 
     async def retire(self, seconds: float) -> None:
         """Another process listens on the sockets now: finish what this one has, within `seconds`.
@@ -147,23 +149,23 @@ class Gateway:
         Connections may be used once more; each closes after its next response, or when it stays idle.
         """
         self._stop_listening()
-        self.proxy.draining = True
-        for client in list(self.proxy.clients):
+        self.service.draining = True
+        for client in list(self.service.clients):
             client.retire(self._retiring_idle_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.proxy.all_left()
+                await self.service.all_left()
 
     async def close(self) -> None:
         """End everything now. Idempotent; after drain() it cuts what did not finish."""
-        self.proxy.draining = True
+        self.service.draining = True
         self._stop_listening()
-        for client in list(self.proxy.clients):
+        for client in list(self.service.clients):
             client.cut("the gateway is shutting down")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):  # for the last bytes to leave
-                await self.proxy.all_left()
-        for client in list(self.proxy.clients):
+                await self.service.all_left()
+        for client in list(self.service.clients):
             client.reset()
         self.proxy.close()
         if self._timeouts is not None:
@@ -178,7 +180,7 @@ class Gateway:
             await asyncio.sleep(TIMEOUT_CHECK_S)
             now = self._loop.time()
             self.proxy.check_replicas(now)
-            for client in list(self.proxy.clients):
+            for client in list(self.service.clients):
                 client.check_deadline(now)
 
     def _unix_pool(self, path: str) -> UpstreamPool:
