@@ -37,11 +37,11 @@ COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 .PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm ci clean
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements/cpu.txt requirements/constraints.txt
+$(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("midstream needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[engine,demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[engine,demo,dev]' -e ./conformance
 	@touch $(STAMP)
 
 setup-fireworks: $(FIREWORKS_STAMP)

@@ -39,7 +39,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser for `arguments`; only the subcommand they name has its options."""
+    """The parser for `arguments`; only the subcommand they name has its options. Raises ConfigError when that subcommand
+    needs something that is not installed.
+    """
     parser = _Parser(prog="midstream", description="Rollout serving for RL post-training.")
     parser.add_argument("--version", action="version", version=f"midstream {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -52,11 +54,11 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = build_parser(arguments).parse_args(arguments)
     try:
+        options = build_parser(arguments).parse_args(arguments)
         code: int = options.run(options)
     except ConfigError as error:
-        print(f"midstream {options.command}: {error}", file=sys.stderr)
+        print(f"midstream {arguments[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

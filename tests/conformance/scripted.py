@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.endpoint import Endpoint
+from midstream_conformance.endpoint import Endpoint
 
 Json = dict[str, Any]
 Answering = Callable[[httpx.Request], httpx.Response | Awaitable[httpx.Response]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from serving import Server, command
 
 from midstream.client import HotLoadServer
-from midstream.conformance.runner import all_rows
+from midstream_conformance.runner import all_rows
 
 #: Rows that may be skipped against the embedded engine, and why.
 SKIPPED: dict[str, str] = {}
@@ -128,3 +129,42 @@ def test_the_rows_can_be_listed_without_an_endpoint(arguments: list[str]) -> Non
     wanted = [row.id for row in all_rows() if len(arguments) == 1 or row.group == "policies"]
     assert (code, errors) == (0, "")
     assert [line.partition(":")[0] for line in table.splitlines()] == wanted
+
+
+def without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`midstream conformance` where `module` is not installed."""
+    run = "import sys; sys.modules[sys.argv[1]] = None; from midstream.cli import main; sys.exit(main(sys.argv[2:]))"
+    command = [sys.executable, "-c", run, module, "conformance", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--list"], ["http://127.0.0.1:1"]])
+def test_where_the_rows_are_not_installed_one_line_says_how_to_install_them(arguments: list[str]) -> None:
+    done = without("midstream_conformance", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("midstream conformance: ")
+    assert "pip install ./conformance" in done.stderr
+
+
+def test_rows_that_are_installed_and_broken_are_not_said_to_be_missing() -> None:
+    done = without("midstream_conformance.endpoint", "--list")
+    assert done.returncode == 1
+    assert "pip install" not in done.stderr
+    assert "midstream_conformance.endpoint" in done.stderr.splitlines()[-1]
+
+
+def test_the_rows_need_no_torch_and_nothing_of_the_server() -> None:
+    run = (
+        "import sys; from midstream_conformance import command, runner; runner.all_rows(); "
+        "print(*sorted({'.'.join(name.split('.')[:2]) for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60, check=True)
+    loaded = done.stdout.split()
+    assert {"torch", "transformers", "starlette", "uvicorn", "sqlalchemy"}.isdisjoint(loaded)
+    ours = {name for name in loaded if name.startswith("midstream.")}
+    server = {
+        f"midstream.{name}"
+        for name in ("gateway", "replica", "engine", "launch", "ledger", "tinker", "config")
+    }
+    assert ours.isdisjoint(server)

@@ -19,9 +19,9 @@ from tampering import Fault, Json, tampering
 
 from midstream import cli
 from midstream.client import HotLoadServer
-from midstream.commands import conformance
-from midstream.conformance import target, traffic
-from midstream.conformance.target import Target
+from midstream_conformance import command as conformance
+from midstream_conformance import target, traffic
+from midstream_conformance.target import Target
 
 HOT_LOAD = "/hot_load"
 API_KEY = "conformance-key"  # as in conftest.py

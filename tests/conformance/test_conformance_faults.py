@@ -12,8 +12,8 @@ from serving import Server
 from tampering import Fault, Json, tampering
 
 from midstream import cli
-from midstream.conformance import target
-from midstream.conformance.runner import all_rows
+from midstream_conformance import target
+from midstream_conformance.runner import all_rows
 
 
 def run(url: str, options: list[str], rows: list[str], out: Path) -> tuple[int, dict[str, Json]]:

@@ -9,12 +9,12 @@ import re
 
 import pytest
 
-from midstream.commands import conformance
-from midstream.conformance import report
-from midstream.conformance.answers import is_hit, is_miss, largest_difference
-from midstream.conformance.rows import Result, Row
-from midstream.conformance.target import Target
-from midstream.conformance.variants import _FINAL_NORM
+from midstream_conformance import command as conformance
+from midstream_conformance import report
+from midstream_conformance.answers import is_hit, is_miss, largest_difference
+from midstream_conformance.rows import Result, Row
+from midstream_conformance.target import Target
+from midstream_conformance.variants import _FINAL_NORM
 
 
 @pytest.mark.parametrize(

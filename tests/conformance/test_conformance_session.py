@@ -15,13 +15,14 @@ import scripted
 from scripted import DEPLOYMENT, MODEL, Scripted
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.endpoint import TRAJECTORY_HEADER
-from midstream.conformance.rows import Evidence, Failed, Row, Skipped
-from midstream.conformance.runner import run_row
-from midstream.conformance.session import SIGHTINGS, Session
-from midstream.conformance.snapshots import Snapshots
-from midstream.conformance.target import Target
-from midstream.conformance.traffic import NEWCOMERS_TOKENS, Crossing, switch
+from midstream_conformance.endpoint import TRAJECTORY_HEADER
+from midstream_conformance.outcome import Failed, Skipped
+from midstream_conformance.rows import Evidence, Row
+from midstream_conformance.runner import run_row
+from midstream_conformance.session import SIGHTINGS, Session
+from midstream_conformance.snapshots import Snapshots
+from midstream_conformance.target import Target
+from midstream_conformance.traffic import NEWCOMERS_TOKENS, Crossing, switch
 
 
 def session_of(server: Scripted, *, limit_s: float = 30.0, **known: object) -> Session:

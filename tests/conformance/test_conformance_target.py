@@ -12,9 +12,9 @@ import scripted
 from scripted import DEPLOYMENT, MODEL, Scripted
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.endpoint import Endpoint
-from midstream.conformance.target import Target, look
 from midstream.errors import ConfigError
+from midstream_conformance.endpoint import Endpoint
+from midstream_conformance.target import Target, look
 
 
 def looked(endpoint: Endpoint, checkpoint: Path | None = None) -> Target:

@@ -14,9 +14,10 @@ from time import monotonic
 import httpx
 
 from midstream.client import PublishError
-from midstream.conformance.rows import Evidence, Failed, Result, Row, Skipped, Verdict, registered
-from midstream.conformance.session import Session
 from midstream.errors import ConfigError, SnapshotError
+from midstream_conformance.outcome import Failed, Skipped
+from midstream_conformance.rows import Evidence, Result, Row, Verdict, registered
+from midstream_conformance.session import Session
 
 GROUPS: dict[str, str] = {  # module of checks/: what its rows are about
     "openai": "OpenAI compatibility",
@@ -37,7 +38,7 @@ GROUPS: dict[str, str] = {  # module of checks/: what its rows are about
 def all_rows() -> tuple[Row, ...]:
     """In the order in which they run: what changes the deployment comes last."""
     for group in GROUPS:
-        importlib.import_module(f"midstream.conformance.checks.{group}")
+        importlib.import_module(f"midstream_conformance.checks.{group}")
     return registered()
 
 

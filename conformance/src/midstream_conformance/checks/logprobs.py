@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from midstream.conformance.answers import Token, largest_difference
-from midstream.conformance.checks.asking import plain_and_streamed
-from midstream.conformance.endpoint import TRAJECTORY_HEADER
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
-from midstream.conformance.session import Session
+from midstream_conformance.answers import Token, largest_difference
+from midstream_conformance.checks.asking import plain_and_streamed
+from midstream_conformance.endpoint import TRAJECTORY_HEADER
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import FIREWORKS, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
 
 FORMAT = f"{FIREWORKS}: MoE Router Replay, example response"
 LOGPROBS = f"{PROTOCOL}: Logprobs"

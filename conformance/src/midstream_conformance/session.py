@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import httpx
 
-from midstream.conformance.answers import Answer
-from midstream.conformance.endpoint import TRAJECTORY_HEADER, Endpoint, refusal
-from midstream.conformance.rows import Failed, Skipped
-from midstream.conformance.snapshots import Snapshots
-from midstream.conformance.target import PROMPT_TOKENS, Target
+from midstream_conformance.answers import Answer
+from midstream_conformance.endpoint import TRAJECTORY_HEADER, Endpoint, refusal
+from midstream_conformance.outcome import Failed, Skipped
+from midstream_conformance.snapshots import Snapshots
+from midstream_conformance.target import PROMPT_TOKENS, Target
 
 T = TypeVar("T")
 

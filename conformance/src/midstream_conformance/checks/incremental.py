@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from midstream.conformance.answers import largest_difference
-from midstream.conformance.checks.asking import everywhere, must_not_load
-from midstream.conformance.endpoint import TRAJECTORY_HEADER
-from midstream.conformance.rows import PROTOCOL, Evidence, expect, row
-from midstream.conformance.session import Session
-from midstream.conformance.variants import Variant
 from midstream.snapshots.layout import read_file_layout
+from midstream_conformance.answers import largest_difference
+from midstream_conformance.checks.asking import everywhere, must_not_load
+from midstream_conformance.endpoint import TRAJECTORY_HEADER
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
+from midstream_conformance.variants import Variant
 
 DELTAS = f"{PROTOCOL}: Hot load, incremental_snapshot_metadata"
 NEEDS = ("publish", "prompt_logprobs")

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from midstream.conformance.answers import Answer, is_hit
-from midstream.conformance.checks.asking import together
-from midstream.conformance.endpoint import AFFINITY_HEADER, TRAJECTORY_HEADER
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, SKYRL, Evidence, expect, row
-from midstream.conformance.session import Session
+from midstream_conformance.answers import Answer, is_hit
+from midstream_conformance.checks.asking import together
+from midstream_conformance.endpoint import AFFINITY_HEADER, TRAJECTORY_HEADER
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import FIREWORKS, PROTOCOL, SKYRL, Evidence, row
+from midstream_conformance.session import Session
 
 AFFINITY = f"{FIREWORKS}: Session affinity"
 KEYS, TURNS = 20, 2

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from midstream.conformance.answers import is_hit, is_miss
-from midstream.conformance.checks.asking import async_crossing, everywhere
-from midstream.conformance.endpoint import AFFINITY_HEADER, TRAJECTORY_HEADER
-from midstream.conformance.rows import FIREWORKS, OWN, PROTOCOL, Evidence, expect, row
-from midstream.conformance.session import Session
-from midstream.conformance.snapshots import UNSAID
-from midstream.conformance.traffic import Attempt, Crossing, switch
-from midstream.conformance.variants import Variant
+from midstream_conformance.answers import is_hit, is_miss
+from midstream_conformance.checks.asking import async_crossing, everywhere
+from midstream_conformance.endpoint import AFFINITY_HEADER, TRAJECTORY_HEADER
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import FIREWORKS, OWN, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
+from midstream_conformance.snapshots import UNSAID
+from midstream_conformance.traffic import Attempt, Crossing, switch
+from midstream_conformance.variants import Variant
 
 TABLE = f"{FIREWORKS}: reset_prompt_cache"
 NEEDS = ("publish", "cache_policies")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from midstream.conformance.answers import is_hit, is_miss
-from midstream.conformance.endpoint import ISOLATION_HEADER, TRAJECTORY_HEADER
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
-from midstream.conformance.session import Session
+from midstream_conformance.answers import is_hit, is_miss
+from midstream_conformance.endpoint import ISOLATION_HEADER, TRAJECTORY_HEADER
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import FIREWORKS, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
 
 SESSION_ID = f"{FIREWORKS}: KV cache behavior, Session ID"
 FIELDS = f"{PROTOCOL}: Session headers"

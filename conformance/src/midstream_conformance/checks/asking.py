@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from midstream.conformance.answers import Answer
-from midstream.conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
-from midstream.conformance.rows import Skipped, expect
-from midstream.conformance.session import Session
-from midstream.conformance.traffic import Crossing, cross
-from midstream.conformance.variants import Variant
+from midstream_conformance.answers import Answer
+from midstream_conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
+from midstream_conformance.outcome import Skipped, expect
+from midstream_conformance.session import Session
+from midstream_conformance.traffic import Crossing, cross
+from midstream_conformance.variants import Variant
 
 GREEDY: dict[str, Any] = {"temperature": 0, "prompt_cache_max_len": 0, "ignore_eos": True}
 

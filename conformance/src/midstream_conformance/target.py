@@ -17,11 +17,21 @@ import httpx
 
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import read_status
-from midstream.conformance.answers import Answer, Json, Odd
-from midstream.conformance.endpoint import Endpoint, Flight, refusal
-from midstream.conformance.rows import NEEDS, Failed
 from midstream.errors import ConfigError
 from midstream.types import ENGINE_FEATURES
+from midstream_conformance.answers import Answer, Json, Odd
+from midstream_conformance.endpoint import Endpoint, Flight, refusal
+from midstream_conformance.outcome import Failed
+
+#: What a row may need beside a feature of the engine (types.ENGINE_FEATURES).
+NEEDS: dict[str, str] = {
+    "publish": "snapshots can be published (--bucket and --checkpoint)",
+    "moe": "a model with mixture-of-experts layers",
+    "replicas>=2": "at least two replicas",
+    "sync": "a transition that is SYNC, or can be set to it over the Deployments API",
+    "keys": "an endpoint that asks for API keys",
+    "midstream": "a midstream server: the behaviour is one of its own",
+}
 
 PROMPT_TOKENS = 416  # long enough for every engine's cache blocks, short enough for the smallest context
 CONTEXT_TOKENS = 448  # taken when nothing says more

@@ -6,10 +6,11 @@ import re
 
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import read_status
-from midstream.conformance.answers import Answer
-from midstream.conformance.endpoint import refusal
-from midstream.conformance.rows import FIREWORKS, Evidence, expect, row
-from midstream.conformance.session import Session
+from midstream_conformance.answers import Answer
+from midstream_conformance.endpoint import refusal
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import FIREWORKS, Evidence, row
+from midstream_conformance.session import Session
 
 VERSION = f"{FIREWORKS}: Policy version in responses"
 _LABELLED = re.compile(r"accounts/[^/@]+/models/[^/@]+@[^@]+")

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.client import snapshot_of
-from midstream.conformance.answers import Token
-from midstream.conformance.checks.asking import async_crossing
-from midstream.conformance.endpoint import TRAJECTORY_HEADER, refusal
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
-from midstream.conformance.session import Session
-from midstream.conformance.traffic import Crossing, switch
+from midstream_conformance.answers import Token
+from midstream_conformance.checks.asking import async_crossing
+from midstream_conformance.endpoint import TRAJECTORY_HEADER, refusal
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import FIREWORKS, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
+from midstream_conformance.traffic import Crossing, switch
 
 SWAP = f"{FIREWORKS}: Behavior during weight swap"
 STREAM = f"{FIREWORKS}: KV cache behavior, Active request stream"

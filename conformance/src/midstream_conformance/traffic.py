@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from midstream.conformance.answers import Answer
-from midstream.conformance.endpoint import TRAJECTORY_HEADER, Flight
-from midstream.conformance.rows import Failed
-from midstream.conformance.session import Session
-from midstream.conformance.snapshots import Snapshots
-from midstream.conformance.variants import Variant
+from midstream_conformance.answers import Answer
+from midstream_conformance.endpoint import TRAJECTORY_HEADER, Flight
+from midstream_conformance.outcome import Failed
+from midstream_conformance.session import Session
+from midstream_conformance.snapshots import Snapshots
+from midstream_conformance.variants import Variant
 
 STREAMS, NEWCOMERS = 6, 2
 PROMPT, NEWCOMERS_TOKENS = 32, 8

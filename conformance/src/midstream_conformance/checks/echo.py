@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from midstream.conformance.answers import Choice, is_hit, largest_difference
-from midstream.conformance.checks.asking import plain_and_streamed
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, row
-from midstream.conformance.session import Session
+from midstream_conformance.answers import Choice, is_hit, largest_difference
+from midstream_conformance.checks.asking import plain_and_streamed
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import FIREWORKS, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
 
 FIELDS = f"{PROTOCOL}: Inference request fields beyond OpenAI's"
 MODES = f"{FIREWORKS}: MoE Router Replay, Other API modes"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.answers import is_hit, largest_difference
-from midstream.conformance.checks.asking import everywhere, must_not_load
-from midstream.conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
-from midstream.conformance.rows import OWN, PROTOCOL, Evidence, Skipped, expect, row
-from midstream.conformance.session import Session
-from midstream.conformance.variants import Variant
+from midstream_conformance.answers import is_hit, largest_difference
+from midstream_conformance.checks.asking import everywhere, must_not_load
+from midstream_conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
+from midstream_conformance.outcome import Skipped, expect
+from midstream_conformance.rows import OWN, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
+from midstream_conformance.variants import Variant
 
 HOT_LOAD = f"{PROTOCOL}: Hot load"
 PUBLISH = ("publish",)

@@ -7,10 +7,11 @@ from typing import Any
 import httpx
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.answers import Json
-from midstream.conformance.endpoint import NO_KEY, error_of, refusal
-from midstream.conformance.rows import OWN, PROTOCOL, Evidence, expect, row
-from midstream.conformance.session import Session
+from midstream_conformance.answers import Json
+from midstream_conformance.endpoint import NO_KEY, error_of, refusal
+from midstream_conformance.outcome import expect
+from midstream_conformance.rows import OWN, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
 
 FIELDS = f"{PROTOCOL}: Inference request fields beyond OpenAI's"
 NAMES = f"{PROTOCOL}: Paths and names"

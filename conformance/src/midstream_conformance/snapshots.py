@@ -18,11 +18,11 @@ import httpx
 from midstream.client.bucket import open_bucket
 from midstream.client.server import HOT_LOAD_PATH, delta_metadata
 from midstream.client.status import Status, read_status
-from midstream.conformance.answers import Json
-from midstream.conformance.endpoint import Endpoint, refusal
-from midstream.conformance.rows import Failed
-from midstream.conformance.variants import Variant, write_variant
 from midstream.snapshots.delta import encode_delta
+from midstream_conformance.answers import Json
+from midstream_conformance.endpoint import Endpoint, refusal
+from midstream_conformance.outcome import Failed
+from midstream_conformance.variants import Variant, write_variant
 
 POLL_S = 0.02
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from midstream.conformance.answers import Answer, is_hit
-from midstream.conformance.checks.asking import GREEDY, plain_and_streamed
-from midstream.conformance.endpoint import TRAJECTORY_HEADER, refusal
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, Skipped, expect, row
-from midstream.conformance.session import Session
+from midstream_conformance.answers import Answer, is_hit
+from midstream_conformance.checks.asking import GREEDY, plain_and_streamed
+from midstream_conformance.endpoint import TRAJECTORY_HEADER, refusal
+from midstream_conformance.outcome import Skipped, expect
+from midstream_conformance.rows import FIREWORKS, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
 
 SDKS = f"{FIREWORKS}: introduction (compatible with the OpenAI SDKs)"
 NAMES = f"{PROTOCOL}: Paths and names"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.rows import Evidence, Result
-from midstream.conformance.target import Target
 from midstream.text import plain, seconds
 from midstream.types import BASE_SNAPSHOT
+from midstream_conformance.rows import Evidence, Result
+from midstream_conformance.target import Target
 
 INTERRUPTED = 130  # exit code
 SHOWN_CHARS = 160  # of evidence in a line

@@ -11,12 +11,13 @@ from typing import Any
 
 from midstream.client import decode_routing_matrix
 from midstream.client.decode import RouteDtype
-from midstream.conformance.answers import Choice, Token
-from midstream.conformance.checks.asking import plain_and_streamed
-from midstream.conformance.rows import FIREWORKS, PROTOCOL, Evidence, expect, fail, row
-from midstream.conformance.session import Session
-from midstream.conformance.target import EXPERTS_FIELDS
 from midstream.snapshots.layout import read_spec
+from midstream_conformance.answers import Choice, Token
+from midstream_conformance.checks.asking import plain_and_streamed
+from midstream_conformance.outcome import expect, fail
+from midstream_conformance.rows import FIREWORKS, PROTOCOL, Evidence, row
+from midstream_conformance.session import Session
+from midstream_conformance.target import EXPERTS_FIELDS
 
 ROUTES = f"{FIREWORKS}: MoE Router Replay"
 MODES = f"{ROUTES}, Other API modes"

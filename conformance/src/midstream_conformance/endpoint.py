@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.conformance.answers import Answer, Json, Odd, data_of, plain_answer
-from midstream.conformance.rows import Failed
 from midstream.errors import ConfigError
+from midstream_conformance.answers import Answer, Json, Odd, data_of, plain_answer
+from midstream_conformance.outcome import Failed
 
 TIMEOUT_S = 120.0
 ISOLATION_HEADER = "x-prompt-cache-isolation-key"

@@ -1,1 +1,0 @@
-"""The promised behaviours of an endpoint, row by row, checked from outside over HTTP. Never imports torch or the server."""
