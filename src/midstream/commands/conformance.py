@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 
 from midstream.errors import ConfigError
 
@@ -15,13 +16,9 @@ PACKAGE = "midstream_conformance"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Raises ConfigError when the distribution is not installed."""
-    try:
-        command = importlib.import_module(f"{PACKAGE}.command")
-    except ModuleNotFoundError as error:
-        if error.name != PACKAGE:
-            raise
+    if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             "the rows are a distribution of their own, midstream-conformance, which is not installed here; "
             "install it from a checkout of midstream: pip install ./conformance"
-        ) from error
-    command.add_arguments(parser)
+        )
+    importlib.import_module(f"{PACKAGE}.command").add_arguments(parser)
