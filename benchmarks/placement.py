@@ -20,14 +20,14 @@ from typing import Any, cast
 from hardware import provenance, write_result
 
 from midstream.config import GatewaySettings
-from midstream.control.loop import Reconciler
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.proxy import Proxy
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.sessions import SessionTable
 from midstream.gateway.upstream import UpstreamPool
-from midstream.gateway.view import ReplicaView
 from midstream.ledger import Ledger
 from midstream.names import ServedNames
 from midstream.types import ReplicaReport, Session

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from midstream.config import load_settings
 from midstream.errors import ConfigError
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.auth import Authenticator
 from midstream.gateway.deployments import deployment_routes
@@ -18,7 +19,6 @@ from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.membership import membership_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.names import ServedNames
 from midstream.scopes import (
     EVERYTHING,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from midstream.control.agree import (
+from midstream.fleet.agree import (
     CANARY_TOLERANCE,
     Finding,
     difference,
@@ -18,7 +18,7 @@ from midstream.control.agree import (
     settled,
     standing_of,
 )
-from midstream.control.reconcile import decide, failure
+from midstream.fleet.reconcile import decide, failure
 from midstream.ledger import DeploymentState, Disagreement
 from midstream.types import (
     Desired,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.control.order import Turn, next_turn
-from midstream.control.reconcile import decide, waits_staged
+from midstream.fleet.order import Turn, next_turn
+from midstream.fleet.reconcile import decide, waits_staged
 from midstream.ledger import DeploymentState
 from midstream.replica.runner import GIVEN_UP_MAX
 from midstream.replica.swap import Event, SwapMachine

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from midstream.control.reconcile import (
+from midstream.fleet.reconcile import (
     Action,
     Loss,
     decide,

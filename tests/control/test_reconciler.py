@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.config import SwapOrder
-from midstream.control.loop import Reconciler
-from midstream.control.reconcile import LOSSES_MAX, failure, serves
 from midstream.errors import ReplicaUnavailable
-from midstream.gateway.replicas import ReplicaView
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
+from midstream.fleet.replicas import ReplicaView
 from midstream.ledger import Ledger, Signal, Signalled, sqlite_url, stronger_reset
 from midstream.replica.swap import Event, SwapMachine
 from midstream.types import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_reconciler import DEPLOYMENT, FakeReplicaSet, World
 
-from midstream.control.loop import Reconciler
+from midstream.fleet.loop import Reconciler
 from midstream.ledger import DeploymentState, Ledger, LedgerUnavailable, Signal
 from midstream.types import Stage
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 import uvloop
 
 from midstream.config import GatewaySettings
-from midstream.control.loop import Reconciler
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.gateway.server import Gateway
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.wire import WireLoop

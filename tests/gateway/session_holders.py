@@ -12,10 +12,10 @@ import msgspec
 from gateway_harness import NAMES, Message, MockReplica, Peer, Stage, post, reconciler
 
 from midstream.config import GatewaySettings
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.types import (

@@ -15,13 +15,13 @@ import pytest
 from gateway_harness import Message, MockReplica, Stage, get, post, reconciler, run
 
 from midstream.config import GatewaySettings, KeySettings
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.deployments import deployment_routes
 from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.gateway.membership import membership_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
 from midstream.ledger import Ledger, sqlite_url
 from midstream.names import ServedNames

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from midstream.gateway.placement import Candidate, Fleet
+from midstream.fleet.placement import Candidate, Fleet
 from midstream.gateway.sessions import SessionTable
 from midstream.replica.sessions import Feed, Sessions
 from midstream.types import Session, SessionsTold

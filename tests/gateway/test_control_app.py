@@ -26,10 +26,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics, Histogram
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.types import BUCKETS_S, EngineStats, ReplicaReport, SwapTiming
 
 

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from gateway_harness import reconciler
 
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.deployments import deployment_routes, lies_in
 from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.roster import Roster, Running, RunningReplica, Wanted, replica_count
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.names import ServedNames

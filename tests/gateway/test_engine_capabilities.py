@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from midstream.control.loop import Reconciler
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.ledger import Ledger, database, sqlite_url
 from midstream.names import ServedNames
 from midstream.types import ENGINE_FEATURES, Desired, EngineCard, ReplicaReport

@@ -13,6 +13,7 @@ import pytest
 from gateway_harness import reconciler
 
 from midstream.errors import ConfigError
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.membership import (
     Resolver,
@@ -23,7 +24,6 @@ from midstream.gateway.membership import (
 )
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.roster import Roster, Running, RunningReplica, Wanted, replica_count
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.names import ServedNames

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from midstream.gateway.placement import ARRAYS_FROM, Candidate, Decision, Fleet, load_limit, stays
-from midstream.gateway.prefixes import Known
+from midstream.fleet.placement import ARRAYS_FROM, Candidate, Decision, Fleet, load_limit, stays
+from midstream.fleet.prefixes import Known
 from midstream.gateway.sessions import SessionTable
 from midstream.types import Session
 

@@ -11,8 +11,8 @@ import pytest
 from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
 from session_holders import until
 
-from midstream.gateway import prefixes
-from midstream.gateway.prefixes import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
+from midstream.fleet import prefixes
+from midstream.fleet.prefixes import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
 
 
 def chat(*turns: str, **more: Any) -> bytes:

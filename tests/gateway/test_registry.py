@@ -4,8 +4,8 @@ import pytest
 from gateway_harness import NAMES, reconciler
 
 from midstream.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.names import ServedNames
 
 A = "accounts/local"

@@ -8,7 +8,7 @@ import time
 from gateway_harness import Message, Peer, post, run
 from session_holders import all_usable, gateway, holders, home, until, until_known, where
 
-from midstream.gateway.replicas import FAILURES_MAX
+from midstream.fleet.replicas import FAILURES_MAX
 
 KEYS = [f"s{number}" for number in range(30)]
 

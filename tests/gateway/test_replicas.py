@@ -10,7 +10,7 @@ import pytest
 from gateway_harness import run
 
 from midstream.errors import ReplicaUnavailable
-from midstream.gateway.replicas import ReplicaSet
+from midstream.fleet.replicas import ReplicaSet
 from midstream.types import Desired, EngineStats, ReplicaReport
 
 

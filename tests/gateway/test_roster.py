@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gateway_harness import reconciler
 
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.roster import HARD, Roster, Running, RunningReplica, Wanted, replica_count
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.names import ServedNames

@@ -6,8 +6,8 @@ import json
 import pytest
 from gateway_harness import Message, MockReplica, Peer, Stage, post, reconciler, respond_ok, run, staged
 
+from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.gateway.registry import Deployment
-from midstream.gateway.replicas import ReplicaSet, ReplicaView
 from midstream.names import ServedNames
 from midstream.types import ReplicaReport
 

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from session_holders import until
 
 from midstream.errors import InvalidRequest, UnknownField
+from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.signal_order import KEPT, SignalOrder
+from midstream.fleet.view import ReplicaView
 from midstream.gateway import versions
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
-from midstream.gateway.versions import KEPT, Admission, SignalOrder, Verdict
-from midstream.gateway.view import ReplicaView
+from midstream.gateway.versions import Admission, Verdict
 from midstream.gateway.workers import Follower, Leader
 from midstream.ledger import Signalled
 from midstream.types import BASE_SNAPSHOT, ReplicaReport

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gateway_harness import run
 
+from midstream.fleet.replicas import Member, ReplicaSet
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import Member, ReplicaSet
 from midstream.gateway.workers import DeploymentState, Follower, Leader
 from midstream.names import ServedNames
 from midstream.types import ReplicaReport

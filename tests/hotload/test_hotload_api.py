@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from midstream.control.loop import Reconciler
 from midstream.errors import SnapshotError
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway import hotload
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.ledger import Death, Ledger, sqlite_url
 from midstream.names import ServedNames
 from midstream.snapshots.store import snapshot_fingerprint

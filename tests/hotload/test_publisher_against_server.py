@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher, Status
-from midstream.control.loop import Reconciler
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.ledger import Ledger, sqlite_url
 from midstream.names import ServedNames
 from midstream.snapshots.identity import file_url_path

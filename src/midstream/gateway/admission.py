@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from midstream.errors import MidstreamError, SnapshotNotServed
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.bodies import NOT_JSON
 from midstream.gateway.inference import InferenceExchange
 from midstream.gateway.versions import REFUSE, SEND, Admission, Verdict
-from midstream.gateway.view import ReplicaView
 from midstream.names import HEADER_MODEL, ServedNames
 from midstream.types import ReplicaReport
 from midstream.versions import (

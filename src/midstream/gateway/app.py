@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.fleet.view import ReplicaView
 from midstream.gateway import capabilities
 from midstream.gateway.access import grant_of, guarded, meant, shown_only
 from midstream.gateway.accounts import account_routes
@@ -25,7 +26,6 @@ from midstream.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.service import INFERENCE_PATHS
 from midstream.gateway.trajectories import session_routes
-from midstream.gateway.view import ReplicaView
 from midstream.scopes import SCOPES, Grant
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from midstream.control.reconcile import failure, serving_generation
 from midstream.errors import (
     ReplicaUnavailable,
     SnapshotCorrupt,
@@ -26,6 +25,7 @@ from midstream.errors import (
     SnapshotMissing,
     SnapshotRefused,
 )
+from midstream.fleet.reconcile import failure, serving_generation
 from midstream.gateway.access import grant_of
 from midstream.gateway.bodies import read_body, whole_number
 from midstream.gateway.capabilities import check_signal

@@ -25,11 +25,11 @@ from midstream.errors import (
     RequestLostReplicas,
     SnapshotTransition,
 )
+from midstream.fleet.prefixes import Prompt, read_prompt
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.exchange import ControlExchange
 from midstream.gateway.poison import KEPT_S, LARGE_BYTES, LOSSES_ALONE, Key, Life, key_of
-from midstream.gateway.prefixes import Prompt, read_prompt
 from midstream.gateway.sessions import session_key
-from midstream.gateway.view import ReplicaView
 from midstream.http1 import ClientConnection
 from midstream.http_message import Request
 from midstream.types import HEADER_FOLLOW_PREFIX, HEADER_PLACED, HEADER_SESSION, Session

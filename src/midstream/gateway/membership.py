@@ -26,10 +26,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.errors import ConfigError, Conflict, InvalidRequest, NotFound
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.access import grant_of
 from midstream.gateway.bodies import NOT_JSON, read_body
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.view import ReplicaView
 from midstream.ledger import DeploymentRow, Ledger
 from midstream.scopes import OBSERVE
 from midstream.types import ReplicaEntry

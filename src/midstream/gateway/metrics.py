@@ -24,8 +24,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.registry import Deployments
-from midstream.gateway.view import ReplicaView
 from midstream.types import BUCKETS_S, TURN_MEASURES, Distribution, ReplicaReport
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily

@@ -23,17 +23,17 @@ from typing import Any
 
 from midstream.config import GatewaySettings
 from midstream.errors import Unauthorized
+from midstream.fleet.placement import Decision, Fleet, sticky
+from midstream.fleet.prefixes import PrefixTable, Prompt
+from midstream.fleet.replicas import ReplicaSet, token_header
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.access import meant, scopes_header
 from midstream.gateway.auth import CREDENTIALS, NOBODY, Authenticator, Caller
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.placement import Decision, Fleet, sticky
 from midstream.gateway.poison import Suspects
-from midstream.gateway.prefixes import PrefixTable, Prompt
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet, token_header
 from midstream.gateway.sessions import body_model
 from midstream.gateway.upstream import UpstreamPool
-from midstream.gateway.view import ReplicaView
 from midstream.http_message import HOP_BY_HOP, Request
 from midstream.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
 from midstream.types import HEADER_TOKEN, Session

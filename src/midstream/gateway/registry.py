@@ -14,12 +14,12 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from midstream.control.loop import Reconciler
 from midstream.errors import InvalidRequest, NotFound
-from midstream.gateway.prefixes import PrefixTable
-from midstream.gateway.replicas import ReplicaSet
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.prefixes import PrefixTable
+from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.signal_order import SignalOrder
 from midstream.gateway.sessions import SessionTable
-from midstream.gateway.versions import SignalOrder
 from midstream.ledger import Signalled
 from midstream.names import ServedNames
 from midstream.types import Desired, ReplicaEntry, SessionsTold

@@ -22,10 +22,10 @@ from types import MappingProxyType
 import msgspec
 
 from midstream.errors import NotFound
+from midstream.fleet.replicas import Member
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.membership import Resolver, entries_of_row, merged
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import Member
-from midstream.gateway.view import ReplicaView
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.types import ReplicaEntry
 

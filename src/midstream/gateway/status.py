@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from midstream.control.reconcile import failure, serves
-from midstream.gateway.replicas import ReplicaView
+from midstream.fleet.reconcile import failure, serves
+from midstream.fleet.replicas import ReplicaView
 from midstream.ledger import DeploymentState
 from midstream.types import ReplicaReport, Stage
 

@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.errors import NotFound, ReplicaUnavailable
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.bodies import whole_number
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.view import ReplicaView
 from midstream.sessionkey import check_key
 from midstream.types import HEADER_TENANT, Session, SessionsAsked, SessionsHeld, SessionStats
 

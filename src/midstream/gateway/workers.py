@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from midstream.fleet.replicas import Member
+from midstream.fleet.view import ReplicaView
 from midstream.gateway.metrics import Tally
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import Member
-from midstream.gateway.view import ReplicaView
 from midstream.ledger import Signalled
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from midstream.control.loop import Reconciler
 from midstream.errors import ConfigError, NotFound
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.app import control_app
 from midstream.gateway.deployments import deployment_routes
 from midstream.gateway.handover import Offer, take_over
@@ -24,7 +25,6 @@ from midstream.gateway.hotload import hotload_routes
 from midstream.gateway.membership import Resolver, entries_of_settings, membership_routes
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.roster import Roster, Running, replica_count
 from midstream.gateway.server import Gateway
 from midstream.gateway.sessions import SessionTable

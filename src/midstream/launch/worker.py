@@ -14,10 +14,10 @@ import os
 import msgspec
 
 from midstream.errors import ConfigError
+from midstream.fleet.replicas import ReplicaSet
 from midstream.gateway.handover import Offer, take_over
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.replicas import ReplicaSet
 from midstream.gateway.server import Gateway
 from midstream.gateway.sessions import SessionTable
 from midstream.gateway.wire import data_path, new_event_loop

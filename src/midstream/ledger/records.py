@@ -176,7 +176,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """What control/ acts on: read in one transaction.
+    """What the reconciler (fleet/) acts on: read in one transaction.
 
     desired: None while nothing has been signalled: the replicas serve the weights they started with. BASE_SNAPSHOT after
         the ledger was reset: they go back to those.

@@ -8,7 +8,7 @@ Always holds:
 - Once a published snapshot has been ready anywhere, a boot that starts from the base weights takes no requests until it
   serves a published snapshot again; a boot that was serving before the first signal goes on serving.
 - A replica that is admitted stays admitted for the rest of its boot, unless its weights are not those of the others
-  (control/agree.py), until they are: swaps never take it out of rotation.
+  (agree.py), until they are: swaps never take it out of rotation.
 - The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from midstream.control.agree import is_out, standing_of
+from midstream.fleet.agree import is_out, standing_of
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
 from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
 

@@ -3,12 +3,12 @@
 Owns: who belongs to the deployment now, one long-lived `GET /replica/events` per replica, and delivery of a Desired.
 Always holds:
 - A view is one replica at one address for as long as it is known. One that leaves is heard until it is gone, takes no new
-  request, and is none of control's business any more.
+  request, and is not the reconciler's business any more.
 - A view's report is the last whole report heard. It becomes None when the replica proves dead (nobody listens after its
   event stream broke), is silent for `silence_s`, or sends what is not a report of it; and, when a broken event stream
   cannot be opened again, `grace_s` after it broke. One broken connection alone moves nobody.
 - Requests that fail on a replica before it answers, several in a row, suspend it until it answers a probe.
-- A new boot of a replica is not admitted until control/ admits it.
+- A new boot of a replica is not admitted until the reconciler (loop.py) admits it.
 - While it is `learning`, after the gateway's start, replicas may still have to say which sessions they hold; a replica tells
   that before its first report. It ends when every member is usable, and in any case after `learn_s`.
 - The token that replicas ask for is sent to replicas only, and shown nowhere.
@@ -26,9 +26,9 @@ from typing import NamedTuple
 import msgspec
 
 from midstream.errors import ReplicaUnavailable
-from midstream.gateway.placement import Fleet
-from midstream.gateway.view import ReplicaView as ReplicaView
-from midstream.gateway.view import last_words
+from midstream.fleet.placement import Fleet
+from midstream.fleet.view import ReplicaView as ReplicaView
+from midstream.fleet.view import last_words
 from midstream.httpcall import CallFailed, ResponseStream, call, open_stream
 from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport, SessionsTold, Trajectories
 

@@ -18,7 +18,7 @@ class ReplicaView:
     """One replica at one address.
 
     index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
-    report: the last one; None: unreachable. admitted: placement may use it; set by control/, cleared on a new boot.
+    report: the last one; None: unreachable. admitted: placement may use it; set by the reconciler, cleared on a new boot.
     in_flight: requests this gateway has on it now. weight: its part of new work. trajectories: what its turns were like.
     own: started by our supervisor.
     """

@@ -25,9 +25,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from midstream.config import SwapOrder
-from midstream.control.agree import findings, settled
-from midstream.control.order import TURN_S_MAX, Turn, next_turn
-from midstream.control.reconcile import (
+from midstream.errors import ReplicaUnavailable
+from midstream.fleet.agree import findings, settled
+from midstream.fleet.order import TURN_S_MAX, Turn, next_turn
+from midstream.fleet.reconcile import (
     LOSSES_MAX,
     decide,
     loss,
@@ -37,9 +38,8 @@ from midstream.control.reconcile import (
     target_of,
     waits_staged,
 )
-from midstream.errors import ReplicaUnavailable
-from midstream.gateway.replicas import ReplicaSet, ReplicaView
-from midstream.gateway.versions import KEPT, SignalOrder
+from midstream.fleet.replicas import ReplicaSet, ReplicaView
+from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 from midstream.types import Desired, ReplicaReport, SnapshotContent, Stage, Transition
 

@@ -26,7 +26,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from midstream.gateway.prefixes import Known
+from midstream.fleet.prefixes import Known
 from midstream.types import Session
 
 RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]

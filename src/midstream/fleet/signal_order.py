@@ -1,0 +1,91 @@
+"""The order in which a deployment's snapshots were signalled. Pure.
+
+Always holds: snapshots are ordered by their last signal; the base weights of a start come before all. One that is not among the
+newest KEPT signals has no place in that order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+
+from midstream.ledger.records import Signalled
+from midstream.types import BASE_SNAPSHOT
+
+KEPT = 1024  # signals
+
+
+class SignalOrder:
+    """The order in which a deployment's snapshots were signalled. reset: the generation under which all were forgotten."""
+
+    def __init__(self) -> None:
+        self._clear(0)
+
+    def _clear(self, reset: int) -> None:
+        self.reset = reset
+        self._generations: dict[str, int] = {BASE_SNAPSHOT: 0}
+        self._names: dict[int, str] = {0: BASE_SNAPSHOT}
+        self._sorted = [0]
+        self._ready = 0  # the highest generation of what was ready
+        self._told: tuple[Signalled, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"SignalOrder({len(self._sorted) - 1} signals, the last one {self.desired!r})"
+
+    @property
+    def desired(self) -> str:
+        """What was signalled last."""
+        return self._names[self._sorted[-1]]
+
+    def learn(self, signals: Iterable[Signalled], reset: int = 0) -> None:
+        """Signals in any order, known ones too. reset: of the last reset; what was known before a newer one is forgotten."""
+        if reset > self.reset:
+            self._clear(reset)
+        for signal in signals:
+            self._learn(*signal)
+        self._told = None
+
+    def ready(self, snapshot: str, generation: int) -> None:
+        """It is on a replica, which was told to load it under `generation`."""
+        position = self._generations.get(snapshot, 0)
+        if self._ready < position <= generation:
+            self._ready, self._told = position, None
+
+    def told(self) -> tuple[Signalled, ...]:
+        """All that is known, for `learn`. The same object while nothing changes."""
+        if self._told is None:
+            known = ((self._names[generation], generation) for generation in self._sorted[1:])
+            self._told = tuple(Signalled(name, at, at <= self._ready) for name, at in known)
+        return self._told
+
+    def position(self, snapshot: str) -> int | None:
+        """Greater for what was signalled later; None: it is not known."""
+        return self._generations.get(snapshot)
+
+    def newest(self, served: Iterable[str]) -> int:
+        """The position of the newest snapshot that was ready, or is served."""
+        newest = max(self._ready, *(self._generations.get(name, 0) for name in (*served, BASE_SNAPSHOT)))
+        return self._sorted[bisect_right(self._sorted, newest) - 1]  # that one may have been signalled again
+
+    def name(self, position: int) -> str:
+        return self._names[position]
+
+    def between(self, older: int, newer: int) -> int:
+        """How many snapshots `older` is behind `newer`, 0 when it is not."""
+        return max(0, bisect_left(self._sorted, newer) - bisect_left(self._sorted, older))
+
+    def _learn(self, snapshot: str, generation: int, ready: bool) -> None:
+        before = self._generations.get(snapshot)
+        if before is not None and before < generation:
+            self._forget(before)
+        if before is None or before < generation:
+            self._generations[snapshot], self._names[generation] = generation, snapshot
+            insort(self._sorted, generation)
+            if len(self._sorted) > KEPT + 1:
+                self._forget(self._sorted[1])
+        if ready:
+            self.ready(snapshot, generation)
+
+    def _forget(self, generation: int) -> None:
+        del self._generations[self._names.pop(generation)]
+        del self._sorted[bisect_right(self._sorted, generation) - 1]
