@@ -1,0 +1,230 @@
+"""Which part of midstream may import which.
+
+A part is a package or a top-level module of `midstream`; the conformance distribution is one more. `midstream` itself has the
+version, which every part may import, and imports nothing. Every import statement
+counts, wherever it stands: at the top, in a function, under TYPE_CHECKING. Who reads a module has to know the other one in each
+case. Imports by name at run time do not count: cli.py loads a subcommand so, and commands/conformance.py the conformance rows.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "src" / "midstream", ROOT / "conformance" / "src" / "midstream_conformance")
+CONFORMANCE = "midstream_conformance"
+
+#: part: what it imports. A part imports only from parts above it, so there is no circle.
+#: Remove an entry that is not needed any more. An entry more needs a reason in its commit.
+ALLOWED: dict[str, str] = {
+    # Vocabulary: no I/O, no torch.
+    "errors": "",
+    "types": "",
+    "text": "",
+    "sse": "",
+    "capabilities": "types",
+    "names": "errors",
+    "scopes": "errors",
+    "sessionkey": "errors",
+    "versions": "errors",
+    "resumption": "errors sse types",
+    "config": "errors scopes",
+    # Files of the server's own, and C++ built on this machine.
+    "private": "errors",
+    "compiled": "",
+    # HTTP: a port's connections, and calls to others.
+    "http_message": "errors",
+    "http_reader": "errors http_message",
+    "http_budget": "errors",
+    "http1": "errors http_budget http_message http_reader",
+    "httpcall": "",
+    # Snapshots and what is durable.
+    "snapshots": "compiled errors private types",
+    "ledger": "errors private snapshots types",
+    # What a trainer imports.
+    "client": "errors snapshots types",
+    # Models and engines.
+    "models": "",
+    "engine": "compiled config errors httpcall snapshots types",
+    # One engine's replica.
+    "replica": (
+        "capabilities engine errors http1 http_budget http_message names resumption sessionkey snapshots sse types "
+        "versions"
+    ),
+    # All replicas of a deployment.
+    "fleet": "config errors httpcall ledger snapshots types",
+    # The public port and the APIs behind it.
+    "gateway": (
+        "capabilities compiled config errors fleet http1 http_budget http_message ledger names resumption scopes sessionkey "
+        "snapshots sse types versions"
+    ),
+    "tinker": "client engine errors gateway httpcall models private scopes snapshots types versions",
+    # Processes, the command line, the demo.
+    "launch": "config engine errors fleet gateway ledger models names private replica snapshots tinker types",
+    "demo": "client errors models text tinker types",
+    "commands": "client config demo errors launch models snapshots text",
+    "cli": "errors",
+    # A distribution of its own, which nothing in midstream imports.
+    CONFORMANCE: "client errors snapshots text types",
+}
+
+#: Edges between the parts of midstream itself, at most. Lower it when there are fewer.
+EDGES_MAX = 111
+
+Graph = Mapping[str, set[str]]
+
+
+def test_no_part_imports_what_the_table_does_not_allow() -> None:
+    unknown = parts_of(GRAPH).keys() - ALLOWED.keys()
+    assert unknown == set(), "a new part: give it its place in the table"
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in sorted(GRAPH.items())
+        for target in sorted(targets)
+        if part(target) not in ("", part(module), *ALLOWED.get(part(module), "").split())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_allows_nothing_that_is_not_used() -> None:
+    parts = parts_of(GRAPH)
+    assert [name for name in ALLOWED if name not in parts] == []
+    unused = [
+        f"{name} -> {to}" for name, tos in ALLOWED.items() for to in tos.split() if to not in parts[name]
+    ]
+    assert not unused, "\n".join(unused)
+
+
+def test_a_part_stands_below_all_that_it_imports() -> None:
+    order = list(ALLOWED)
+    assert [
+        f"{name} stands above {to}"
+        for name, tos in ALLOWED.items()
+        for to in tos.split()
+        if order.index(to) >= order.index(name)
+    ] == []
+
+
+def test_there_is_no_circle_between_parts() -> None:
+    assert circles(parts_of(GRAPH)) == []
+
+
+def test_there_is_no_circle_between_modules() -> None:
+    assert circles(GRAPH) == []
+
+
+def test_there_are_at_most_so_many_edges() -> None:
+    edges = sum(len(targets) for name, targets in parts_of(GRAPH).items() if name != CONFORMANCE)
+    assert edges <= EDGES_MAX
+
+
+SOURCES = {
+    "midstream": "",
+    "midstream.a": "",
+    "midstream.a.one": "",
+    "midstream.a.two": "",
+    "midstream.b": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("import midstream.b", {"midstream.b"}),
+        ("import midstream.a.one as one", {"midstream.a.one"}),
+        ("from midstream import b", {"midstream.b"}),
+        ("from midstream.a import two, anything", {"midstream.a", "midstream.a.two"}),
+        ("from midstream.a.two import anything", {"midstream.a.two"}),
+        ("from . import two", {"midstream.a.two"}),
+        ("from .two import anything", {"midstream.a.two"}),
+        ("from .. import b", {"midstream.b"}),
+        ("def later():\n    from midstream.b import anything", {"midstream.b"}),
+        ("if TYPE_CHECKING:\n    from midstream.b import anything", {"midstream.b"}),
+        ("try:\n    import midstream.b\nexcept ImportError:\n    pass", {"midstream.b"}),
+        ("import json, numpy.linalg", set()),
+        ("from midstream import __version__", {"midstream"}),
+    ],
+)
+def test_every_form_of_import_is_seen(statement: str, found: set[str]) -> None:
+    assert imported(statement, "midstream.a.one", False, SOURCES.keys()) == found
+
+
+def test_a_circle_is_found_however_long_it_is_and_what_only_leads_to_it_is_not_in_it() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a", "f"}, "f": {"g"}, "g": {"f"}}
+    assert circles(graph) == [["a", "b", "c"], ["f", "g"]]
+    assert circles({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}) == []
+
+
+def part(module: str) -> str:
+    """The part that a module belongs to; empty for `midstream` itself."""
+    first, _, rest = module.partition(".")
+    return first if first != "midstream" else rest.partition(".")[0]
+
+
+def parts_of(graph: Graph) -> dict[str, set[str]]:
+    """Of a graph of modules, the graph of their parts."""
+    parts: dict[str, set[str]] = defaultdict(set)
+    for module, targets in graph.items():
+        if part(module):
+            parts[part(module)] |= {part(target) for target in targets} - {part(module), ""}
+    return parts
+
+
+def module_graph(packages: Iterable[Path]) -> dict[str, set[str]]:
+    files = {name_of(file, package): file for package in packages for file in package.rglob("*.py")}
+    return {
+        name: imported(file.read_text(), name, file.name == "__init__.py", files.keys()) - {name}
+        for name, file in files.items()
+    }
+
+
+def name_of(file: Path, package: Path) -> str:
+    parts = file.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(source: str, module: str, is_package: bool, known: Iterable[str]) -> set[str]:
+    """Which of the `known` modules the source of `module` imports, anywhere in it."""
+    known, found = set(known), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = module.split(".")
+                here = here[: len(here) - node.level + is_package]
+                base = ".".join([*here, base] if base else here)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in known else base)
+    return found & known
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """The sets of nodes that can all reach each other, each with more than one node."""
+    reached = {node: set(reachable(graph, node)) for node in graph}
+    found = {
+        frozenset(other for other in reached[node] if node in reached.get(other, ())) | {node}
+        for node in graph
+    }
+    return sorted(sorted(group) for group in found if len(group) > 1)
+
+
+def reachable(graph: Graph, start: str) -> Iterator[str]:
+    seen: set[str] = set()
+    waiting = list(graph.get(start, ()))
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += graph.get(node, ())
+            yield node
+
+
+GRAPH = module_graph(PACKAGES)
