@@ -16,6 +16,8 @@ from midstream.conformance.rows import Result, Row
 from midstream.conformance.target import Target
 from midstream.conformance.variants import _FINAL_NORM
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("first", "second", "apart"),

@@ -23,6 +23,8 @@ from midstream.conformance.snapshots import Snapshots
 from midstream.conformance.target import Target
 from midstream.conformance.traffic import NEWCOMERS_TOKENS, Crossing, switch
 
+pytestmark = pytest.mark.fast
+
 
 def session_of(server: Scripted, *, limit_s: float = 30.0, **known: object) -> Session:
     target = Target(MODEL, False, **{"deployment": DEPLOYMENT, "transition": "ASYNC", **known})  # type: ignore[arg-type]

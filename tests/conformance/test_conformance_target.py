@@ -16,6 +16,8 @@ from midstream.conformance.endpoint import Endpoint
 from midstream.conformance.target import Target, look
 from midstream.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 
 def looked(endpoint: Endpoint, checkpoint: Path | None = None) -> Target:
     return asyncio.run(look(endpoint, checkpoint, publish=checkpoint is not None))
