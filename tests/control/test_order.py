@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from midstream.fleet.order import Turn, next_turn
 from midstream.fleet.reconcile import decide, waits_staged
@@ -218,7 +219,7 @@ ANYTHING = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(count=st.integers(1, 3), events=ORDINARY)
 def test_no_two_replicas_switch_at_once_however_slow_messages_and_reports_are(
     count: int, events: Any
@@ -238,7 +239,7 @@ def test_no_two_replicas_switch_at_once_however_slow_messages_and_reports_are(
     assert {replica.machine.serving for replica in fleet.replicas} == {fleet.state.snapshot}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(count=st.integers(1, 3), events=ANYTHING)
 def test_whatever_happens_everybody_gets_there_or_fails(count: int, events: Any) -> None:
     fleet = Fleet(count)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiers import examples
 
 from midstream.config import SwapOrder
 from midstream.errors import ReplicaUnavailable
@@ -857,4 +858,4 @@ class Convergence(RuleBasedStateMachine):
 
 # Thousands of hops between threads: slow beside other work.
 TestConvergence = pytest.mark.timeout(900)(Convergence.TestCase)
-TestConvergence.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestConvergence.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

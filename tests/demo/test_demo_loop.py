@@ -12,6 +12,8 @@ from midstream.demo.loop import Loop, LoopOptions, NoRollouts
 from midstream.demo.records import Rollout, Turn
 from midstream.demo.replay import Mismatch
 
+pytestmark = pytest.mark.fast
+
 
 def a_turn(snapshot: str) -> Turn:
     return Turn(

@@ -8,6 +8,8 @@ from midstream.demo.records import Turn
 from midstream.demo.replay import Rescorer, differing_routes, k3, measure_mismatch, token_logprobs
 from midstream.tinker.trainer.replay import OWN_ROUTE, RouterTap, pad_routes, router_scores
 
+pytestmark = pytest.mark.fast
+
 PROMPT = list(b"a prompt of some length, ")
 TOKENS = list(b"and an answer")
 

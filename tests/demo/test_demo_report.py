@@ -15,6 +15,8 @@ from midstream.demo.report import render, write
 from midstream.demo.summary import difference_stderr, misses, summarise
 from midstream.demo.svg import Line, line_chart
 
+pytestmark = pytest.mark.fast
+
 KEYS_PROMISED = {
     "reward_first", "reward_last", "reward_stderr", "swaps", "failed_requests", "streams_crossed_swap", "affinity_share",
     "kl_own_routes", "kl_replayed_routes", "pause_ms_p50", "pause_ms_max", "cached_prompt_share", "seconds",

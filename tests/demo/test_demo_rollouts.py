@@ -9,6 +9,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from midstream.demo.rollouts import BadStream, StreamReader
 
+pytestmark = pytest.mark.fast
+
 PROMPT = [10, 11, 12]
 
 

@@ -7,6 +7,8 @@ import pytest
 from midstream.demo.task import ALPHABETS, FOLLOW_UP, Problem, problems, request_seed
 from midstream.models.tiny_moe import TOKEN_ID, build_tokenizer
 
+pytestmark = pytest.mark.fast
+
 
 def test_the_reward_is_the_share_of_the_budget_spent_on_the_alphabet():
     problem = Problem("hexadecimal")

@@ -15,6 +15,8 @@ import openai
 import pytest
 from serving import Server
 
+pytestmark = pytest.mark.fast
+
 DEADLINE_S = 200.0  # of a busy machine
 ATTEMPTS = 4
 LONG = 4000  # tokens

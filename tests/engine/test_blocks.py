@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from tiers import examples
 
 from midstream.engine.embedded.blocks import HISTORIES_MAX, NO_BLOCK, BlockPool, OutOfBlocks, Prefix
 
@@ -115,7 +116,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=examples(80), stateful_step_count=50, deadline=None)
 
 
 def test_the_cached_block_unused_for_longest_is_evicted_first() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_helpers import Collected, Reference, needs_compiler, reference, request, run
 from safetensors.torch import load_file, save_file
+from tiers import slow
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
@@ -25,7 +26,7 @@ from midstream.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams, Toke
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, params=["native", "torch"])
+@pytest.fixture(autouse=True, params=["native", slow("torch")])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everything here holds for both ways of running the model."""
     needs_compiler(request.param)

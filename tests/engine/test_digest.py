@@ -116,6 +116,7 @@ def test_places_count_and_so_do_names_shapes_and_odd_bytes() -> None:
     assert digest([("a", words.view(-1, 4).T)]) == digest([("a", words.view(-1, 4).T.contiguous())])
 
 
+@pytest.mark.slow
 def test_the_engine_process_tells_the_digest_while_a_stream_runs(tiny_model: Callable[..., Path]) -> None:
     first, second = tiny_model(), tiny_model(seed=1)
 
@@ -139,6 +140,7 @@ def test_the_engine_process_tells_the_digest_while_a_stream_runs(tiny_model: Cal
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_engines_that_serve_the_same_files_pass_the_same_check_beside_running_streams(
     tiny_model: Callable[..., Path],
 ) -> None:

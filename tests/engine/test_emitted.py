@@ -12,6 +12,7 @@ import torch
 from engine_helpers import Collected, needs_compiler, request, run
 from msgspec.structs import replace
 from test_constraint import EOS, GRAMMAR
+from tiers import slow
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
@@ -23,7 +24,7 @@ torch.set_num_threads(1)
 MAX_TOKENS = 40
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", slow("torch")])
 def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> tuple[Path, EngineSettings]:
     """With native kernels a position's numbers do not depend on how many were computed with it. With torch's they are the same
     to 1e-4 in float32; in bfloat16 it is a matter of the processor."""
@@ -128,6 +129,7 @@ def test_what_cannot_have_been_emitted_is_refused(tiny_model: Callable[..., Path
     assert errors[3] == f"prompt token ids must be 0 to {VOCAB_SIZE - 1}"
 
 
+@pytest.mark.slow
 def test_an_engine_process_ends_the_iterator_when_the_unfinished_choices_are_done(
     tiny_model: Callable[..., Path],
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tiers import examples
 
 from midstream.engine.embedded import scheduler as module
 from midstream.engine.embedded.blocks import HISTORIES_MAX, BlockPool, Prefix
@@ -179,7 +180,7 @@ class Thorough(SchedulerMachine):
 
 
 TestScheduler = Thorough.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def computed(scheduler: Scheduler, prompt: SequenceOf[int], *, age_max: int | None = None) -> Sequence:

@@ -24,6 +24,8 @@ from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.process import EmbeddedEngine
 from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
+pytestmark = pytest.mark.slow
+
 
 def with_engine(
     model: Path,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import needs_compiler
+from tiers import slow
 
 from midstream.engine.embedded.native.sampling import NativeSampler
 from midstream.engine.embedded.sampler import Sampled, SampleRow, TorchSampler, sample, uniform
@@ -16,7 +17,7 @@ from midstream.types import SamplingParams
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
 
 
-@pytest.fixture(autouse=True, params=["native", "torch"])
+@pytest.fixture(autouse=True, params=["native", slow("torch")])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everything here holds for both samplers."""
     needs_compiler(request.param)

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import uvloop
 from engine_helpers import request
 
 from midstream.config import EngineSettings
 from midstream.engine.embedded.process import EmbeddedEngine
 from midstream.engine.silence import LOOK_S, Silence
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_time_in_which_nobody_looked_is_not_silence() -> None:

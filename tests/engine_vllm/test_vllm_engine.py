@@ -19,6 +19,7 @@ from fake_vllm import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.config import VllmSettings
@@ -64,7 +65,9 @@ def test_what_an_attached_server_is_and_where_a_boot_begins(tmp_path: Path) -> N
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_tokens_come_whole_and_in_order_however_they_are_cut(
     tmp_path: Path, sizes: list[list[int]], cut: int, routes: bool, random: object
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from fake_vllm import FakeRequest, until, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.engine.vllm.labels import UNKNOWN, Epochs, Told
@@ -28,7 +29,9 @@ def kv(reading: Reading, index: int = 0) -> Kv:
     ),
     st.integers(0, 20),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_every_label_is_of_the_weights_that_sampled_the_token(
     tmp_path: Path, rounds: list[tuple[int, int, int]], cut: int
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from fake_vllm import FakeRequest, until
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.engine.vllm.labels import UNKNOWN
@@ -21,7 +22,9 @@ OPS = st.lists(ASKS | st.just(("commit",)) | st.just(("serve",)), min_size=3, ma
 
 
 @given(OPS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @example([("ask", 0, 0, None, False, 0), ("serve",), ("ask", 0, 0, 0, False, 0), ("commit",), ("serve",)])
 def test_no_request_finds_kv_that_is_older_than_it_takes(tmp_path: Path, ops: list[tuple]) -> None:
     """In any order of commits, of requests of two namespaces, and of their getting a place in vLLM's batch; some go on with

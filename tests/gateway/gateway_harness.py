@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import tiers
 import uvloop
 
 from midstream.config import GatewaySettings
@@ -34,14 +35,19 @@ GATEWAY_OPTIONS = (
 )
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run on each of the loops the gateway runs on in production, within a deadline: all it promises holds on both."""
+def run(main: Callable[[], Coroutine[Any, Any, None]], *, compares: bool = False) -> None:
+    """Run within a deadline on each event loop that the gateway runs on in production; in the fast tier on the usual one.
+
+    compares: on both in every tier, as the test compares them.
+    """
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await main()
 
-    for loop_factory in (WireLoop, uvloop.new_event_loop):
+    for loop_factory in (
+        (WireLoop,) if tiers.in_fast() and not compares else (WireLoop, uvloop.new_event_loop)
+    ):
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(bounded())
 

@@ -43,6 +43,7 @@ def certificate(directory: Path, password: bytes | None = None) -> tuple[str, st
     return str(cert_file), str(key_file)
 
 
+@pytest.mark.slow
 def test_requests_streams_and_control_pass_over_tls_and_plain_http_does_not(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     trust = ssl.create_default_context(cafile=cert)

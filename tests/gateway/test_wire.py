@@ -112,7 +112,7 @@ def test_any_head_however_cut_is_served_or_refused_as_the_python_path_does() -> 
                     mock.requests.clear()
         outcomes.append(seen)
 
-    run(main)
+    run(main, compares=True)
     for compiled, python in zip(*outcomes, strict=True):
         assert compiled == python
     refused = sum(statuses == [b"HTTP/1.1 400"] for _, statuses, _ in outcomes[0])
@@ -195,6 +195,7 @@ def test_a_response_whose_framing_breaks_is_seen_to_be_broken(broken: bytes) -> 
     run(main)
 
 
+@pytest.mark.slow
 def test_a_thousand_streams_at_once_keep_their_own_bytes() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

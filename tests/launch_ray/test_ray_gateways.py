@@ -23,7 +23,7 @@ gateway_resources = {gate = 1, CPU = 0.5}
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 SESSIONS = [f"trajectory {number}" for number in range(8)]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.variant, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

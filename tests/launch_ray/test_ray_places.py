@@ -18,6 +18,8 @@ from midstream.launch.child import ReplicaSpec
 from midstream.launch.ray_actor import on_node
 from midstream.launch.ray_demand import gateway_demand, replica_demand, waiting_for
 
+pytestmark = pytest.mark.variant
+
 GATEWAY = """
 [ray]
 resources = {slot = 1}

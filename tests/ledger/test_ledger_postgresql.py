@@ -20,6 +20,8 @@ from postgres import PASSWORD, Postgres
 from midstream.errors import ConfigError
 from midstream.ledger import Ledger, LedgerUnavailable
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_password_is_in_no_message(
     postgres_process: Postgres, postgres_url: str, caplog: pytest.LogCaptureFixture

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midstream.models.tiny_moe import SPECIAL_TOKENS, TOKEN_ID, VOCAB_SIZE, build_tokenizer, write_tiny_moe
 
+pytestmark = pytest.mark.slow
+
 EXPECTED_FILES = {
     "chat_template.jinja",
     "config.json",

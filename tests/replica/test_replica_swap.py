@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from replica_fakes import FakeEngine, FakeSource, make_replica
+from tiers import examples
 
 from midstream.errors import SnapshotTransition
 from midstream.replica.admission import Door
@@ -123,7 +124,7 @@ class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
 
 
 TestSwapMachine = SwapMachineComparedToItsPromises.TestCase
-TestSwapMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSwapMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_a_move_that_the_table_does_not_have_raises_and_changes_nothing() -> None:

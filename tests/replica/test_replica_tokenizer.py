@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
 from midstream.models.tiny_moe import write_tiny_moe
@@ -28,6 +29,7 @@ def test_prompts_and_chats_have_the_ids_that_auto_tokenizer_gives(tmp_path: Path
         assert list(ours.encode(text)) == theirs(text).input_ids
 
 
+@pytest.mark.slow
 def test_a_replica_process_does_not_import_torch(tmp_path: Path) -> None:
     directory = tmp_path / "tiny"
     write_tiny_moe(directory)

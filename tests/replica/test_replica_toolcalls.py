@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from midstream.replica.dialects import DIALECTS
 from midstream.replica.toolcalls import Item, ParsedCall
@@ -73,7 +74,7 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("dialect", sorted(BY_NAME))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(text=TEXTS, at=st.lists(st.integers(min_value=0), max_size=8))
 def test_any_split_of_a_text_gives_the_same_and_loses_nothing(dialect: str, text: str, at: list[int]) -> None:
     whole, parts, characters = (

@@ -33,6 +33,8 @@ from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store import find_snapshot, list_snapshot, snapshot_fingerprint
 from midstream.snapshots.upload import list_directory, upload_order
 
+pytestmark = pytest.mark.slow
+
 ODD = "run 7/100%/ünïcode#?&+~"  # an identity whose characters all mean something to somebody
 
 

@@ -17,6 +17,8 @@ from midstream.snapshots.delta import encode_delta, rebuild
 from midstream.snapshots.layout import read_file_layout
 from midstream.types import CompressionFormat
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = Path(__file__).parents[2] / ".venv-fireworks" / "reference"
 
 

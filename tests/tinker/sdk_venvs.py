@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import variant
 
 ROOT = Path(__file__).parents[2]
 API_KEY = "tml-key-of-acme"
 #: By version, newest first.
 VENVS = {"0.38": ".venv-tinker", "0.36": ".venv-tinker36", "0.24": ".venv-tinker24"}
 VERSIONS = tuple(VENVS)
+#: As parameters: the older ones are variants.
+SDKS = (VERSIONS[0], *map(variant, VERSIONS[1:]))
 
 
 def sdk_python(version: str) -> Path:

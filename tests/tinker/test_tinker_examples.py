@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sdk_venvs import ROOT, VERSIONS, sdk_python
+from sdk_venvs import ROOT, SDKS, sdk_python
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from serving import Server, serve
 
-pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
 
 DEMO = ROOT / "examples" / "session_routing" / "demo.py"
 TRAJECTORIES, TURNS = 6, 4
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", SDKS)
 def test_client_and_server_agree_on_every_key_and_trajectories_stay(version: str, server: Server) -> None:
     arguments = ["--url", server.url, "--trajectories", str(TRAJECTORIES), "--turns", str(TURNS)]
     done = subprocess.run(

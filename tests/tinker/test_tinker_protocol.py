@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from sdk_venvs import API_KEY, VERSIONS, run_sdk
+from sdk_venvs import API_KEY, SDKS, run_sdk
 
 from midstream.gateway.auth import Authenticator
 from midstream.tinker import wire
@@ -22,7 +22,7 @@ from midstream.tinker.futures import PROTOBUF, Future, Futures
 from midstream.tinker.store import CheckpointRow, Store
 from midstream.tinker.types import CreateModelBody, SampleBody, SampleResult, Sequence, Served
 
-pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
 
 POLL_S = 0.05
 LARGE = 500_000
@@ -164,7 +164,7 @@ class Front:
         self._sock.close()
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=SDKS)
 def ran(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, Any], Played]]:
     front = Front()
     try:

@@ -13,10 +13,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
-from sdk_venvs import API_KEY, VERSIONS, run_sdk
+from sdk_venvs import API_KEY, SDKS, run_sdk
 from serving import Server, serve
 
-pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
 
 HERE = Path(__file__).parent
 ALIAS = "Qwen/Qwen3-8B-Base"
@@ -61,7 +61,7 @@ def entries(answer: dict[str, Any], choice: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", SDKS)
 def test_a_key_that_may_only_sample_samples_and_is_refused_a_model_at_once(
     server: Server, version: str
 ) -> None:
@@ -93,7 +93,7 @@ def readable_pair(tokens: list[int]) -> int:
     raise AssertionError("the seed writes no two printable characters: take another one")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", SDKS)
 def test_every_way_to_sample(server: Server, written: list[int], version: str) -> None:
     at = readable_pair(written)
     stop_token = next(token for token in written[3:] if token not in written[:3])
@@ -171,7 +171,7 @@ def check_errors(told: dict[str, Any]) -> None:
     assert told["after_errors"]["sequences"] == told["greedy"]["sequences"][:1]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", SDKS)
 def test_600_at_once_and_rollouts_that_stay_where_they_are_cached(server: Server, version: str) -> None:
     prompts = [list(f"Prompt number {i} of several".encode()) for i in range(12)]
     trajectories = [list(f"{version}, trajectory {i}: ".encode()) * 2 for i in range(8)]

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
 from serving import Server, serve
 
-pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
 
 HERE = Path(__file__).parent
 PROMPT = list(b"Count to ten: one, two, three,")

@@ -16,6 +16,8 @@ from midstream.tinker.trainer import messages as m
 from midstream.tinker.trainer.process import Trainer
 from midstream.tinker.types import LoadWeightsBody, SaveWeightsBody
 
+pytestmark = pytest.mark.slow
+
 KEY = "tml-key"
 
 

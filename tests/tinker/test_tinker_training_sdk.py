@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
 from serving import Server, serve
 
-pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
 
 HERE = Path(__file__).parent
 ALIAS = "Qwen/Qwen3-8B-Base"
@@ -52,7 +52,11 @@ def ledger(server: Server) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("version", "rank", "rate"),
-    [(VERSIONS[0], 8, LORA_RATE), (VERSIONS[0], 0, 0.003), *((v, 8, LORA_RATE) for v in VERSIONS[1:])],
+    [
+        (VERSIONS[0], 8, LORA_RATE),
+        (VERSIONS[0], 0, 0.003),
+        *(pytest.param(v, 8, LORA_RATE, marks=pytest.mark.variant) for v in VERSIONS[1:]),
+    ],
 )
 def test_what_is_trained_is_what_is_sampled(server: Server, version: str, rank: int, rate: float) -> None:
     told = run_sdk(

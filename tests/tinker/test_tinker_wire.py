@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sdk_venvs import VERSIONS, run_sdk
+from sdk_venvs import SDKS, run_sdk
 
 from midstream.tinker import proto, wire
 from midstream.tinker.errors import TinkerError
@@ -25,7 +25,7 @@ from midstream.tinker.types import (
     decode,
 )
 
-pytestmark = pytest.mark.timeout(600)  # scripts may take 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
 
 SAMPLE = SampleResult(
     sequences=(
@@ -55,7 +55,7 @@ OUTPUTS = LossOutputs(
 )
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=SDKS)
 def converted(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What one SDK version made of SAMPLE and OUTPUTS, and its own request."""
     sample, outputs = wire.sample_response(SAMPLE), wire.loss_outputs(OUTPUTS)

@@ -19,6 +19,8 @@ from midstream.tinker.trainer import messages as m
 from midstream.tinker.trainer.process import Trainer, TrainerDied, ending
 from midstream.tinker.types import AdamParams, LoraConfig
 
+pytestmark = pytest.mark.slow
+
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]
 LEARN = m.RunForwardBackward(request(DATA))

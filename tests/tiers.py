@@ -1,0 +1,130 @@
+"""Which tests each tier runs, and how long the tests of each folder took.
+
+Owns: the options --tier, --share and --durations-file, the markers `slow`, `fast` and `variant`.
+Always holds: each tier runs all that the tier before it runs, and `all` runs every test. The shares of all numbers below N are
+together what `all` runs and `test` does not.
+
+    fast   what proves a promise in seconds: in process, one kernel, one event loop, SQLite, few Hypothesis examples
+    test   what proves every promise with real processes and the real SDKs
+    all    every variant too: older SDK versions, other codecs, whole Ray clusters, many Hypothesis examples
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIERS = ("fast", "test", "all")
+#: Their tests start servers, clusters or SDKs: `slow`, where a file does not say `fast`.
+SLOW_FOLDERS = frozenset({"conformance", "demo", "e2e", "fireworks", "launch_ray", "vllm"})
+DURATIONS_FILE = "test-durations.json"
+
+_tier = "all"
+
+
+def slow(value: object) -> Any:
+    """A parameter of a test or fixture that the fast tier leaves out."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+def variant(value: object) -> Any:
+    """A parameter of a test or fixture that only the tier `all` has."""
+    return pytest.param(value, marks=pytest.mark.variant)
+
+
+def in_fast() -> bool:
+    return _tier == "fast"
+
+
+def of_tier(*, fast: int, test: int, all: int) -> int:
+    """How much of something this tier does: examples, swaps, rounds."""
+    return {"fast": fast, "test": test, "all": all}[_tier]
+
+
+def examples(usual: int) -> int:
+    """How many Hypothesis examples a test tries that usually tries so many."""
+    return of_tier(fast=min(usual, 20), test=usual, all=5 * usual)
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The first tier that runs the test."""
+    if item.get_closest_marker("variant"):
+        return "all"
+    in_slow_folder = SLOW_FOLDERS.intersection(item.path.parts) and not item.get_closest_marker("fast")
+    return "test" if in_slow_folder or item.get_closest_marker("slow") else "fast"
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--tier", choices=TIERS, default="all", help="which tests run (tests/tiers.py)")
+    group.addoption(
+        "--share", metavar="K/N", help="of what `all` runs and `test` does not, share K of N by file"
+    )
+    group.addoption("--durations-file", type=Path, help="write how long each test took there, as JSON")
+
+
+def configure(config: pytest.Config) -> None:
+    global _tier
+    _tier = config.getoption("--tier")
+    for line in (
+        "fast: in the fast tier, although the folder's other tests are not",
+        "slow: not in the fast tier",
+        "variant: only in the tier `all`",
+    ):
+        config.addinivalue_line("markers", line)
+    # xdist's workers tell the process that started them.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config.getoption("--durations-file")), "tier-durations")
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, wanted = config.getoption("--share"), TIERS.index(config.getoption("--tier"))
+    if share is not None:
+        number, count = map(int, share.split("/"))
+        kept = [
+            item
+            for item in items
+            if tier_of(item) == "all" and sha256(item.path.name.encode()).digest()[0] % count == number
+        ]
+    else:
+        kept = [item for item in items if TIERS.index(tier_of(item)) <= wanted]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
+class Durations:
+    """Adds up what setup, call and teardown of each test took."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        folders, tests = Counter[str](), Counter[str]()
+        for test, seconds in self._seconds.items():
+            folder = str(Path(test.partition("::")[0]).parent)
+            folders[folder] += seconds
+            tests[folder] += 1
+        if self._file is not None:
+            self._file.write_text(
+                json.dumps({"folders": rounded(folders), "tests": rounded(self._seconds)}, indent=1)
+            )
+        if len(folders) > 1:
+            terminalreporter.section("seconds by folder")
+            for folder, seconds in folders.most_common():
+                terminalreporter.write_line(f"{seconds:8.1f} s  {tests[folder]:5} tests  {folder}")
+
+
+def rounded(seconds: Counter[str]) -> dict[str, float]:
+    ordered: Iterable[tuple[str, float]] = seconds.most_common()
+    return {name: round(took, 2) for name, took in ordered}
