@@ -198,7 +198,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
     url: where the snapshot's own files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
     fingerprint, compression, content: of the own files, as in SnapshotFiles. A new generation of the identity that serves is
-        a new load if the fingerprint is another.
+        a new load if the fingerprint, or a content that is known of both, is another.
     parents: for an incremental snapshot, the chain it stands on: the full snapshot first, its direct parent last.
     max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
     ignore_config: top-level fields of config.json that may differ from the served model's.

@@ -117,6 +117,17 @@ def test_bytes_changed_in_the_bucket_are_never_served_under_the_old_name(
     assert {label.rpartition("@")[2] for label, _ in answers(server).values()} == {first}
 
 
+def test_a_published_snapshot_keeps_its_meaning_though_its_manifest_is_replaced_too(
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+) -> None:
+    publisher.write_full("again", tiny_model(seed=6))
+    serve_everywhere(publisher, "again")
+    publisher.write_full("again", tiny_model(seed=7), overwrite=True)
+    with pytest.raises(SignalRefused, match="are not those that were served under this name"):
+        publisher.signal("again")
+    serve_everywhere(publisher, "again", overwrite=True)
+
+
 def test_changed_copies_on_the_replicas_disks_are_found_out_though_both_are_equal(
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
 ) -> None:

@@ -131,6 +131,24 @@ def test_the_experts_that_a_plain_forward_takes_instead_are_marked(tmp_path: Pat
     assert [at for at, record in enumerate(got.prompt) if record.near_tie] == [47]
 
 
+def test_a_tie_is_marked_though_another_rule_explains_the_first_choices_too() -> None:
+    """A softmax with a bias, as Ernie has: sigmoids would have chosen the same, and clearly."""
+
+    class Router(torch.nn.Module):
+        def __init__(self, bias: torch.Tensor) -> None:
+            super().__init__()
+            self.register_buffer("e_score_correction_bias", bias)
+
+    torch.manual_seed(0)
+    for _ in range(100):
+        logits, bias = torch.randn(1, 1, 8), torch.randn(8) * 0.02
+        scores = logits.softmax(-1)[0, 0] + bias
+        second, third = scores.argsort(descending=True)[1:3]
+        bias[third] += scores[second] - scores[third] - 1e-7
+        chosen = (logits.softmax(-1) + bias).topk(2, dim=-1).indices
+        assert Routers([Router(bias)], 2e-5).ties(logits, chosen).tolist() == [True]
+
+
 def test_a_routers_rule_is_found_and_what_no_rule_explains_is_marked() -> None:
     class Router(torch.nn.Module):
         def __init__(self, bias: bool) -> None:

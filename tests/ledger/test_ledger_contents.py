@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from midstream.errors import SnapshotRefused
 from midstream.ledger import Ledger, Signal
 from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, contents, weights
-from midstream.types import Content, FileContent, SnapshotCheck, SnapshotContent
+from midstream.types import Content, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
 
 DEPLOYMENT = "accounts/a/deployments/d"
 ONE: Content = (FileContent("config.json", 2, "1" * 64), FileContent("model.safetensors", 9, "2" * 64))
@@ -121,6 +121,51 @@ def test_what_only_a_manifest_said_gives_way(url: str) -> None:
         assert mended.desired.content == OTHER
         plain = await ledger.signal(DEPLOYMENT, signal(fingerprint="plain"))
         assert plain.desired.content is None
+
+    ledger_test(work, url)
+
+
+def serves(identity: str, generation: int) -> list[Transition]:
+    return [
+        Transition(seq=generation, at=1.0, snapshot=identity, generation=generation, stage=Stage.CHECKING)
+    ]
+
+
+@pytest.mark.parametrize("other", [{"content": OTHER}, {"sizes": {"config.json": 2}}])
+def test_what_a_manifest_said_stays_once_a_replica_has_served_it(url: str, other: dict[str, Any]) -> None:
+    async def work(ledger: Ledger) -> None:
+        first = await ledger.signal(DEPLOYMENT, signal(content=ONE))
+        await ledger.record(DEPLOYMENT, "r0", "boot", serves("a", first.desired.generation))
+        with pytest.raises(SnapshotRefused, match=r"are not those that were served under this name: model"):
+            await ledger.signal(DEPLOYMENT, signal(fingerprint="others", **other))
+        plain = await ledger.signal(DEPLOYMENT, signal(fingerprint="copied without its manifest"))
+        assert plain.desired.content == ONE, "the replicas refuse other bytes"
+        taken = await ledger.signal(DEPLOYMENT, signal(fingerprint="others", overwrite=True, **other))
+        assert (taken.changed, taken.desired.content) == (True, other.get("content"))
+
+    ledger_test(work, url)
+
+
+def test_what_manifests_said_of_a_chain_stays_once_a_replica_has_served_its_end(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await ledger.signal(DEPLOYMENT, signal(content=ONE))
+        delta = signal("b", previous="a", compression="arc_v2", content=ONE)
+        sent = (await ledger.signal(DEPLOYMENT, delta)).desired
+        await ledger.record(DEPLOYMENT, "r0", "boot", serves("b", sent.generation))
+        with pytest.raises(SnapshotRefused, match="'a' are not those"):
+            await ledger.signal(DEPLOYMENT, signal(fingerprint="others", content=OTHER))
+
+    ledger_test(work, url)
+
+
+def test_a_late_word_of_a_replica_proves_nothing_of_a_manifest_that_came_since(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        first = await ledger.signal(DEPLOYMENT, signal(content=ONE))
+        await ledger.signal(DEPLOYMENT, signal("b"))
+        await ledger.signal(DEPLOYMENT, signal(content=OTHER, fingerprint="mended"))
+        await ledger.record(DEPLOYMENT, "r0", "boot", serves("a", first.desired.generation))
+        again = await ledger.signal(DEPLOYMENT, signal(content=ONE, fingerprint="mended again"))
+        assert again.desired.content == ONE
 
     ledger_test(work, url)
 

@@ -13,8 +13,10 @@ import msgspec
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
-from midstream.replica.grammarcheck import TOO_LONG, GrammarChecks, reason
+from midstream.replica import grammarcheck
+from midstream.replica.grammarcheck import TOO_LONG, TOO_LONG_TOGETHER, GrammarChecks, Verdict, reason
 from midstream.replica.schemabounds import problem_of_size
+from midstream.replica.textjobs import Leave, Left
 
 Scenario = Callable[[Running], Awaitable[None]]
 
@@ -144,6 +146,38 @@ def test_what_takes_too_long_is_stopped_and_remembered_and_the_next_one_compiles
         checks.close()
 
 
+def test_the_grammars_of_one_request_have_a_bound_together_and_stop_when_its_client_left(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 128 tools may take nearly as long as is allowed."""
+    asked: list[str] = []
+
+    def slow(grammar: str, begun: bool) -> Verdict:
+        asked.append(grammar)
+        return Verdict(None, 1.5)
+
+    monkeypatch.setattr(checks, "_ask", slow)
+    for _ in range(2):  # what is remembered counts, too, so that the answer does not depend on when one asks
+        leave = Leave()
+        problem = checks.of_request(leave.check)
+        said = [problem(f"tool {i}", begun=True) for i in range(5)]
+        assert said == [None, None, None, TOO_LONG_TOGETHER, TOO_LONG_TOGETHER]
+        assert asked == ["tool 0", "tool 1", "tool 2"]
+    leave.set()
+    with pytest.raises(Left):
+        checks.of_request(leave.check)("another", begun=True)
+    assert len(asked) == 3
+
+
+def test_a_grammar_that_a_busy_machine_did_not_get_to_is_not_held_to_be_bad(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammarcheck, "WALL_S_MAX", 0)
+    assert checks.problem(json_grammar(TREE), begun=True) == TOO_LONG
+    monkeypatch.undo()
+    assert checks.problem(json_grammar(TREE), begun=True) is None
+
+
 def test_a_process_that_was_killed_is_replaced_and_asked_again(checks: GrammarChecks) -> None:
     assert checks.problem(json_grammar(TREE), begun=True) is None
     first = pid(checks)
@@ -227,12 +261,12 @@ def test_others_are_answered_while_a_grammar_is_compiled(
     async def scenario(here: Running) -> None:
         begun, may_go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
-        def slow(grammar: str, *, begun: bool, told: asyncio.Event = begun) -> str | None:
+        def slow(grammar: str, *, begun: bool, told: asyncio.Event = begun) -> Verdict:
             loop.call_soon_threadsafe(told.set)
             may_go_on.wait()
-            return "refused at last"
+            return Verdict("refused at last", 0.0)
 
-        monkeypatch.setattr(here.replica._grammars, "problem", slow)
+        monkeypatch.setattr(here.replica._grammars, "verdict", slow)
         constrained = asyncio.create_task(ask(here, TREE))
         await begun.wait()
         assert (await ask(here)).status_code == 200

@@ -254,11 +254,44 @@ def test_a_job_whose_client_left_stops_at_its_next_step_and_the_next_one_begins(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert jobs.jobs == 0
+        assert jobs.jobs == 1
         may_go_on.set()
         assert await jobs.run("a", lambda leave: "next") == "next"
-        await asyncio.to_thread(ended.wait)
+        assert ended.is_set()
+        assert jobs.jobs == 0
         assert stopped == ["left"]
+        jobs.close()
+
+    asyncio.run(main())
+
+
+def test_jobs_whose_clients_left_take_no_more_than_their_tenants_turn() -> None:
+    """A step may be long: whoever sends, leaves and sends again must not keep all threads."""
+
+    async def main() -> None:
+        jobs, loop = TextJobs(), asyncio.get_running_loop()
+        begun, go_on = asyncio.Event(), threading.Event()
+        running: list[int] = []
+
+        def job(leave: Leave) -> None:
+            running.append(1)
+            loop.call_soon_threadsafe(begun.set)
+            go_on.wait()
+
+        try:
+            for _ in range(3):
+                task = asyncio.create_task(jobs.run("a", job))
+                await begun.wait()
+                await asyncio.sleep(0.05)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert await asyncio.wait_for(jobs.run("b", lambda leave: "b"), 5) == "b"
+            assert len(running) == 1
+        finally:
+            go_on.set()
+        assert await jobs.run("a", lambda leave: "a") == "a"
+        assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
         jobs.close()
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ from midstream.replica.admission import Door
 from midstream.replica.hints import Hints
 from midstream.replica.replica import Replica
 from midstream.replica.runner import GIVEN_UP_MAX
-from midstream.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles, Stage
+from midstream.types import BASE_SNAPSHOT, Desired, FileContent, Hint, SnapshotFiles, Stage
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 FULL = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="f0")
@@ -122,6 +122,25 @@ def test_what_serves_is_known_by_all_its_files(tmp_path: Path) -> None:
         await at(replica, "v1")
         replica.desire(wanted("v1", 4, fingerprint="whole"))
         await until(replica, lambda: len(engine.switches) == 3)
+
+    play(tmp_path, scenario)
+
+
+def test_files_that_are_overwritten_on_purpose_are_loaded_though_size_and_time_are_the_same(
+    tmp_path: Path,
+) -> None:
+    """As `rsync --times` leaves them: only the content tells."""
+    one, other = ((FileContent("model.safetensors", 9, digit * 64),) for digit in "12")
+
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        replica.desire(wanted("v1", 1, fingerprint="f1", content=one))
+        await at(replica, "v1")
+        for generation, content in ((2, one), (3, None)):
+            replica.desire(wanted("v1", generation, fingerprint="f1", content=content))
+            await at(replica, "v1")
+        assert engine.switches == ["v1"]
+        replica.desire(wanted("v1", 4, fingerprint="f1", content=other))
+        await until(replica, lambda: len(engine.switches) == 2)
 
     play(tmp_path, scenario)
 

@@ -92,6 +92,12 @@ class Contents:
             db.execute(contents.update().where(this).values(row))
 
 
+def prove(db: sa.Connection, key: int, identities: Collection[str]) -> None:
+    """A replica that was told these identities' contents serves files that are them."""
+    these = (contents.c.deployment_id == key) & contents.c.identity.in_(sorted(identities))
+    db.execute(contents.update().where(these).values(proven=True))
+
+
 def learn_weights(db: sa.Connection, key: int, check: SnapshotCheck) -> None:
     if check.weights is None:
         return

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from midstream.ledger import deployments as resources
 from midstream.ledger.chain import Standing, check_full, parents_of
-from midstream.ledger.contents import Contents, learn_weights, weights_of
+from midstream.ledger.contents import Contents, learn_weights, prove, weights_of
 from midstream.ledger.database import Database
 from midstream.ledger.records import (
     BootHistory,
@@ -224,6 +224,8 @@ class LedgerCore:
                 if t.generation < deployment.reset_ledger_generation:
                     continue  # of what was forgotten
                 new = _insert_transition(db, deployment.id, replica, boot, t)
+                if new and t.stage is Stage.CHECKING:
+                    _note_served(db, deployment.id, t)
                 if new and t.stage is Stage.IDLE and t.snapshot != BASE_SNAPSHOT:
                     _note_ready(db, deployment.id, replica, t)
                 added += new
@@ -457,6 +459,16 @@ def _insert_transition(db: sa.Connection, key: int, replica: str, boot: str, t: 
     values |= {"generation": t.generation, "at": t.at, "stage": t.stage.value}
     values["detail"] = storable(t.detail)
     return insert_new(db, transitions, values)
+
+
+def _note_served(db: sa.Connection, key: int, t: Transition) -> None:
+    """It was fetched as it was told: with the contents known then, for every link that was not signalled again since."""
+    served = _snapshot(db, key, t.snapshot)
+    if served is None or served.generation > t.generation:
+        return
+    links = (snapshots.c.deployment_id == key) & snapshots.c.identity.in_(sorted(chain_identities([served])))
+    told = sa.select(snapshots.c.identity).where(links & (snapshots.c.generation <= t.generation))
+    prove(db, key, db.execute(told).scalars().all())
 
 
 def _note_ready(db: sa.Connection, key: int, replica: str, t: Transition) -> None:

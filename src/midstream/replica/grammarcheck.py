@@ -2,7 +2,8 @@
 
 Owns: the child, its pipes, and the verdicts that are remembered.
 Always holds: a grammar is compiled for at most CPU_S_MAX of processor time and MEMORY_MAX of memory, whatever it is: then the
-child ends, the grammar is refused, and the next one gets a new child. No verdict shows the grammar library's inner state.
+child ends, the grammar is refused, and the next one gets a new child. All grammars of one request take REQUEST_CPU_S_MAX at
+most, remembered ones included, and one grammar more. No verdict shows the grammar library's inner state.
 The child ends when its standard input does, so it never outlives the replica.
 """
 
@@ -17,23 +18,38 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+if TYPE_CHECKING:
+    from midstream.replica.grammar import ProblemWith
+
 log = logging.getLogger(__name__)
 
 CPU_S_MAX = 2.0  # what the bounds of schemabounds.py allow takes a tenth of it
+REQUEST_CPU_S_MAX = 4.0
 WALL_S_MAX = 30.0  # on a machine that is busy with other things
 MEMORY_MAX = 4 * 2**30  # of address space
 KEPT_MAX = 256  # verdicts
 TOO_LONG = "it takes too long to compile; make it smaller"
+TOO_LONG_TOGETHER = "the schemas of this request take too long to compile together; make them smaller"
 
 _COMPILE = re.compile(r"failed to compile JSON schema: (?P<why>[^\n]*)(?P<rest>(?:\n[^\n]+)*)")
 _REGEX_ERROR = re.compile(r"^error: (?P<why>.*)$", re.MULTILINE)
 _TOO_MUCH = frozenset((-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV))
 QUIET = LLParserLimits(verbose_errors=False)
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """problem: why it cannot be used; None: it can. cpu_s: processor time that it took to find out."""
+
+    problem: str | None
+    cpu_s: float
 
 
 class GrammarChecks:
@@ -43,7 +59,7 @@ class GrammarChecks:
         self._cpu_s_max = cpu_s_max
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._known: OrderedDict[tuple[str, bool], str | None] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bool], Verdict] = OrderedDict()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -52,32 +68,57 @@ class GrammarChecks:
     def problem(self, grammar: str, *, begun: bool) -> str | None:
         """Why `grammar` cannot be used; None: it can. begun: look for its first token, too, as bytes; not for grammars that
         name tokens of the model."""
+        return self.verdict(grammar, begun=begun).problem
+
+    def of_request(self, between: Callable[[], None]) -> ProblemWith:
+        """`problem` for the grammars of one request, which share REQUEST_CPU_S_MAX. between: called before each."""
+        used_s = 0.0
+
+        def problem(grammar: str, *, begun: bool) -> str | None:
+            nonlocal used_s
+            between()
+            if used_s > REQUEST_CPU_S_MAX:
+                return TOO_LONG_TOGETHER
+            verdict = self.verdict(grammar, begun=begun)
+            used_s += verdict.cpu_s
+            return verdict.problem
+
+        return problem
+
+    def verdict(self, grammar: str, *, begun: bool) -> Verdict:
+        """As `problem`, with what it took."""
         key = (grammar, begun)
         with self._lock:
-            if key not in self._known:
-                self._known[key] = self._ask(grammar, begun)
-                if len(self._known) > KEPT_MAX:
-                    self._known.popitem(last=False)
+            verdict = self._known.get(key) or self._ask(grammar, begun)
+            # Nobody knows of one that has no verdict: the machine was busy, or somebody killed the child.
+            if verdict is None:
+                return Verdict(TOO_LONG, self._cpu_s_max)
+            self._known[key] = verdict
             self._known.move_to_end(key)
-            return self._known[key]
+            if len(self._known) > KEPT_MAX:
+                self._known.popitem(last=False)
+            return verdict
 
     def close(self) -> None:
         """Does not wait: the child is killed."""
         self._closed = True
         self._end()
 
-    def _ask(self, grammar: str, begun: bool) -> str | None:
+    def _ask(self, grammar: str, begun: bool) -> Verdict | None:
+        """None: the child's end was not this grammar's doing."""
+        code = None
         for _ in range(2):
             if self._closed:
                 break
             line, timed_out = self._exchange(self._running(), msgspec.json.encode([grammar, begun]) + b"\n")
             if line:
-                return msgspec.json.decode(line, type=str | None)
+                return msgspec.json.decode(line, type=Verdict)
             code = self._end()
             if timed_out or code in _TOO_MUCH:
                 break
             log.warning("the process that compiles grammars ended with code %s", code)
-        return TOO_LONG
+        ended_itself = code is not None and (code > 0 or code in _TOO_MUCH)
+        return Verdict(TOO_LONG, self._cpu_s_max) if ended_itself else None
 
     def _exchange(self, child: subprocess.Popen[bytes], question: bytes) -> tuple[bytes, bool]:
         """The child's answer, empty if there is none; and whether it was waited for in vain."""
@@ -159,9 +200,11 @@ def main(cpu_s_max: float) -> None:
         grammar, begun = decoder.decode(line)
         # SIGPROF ends this process, also inside the library.
         signal.setitimer(signal.ITIMER_PROF, cpu_s_max)
+        began_s = time.process_time()
         problem = compile_problem(tokenizer, grammar, begun=begun)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(msgspec.json.encode(problem) + b"\n")
+        verdict = Verdict(problem, time.process_time() - began_s)
+        sys.stdout.buffer.write(msgspec.json.encode(verdict) + b"\n")
         sys.stdout.buffer.flush()
 
 

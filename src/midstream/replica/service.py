@@ -207,7 +207,8 @@ class Service:
             return None
         eos = self.info.eos_token_ids
         given = (checked.schema, checked.tools, tool_format, self.text, eos)
-        return await self.jobs.run(tenant, lambda _: grammar.build(*given, self.grammars.problem))
+        problem_of = self.grammars.of_request
+        return await self.jobs.run(tenant, lambda leave: grammar.build(*given, problem_of(leave.check)))
 
     def _read_chat(
         self,

@@ -128,9 +128,7 @@ class SwapMachine:
 
     def same_files(self, desired: Desired) -> bool:
         """Whether the target is what serves, also when it is to be loaded once more. Other files make another snapshot."""
-        return desired.snapshot == self.serving and (
-            self.loaded is None or _content(desired) == _content(self.loaded)
-        )
+        return desired.snapshot == self.serving and (self.loaded is None or _same_files(desired, self.loaded))
 
     def _same(self, desired: Desired) -> bool:
         """Whether the target is what was committed last, and not asked for once more."""
@@ -186,9 +184,15 @@ def _key(desired: Desired) -> tuple[str, int, int]:
     return desired.snapshot, desired.generation, desired.reload
 
 
-def _content(desired: Desired) -> list[tuple[str, str | None]]:
-    """What tells two snapshots of one name apart: every file they are made of."""
-    return [(files.snapshot, files.fingerprint) for files in desired.files]
+def _same_files(one: Desired, other: Desired) -> bool:
+    """Every file that they are made of tells two snapshots of one name apart; bytes do where both are known."""
+    if len(one.files) != len(other.files):
+        return False
+    return all(
+        (mine.snapshot, mine.fingerprint) == (theirs.snapshot, theirs.fingerprint)
+        and (None in (mine.content, theirs.content) or mine.content == theirs.content)
+        for mine, theirs in zip(one.files, other.files, strict=True)
+    )
 
 
 def mermaid() -> str:

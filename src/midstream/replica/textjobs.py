@@ -2,17 +2,18 @@
 
 Owns: the threads that do it, whose turn it is, and giving freed memory back to the system afterwards.
 Always holds: at most THREADS jobs run at a time, and one of a tenant; jobs beyond WAITING_MAX are refused; a job whose client
-left stops at its next step (`Leave.check`), and its result is thrown away.
+left stops at its next step (`Leave.check`), keeps its tenant's turn until then, and its result is thrown away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from midstream.errors import Overloaded
@@ -75,14 +76,38 @@ class TextJobs:
         self.jobs += 1
         leave = Leave()
         try:
-            async with turn.lock:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, job, leave)
+            await turn.lock.acquire()
+            try:
+                working = self._threads.submit(job, leave)
+            except BaseException:
+                turn.lock.release()
+                raise
+        except BaseException:
+            self._ended(tenant, turn)
+            raise
+        loop = asyncio.get_running_loop()
+
+        def ended(_: Future[_T]) -> None:
+            # The loop may have ended before the thread.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._worked, tenant, turn)
+
+        working.add_done_callback(ended)
+        try:
+            return await asyncio.wrap_future(working)
         finally:
             leave.set()
-            self.jobs -= 1
-            turn.users -= 1
-            if not turn.users:
-                del self._turns[tenant]
+
+    def _worked(self, tenant: str, turn: _Turn) -> None:
+        """A thread is free again; who left a long step does not give its turn away before."""
+        turn.lock.release()
+        self._ended(tenant, turn)
+
+    def _ended(self, tenant: str, turn: _Turn) -> None:
+        self.jobs -= 1
+        turn.users -= 1
+        if not turn.users:
+            del self._turns[tenant]
 
     def took(self, size: int) -> None:
         """A request of `size` bytes ends: what it took from the system goes back, soon."""

@@ -37,7 +37,9 @@ class Routers:
         self._groups_kept = int(getattr(routers[0], "topk_group", None) or self._groups)
         grouped = [True, False] if self._groups > self._groups_kept else [False]
         scores = ["logits"] if self._bias is None else ["sigmoid", "softmax"]
-        self._rules = [(score, grouping) for score in scores for grouping in grouped]
+        self._all_rules = [(score, grouping) for score in scores for grouping in grouped]
+        # Those that explain all choices since one of them explained any.
+        self._rules = self._all_rules
 
     def ties(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """[tokens] bool, whether some layer's choice was near another.
@@ -46,15 +48,19 @@ class Routers:
         """
         logits = logits.float()
         rounding = self._tie * logits.abs().amax(dim=-1)
-        near = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+        near = torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
+        explained = []
         for rule in self._rules:
             margin = self._margin(logits, chosen, *rule)
             # Both scores have a slope of at most 1/4.
             off = rounding if rule[0] == "logits" else rounding / 4
-            near = margin <= off
             if bool((margin >= -off).all()):
-                self._rules = [rule, *(other for other in self._rules if other != rule)]
-                break
+                explained.append(rule)
+                # Until the others are contradicted, any of them may be the one.
+                near |= margin <= off
+            elif not explained and rule == self._rules[-1]:
+                near = margin <= off
+        self._rules = explained or self._all_rules
         return near.any(dim=-1)
 
     def _margin(self, logits: torch.Tensor, chosen: torch.Tensor, score: str, grouped: bool) -> torch.Tensor:
