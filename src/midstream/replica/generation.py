@@ -274,15 +274,7 @@ class Generation:
             self._service.engine.end_choice(self._requests[prompt].request_id, event.index)
 
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
-        if event.cached_tokens is not None:
-            self._cached.setdefault(prompt, event.cached_tokens)
-        if event.queued_s is not None:
-            self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
-        if event.kv_snapshots is not None and self.checked.perf_metrics:
-            choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
-        if self._continued is not None and not self._replaying:
-            again = len(self._prompts[prompt].token_ids) + choice.generated - 1
-            self._continued.check_kv(choice.index, event, again)
+        self._take_measures(prompt, choice, event)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]
         if event.tokens and self._timings.first_token is None and not self._replaying:
@@ -303,17 +295,27 @@ class Generation:
                 raise EngineFailed("the engine aborted the request")
             new = choice.end(event.finish)
             pieces += new if stage is None else stage.feed(new)
-        if choice.finish is not None and stage is not None:
+        if choice.finish is None:
+            return pieces
+        if stage is not None:
             pieces += stage.end()
             if stage.called and choice.finish == "stop":
                 choice.finish = "tool_calls"
-        if choice.finish is not None:
-            choice.close_kv(len(self._prompts[prompt].token_ids))
-            self._ended(prompt, event)
-            pieces = [
-                piece if piece.snapshot else replace(piece, snapshot=self._snapshot) for piece in pieces
-            ]
-        return pieces
+        choice.close_kv(len(self._prompts[prompt].token_ids))
+        self._ended(prompt, event)
+        return [piece if piece.snapshot else replace(piece, snapshot=self._snapshot) for piece in pieces]
+
+    def _take_measures(self, prompt: int, choice: Choice, event: GenerationEvent) -> None:
+        """What the event says of the prompt's KV and of waiting."""
+        if event.cached_tokens is not None:
+            self._cached.setdefault(prompt, event.cached_tokens)
+        if event.queued_s is not None:
+            self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
+        if event.kv_snapshots is not None and self.checked.perf_metrics:
+            choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
+        if self._continued is not None and not self._replaying:
+            again = len(self._prompts[prompt].token_ids) + choice.generated - 1
+            self._continued.check_kv(choice.index, event, again)
 
     def _note(self, before: str | None, snapshot: str) -> None:
         """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so

@@ -129,7 +129,6 @@ class Service:
             continued.check_prompts(prompts)
             seed = continued.opening.seed
         requests = self._requests(checked, prompts, seed, answer)
-        self._check_engine(requests)
         await self.gate.enter(patience, counted)
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         asked.check(self.serving(), self.pins.coming)
@@ -141,11 +140,7 @@ class Service:
         turns = self.sessions.turn(session, stamp_of(headers))
         async with pinned:
             with inside, turns as turn:
-                told = (
-                    headers.get(HEADER_RESUMABLE) is not None
-                    and can_be_resumed(checked)
-                    and self.info.card.has("resume")
-                )
+                resumable = can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
                     checked,
@@ -154,20 +149,13 @@ class Service:
                     timings,
                     seed,
                     tool_format,
-                    told=told,
+                    told=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
                 )
                 try:
                     yield generation
                 finally:
                     generation.measure(turn)
-
-    def _check_engine(self, requests: list[GenerateRequest]) -> None:
-        """What the engine's card does not tell of."""
-        for request in requests:
-            problem = self.engine.refuses(request)
-            if problem is not None:
-                raise InvalidRequest(problem, param=problem.partition(":")[0])
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """What it asks of the snapshot that serves it. A resumed stream was judged when it began."""
@@ -238,10 +226,11 @@ class Service:
     def _requests(
         self, checked: Checked, prompts: list[Prompt], seed: int, answer: str | None
     ) -> list[GenerateRequest]:
+        """Raises InvalidRequest for what the engine refuses and its card does not tell of."""
         engine_id = uuid.uuid4().hex  # x-request-id may repeat: a retry carries it again
         # A stop string that is the name of a special token, which has no text, is that token.
         named = self.text.marker_ids(checked.stops) if checked.tools is None and answer is None else ()
-        return [
+        requests = [
             GenerateRequest(
                 request_id=f"{engine_id}-{index}",
                 prompt=prompt.token_ids,
@@ -258,6 +247,11 @@ class Service:
             )
             for index, prompt in enumerate(prompts)
         ]
+        for request in requests:
+            problem = self.engine.refuses(request)
+            if problem is not None:
+                raise InvalidRequest(problem, param=problem.partition(":")[0])
+        return requests
 
     def _salt(self, checked: Checked, session: Session | None, headers: Mapping[str, str]) -> bytes:
         too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)  # for all one knows
