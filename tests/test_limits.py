@@ -1,4 +1,4 @@
-"""How long a function may be. Ruff limits the cyclomatic complexity (C901)."""
+"""How long a function and how wide a constructor may be. Ruff limits the cyclomatic complexity (C901)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import midstream
 
 SOURCE = Path(midstream.__file__).parent
 LINES_BELOW = 60
+ARGUMENTS_MAX = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -24,3 +25,15 @@ def test_no_function_has_sixty_lines() -> None:
     found = list(functions())
     assert len(found) > 1000
     assert [name for name, node in found if (node.end_lineno or 0) - node.lineno + 1 >= LINES_BELOW] == []
+
+
+def test_no_constructor_takes_more_than_eight_arguments() -> None:
+    """More than that come in groups, each a class with a name. The publisher's are the public interface of a client."""
+    wide = {
+        name.partition(":")[0]: count
+        for name, node in functions()
+        if node.name == "__init__"
+        and (count := len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1)
+        > ARGUMENTS_MAX
+    }
+    assert wide == {"client/publish.py": 13}

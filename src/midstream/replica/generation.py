@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -85,23 +86,32 @@ def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
     return size if checked.echo is None else min(checked.echo, size)
 
 
+@dataclass(frozen=True)
+class Work:
+    """A checked request and what the engine is to do for it: one engine request per prompt."""
+
+    checked: Checked
+    prompts: list[Prompt]
+    requests: list[GenerateRequest]
+    seed: int
+    tool_format: ToolFormat | None = None
+
+
 class Generation:
     """One admitted request. Use `stream` or `plain`, once, inside `Service.admitted`."""
 
     def __init__(
         self,
         service: Surroundings,
-        checked: Checked,
-        prompts: list[Prompt],
-        requests: list[GenerateRequest],
+        work: Work,
         timings: Timings,
-        seed: int,
-        tool_format: ToolFormat | None = None,
         *,
         told: bool = False,
         continued: Continued | None = None,
     ) -> None:
         """told: the stream tells what another replica needs to go on with it; continued: it goes on with one."""
+        checked, prompts, requests = work.checked, work.prompts, work.requests
+        tool_format = work.tool_format
         self._service = service
         self.checked = checked
         self._prompts = prompts
@@ -132,7 +142,7 @@ class Generation:
         self._continued = continued
         self._replaying = False
         self._had = [0] * len(self._choices)  # tokens of each choice that were generated elsewhere
-        opening = self._opening(seed, told) if continued is None else continued.opening
+        opening = self._opening(work.seed, told) if continued is None else continued.opening
         self.resumable = told and continued is None
         self._teller = Teller(opening, len(self._choices)) if self.resumable else None
         if told or continued is not None:
