@@ -178,9 +178,8 @@ def main(fd: int) -> int:
         torch.set_num_threads(max(1, start.settings.threads))
         try:
             core = EngineCore(Path(start.model_dir), start.settings)
-        except (
-            Exception
-        ) as error:  # whatever the loader raises is told to the replica; then this process ends
+        except Exception as error:
+            # Whatever the loader raises is told to the replica; then this process ends.
             logging.getLogger(__name__).debug("the engine cannot start", exc_info=True)
             reason = " ".join(str(error).split())  # one line, whatever the library wrote
             channel.send(m.Failed(f"{type(error).__name__}: {reason}"))
