@@ -72,7 +72,7 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
         metrics,
         created=int(time.time()),
         keyed=keyed,
-        extra_routes=_routes(spec, ledger, deployments, roster),
+        extra_routes=_served_api(spec, ledger, deployments, roster),
     )
     gateway = Gateway(
         spec.settings,
@@ -135,7 +135,9 @@ def _roster(
     return roster
 
 
-def _routes(spec: GatewaySpec, ledger: Ledger, deployments: Deployments, roster: Roster) -> list[BaseRoute]:
+def _served_api(
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, roster: Roster
+) -> list[BaseRoute]:
     """The control API beside what every gateway has."""
     return [
         *deployment_routes(
