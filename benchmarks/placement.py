@@ -24,7 +24,7 @@ from midstream.fleet.loop import Reconciler
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.view import ReplicaView
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import Proxy
+from midstream.gateway.proxy import Pools, Proxy
 from midstream.gateway.registry import Deployment, Deployments
 from midstream.gateway.sessions import SessionTable
 from midstream.gateway.upstream import UpstreamPool
@@ -52,7 +52,7 @@ class Fleet:
         deployments = Deployments(self.deployment)
         pool = cast(UpstreamPool, None)
         self.proxy = Proxy(
-            GatewaySettings(), deployments, GatewayMetrics(deployments), lambda url: pool, pool
+            GatewaySettings(), deployments, GatewayMetrics(deployments), Pools(lambda url: pool, pool)
         )
         self._under_way: deque[ReplicaView] = deque()
         self._most = IN_FLIGHT_PER_REPLICA * replicas

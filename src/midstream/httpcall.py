@@ -3,7 +3,7 @@ response.
 
 Proxied bytes do not pass here: they go through gateway/upstream.py.
 Always holds: nothing is retried, nothing is pooled, and `ended` is set exactly once, when the response is
-complete or the connection is gone.
+complete or the connection is gone. docs/decisions/0032 says why this is not httpx.
 """
 
 from __future__ import annotations

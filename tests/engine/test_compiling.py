@@ -15,7 +15,8 @@ from midstream.config import EngineSettings
 from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.compiling import GrammarQueue
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.worker import Channel, Disconnected, Worker
+from midstream.engine.embedded.worker import Worker
+from midstream.ipc import Channel, Disconnected
 from midstream.types import GenerateRequest, GenerationEvent
 
 GRAMMAR = 'start: %json {"type": "boolean"}'

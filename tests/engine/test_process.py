@@ -22,6 +22,7 @@ from midstream.config import EngineSettings
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.process import EmbeddedEngine
+from midstream.ipc import Frames, frame
 from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
 pytestmark = pytest.mark.slow
@@ -73,10 +74,10 @@ def test_an_engine_whose_socket_breaks_says_so_in_one_line_at_most(
             text=True,
         )
     with process, ours:
-        ours.sendall(m.frame(m.Start(str(tiny_model()), EngineSettings(kv_cache_tokens=8192))))
+        ours.sendall(frame(m.Start(str(tiny_model()), EngineSettings(kv_cache_tokens=8192))))
         arrived = b""
-        frames = m.Frames()
-        while not any(isinstance(m.reply_decoder.decode(body), m.Ready) for body in frames.feed(arrived)):
+        frames = Frames(m.reply_decoder)
+        while not any(isinstance(reply, m.Ready) for reply in frames.feed(arrived)):
             arrived = ours.recv(1 << 20)
             assert arrived
         if unread:
@@ -88,7 +89,7 @@ def test_an_engine_whose_socket_breaks_says_so_in_one_line_at_most(
     assert not [line for line in said if "Traceback" in line]
     assert len(after) == int(unread), said
     assert not unread or after[0].endswith(
-        "the replica is gone ([Errno 104] Connection reset by peer); ending"
+        "its other end is gone ([Errno 104] Connection reset by peer); ending"
     )
 
 
@@ -208,11 +209,11 @@ def test_an_engine_that_does_not_load_in_time_is_ended_and_the_reason_names_the_
 
 def test_messages_are_whole_however_the_socket_cuts_them() -> None:
     sent: list[m.Command] = [m.Pause(1), m.Abort("r" * 300, 2), m.Resume(3)]
-    data = b"".join(map(m.frame, sent))
+    data = b"".join(map(frame, sent))
     for size in (1, 3, 5, len(data)):
-        frames = m.Frames()
+        frames = Frames(m.command_decoder)
         cut = [data[i : i + size] for i in range(0, len(data), size)]
-        assert [m.command_decoder.decode(body) for part in cut for body in frames.feed(part)] == sent
+        assert [command for part in cut for command in frames.feed(part)] == sent
 
 
 def test_a_newer_staging_supersedes_the_one_before_and_only_it_can_be_committed(

@@ -20,10 +20,19 @@ SAMPLES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "ro
 SHAPE: dict[str, Any] = {"moe_layers": (1, 2), "hidden_layers": 3, "top_k": 2, "num_experts": 8}
 
 
+PLAIN = "{'descr': '|u1', 'fortran_order': False, 'shape': (4, 3, 2), }"
+
+
 def npy(array: np.ndarray, **options: Any) -> str:
     with io.BytesIO() as buffer:
         np.save(buffer, array, **options)
         return base64.b64encode(buffer.getvalue()).decode()
+
+
+def with_header(text: str, version: int = 1) -> str:
+    """The array of `good`, behind a header of one's own."""
+    head = b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little")
+    return base64.b64encode(head + text.encode() + good().tobytes()).decode()
 
 
 def good(rows: int = 4) -> np.ndarray:
@@ -97,6 +106,19 @@ BROKEN: dict[str, tuple[str, str]] = {
     "not text of base64": ("rötung", "base64"),
     "nothing": ("", "npy"),
     "not an array": (base64.b64encode(pickle.dumps(good())).decode(), "npy"),
+    "a header of brackets": (with_header("(" * 1000), "npy"),
+    "a header of signs": (with_header("-" * 1000 + "1"), "npy"),
+    "a header of lists": (with_header("[" * 150 + "]" * 150), "npy"),
+    "a header with an open quote": (with_header("{'descr': '|u1"), "npy"),
+    "a header with three open quotes": (with_header("{'descr': '''|u1"), "npy"),
+    "a header of one key": (with_header("{'descr': '|u1'}"), "npy"),
+    "a header of keys that have no order": (with_header("{'descr': '|u1', 1: 2}"), "npy"),
+    "a header over its bound": (with_header(PLAIN + " " * 1024), "npy"),
+    "a header over its bound, in the second version": (with_header(PLAIN + " " * 70_000, version=2), "npy"),
+    "a header of a version there is not": (with_header(PLAIN, version=4), "npy"),
+    "negative sizes": (with_header(PLAIN.replace("(4, 3,", "(-4, -3,")), "shape"),
+    "objects without a pickle": (with_header(PLAIN.replace("|u1", "|O")), "shape"),
+    "fields": (with_header(PLAIN.replace("'|u1'", "[('a', '|u1')]")), "shape"),
     "a zip": (base64.b64encode(b"PK\x03\x04" + bytes(40)).decode(), "npy"),
 }
 

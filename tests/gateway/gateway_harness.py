@@ -16,7 +16,7 @@ from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.gateway.app import control_app
 from midstream.gateway.metrics import GatewayMetrics
 from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.server import Gateway
+from midstream.gateway.server import Gateway, Timeouts
 from midstream.gateway.upstream import UpstreamPool
 from midstream.gateway.wire import WireLoop
 from midstream.ledger import Ledger
@@ -25,14 +25,8 @@ from midstream.types import ReplicaReport
 
 NAMES = ServedNames("accounts/local/models/tiny-moe", "accounts/local/deployments/default")
 DEADLINE_S = 120  # of a busy machine
-GATEWAY_OPTIONS = (
-    "head_timeout_s",
-    "body_window_s",
-    "retiring_idle_s",
-    "replica_token",
-    "unreachable_s",
-    "front_path",
-)
+GATEWAY_OPTIONS = ("replica_token", "front_path")
+TIMEOUTS = ("head_s", "body_window_s", "retiring_idle_s", "unreachable_s")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, compares: bool = False) -> None:
@@ -220,8 +214,9 @@ def reconciler(replicas: ReplicaSet) -> Reconciler:
 
 @contextlib.asynccontextmanager
 async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncIterator[Stage]:
-    """A gateway with one usable mock replica per handler. `settings`: the gateway's, and GATEWAY_OPTIONS."""
+    """A gateway with one usable mock replica per handler. `settings`: the gateway's, and GATEWAY_OPTIONS, TIMEOUTS."""
     options = {name: settings.pop(name) for name in GATEWAY_OPTIONS if name in settings}
+    timeouts = Timeouts(**{name: settings.pop(name) for name in TIMEOUTS if name in settings})
     mocks = [MockReplica(handler) for handler in handlers]
     for mock in mocks:
         await mock.start()
@@ -232,7 +227,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
     deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     metrics = GatewayMetrics(deployments)
     app = app or control_app(deployments, metrics, keyed=bool(settings.get("api_keys")))
-    gateway = Gateway(GatewaySettings(**settings), deployments, metrics, app, **options)
+    gateway = Gateway(GatewaySettings(**settings), deployments, metrics, app, timeouts=timeouts, **options)
     stage = Stage(gateway, await gateway.start("127.0.0.1", 0), replicas, mocks)
     try:
         yield stage

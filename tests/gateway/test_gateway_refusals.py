@@ -112,7 +112,7 @@ def test_a_slow_head_and_a_stalled_body_time_out_and_a_served_stream_does_not() 
             await timed_out.wait()
             peer.respond(b"late")
 
-        async with staged(slow, head_timeout_s=0.1, body_window_s=0.1) as stage:
+        async with staged(slow, head_s=0.1, body_window_s=0.1) as stage:
             served, partial, stalled = [await stage.connect() for _ in range(3)]
             served.send(post())
             partial.send(HEAD)

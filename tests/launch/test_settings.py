@@ -78,6 +78,47 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
         load_settings(str(file), {})
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[gateway]\nconnect_timeout_s = 0", "gateway.connect_timeout_s must be above 0 and finite, got 0"),
+        ("[gateway]\nload_bound = nan", "gateway.load_bound must be above 0 and finite, got nan"),
+        ("[gateway]\nmax_sessions = -3", "gateway.max_sessions must be at least 1, got -3"),
+        ("[gateway]\nworkers = 65", "gateway.workers must be 1 to 64, got 65"),
+        (
+            '[gateway.replica_weights]\none = 1\n"h:80" = 2e6',
+            "gateway.replica_weights.h:80 must be above 0 and at most 1e6, got 2000000.0",
+        ),
+        ("[embedded]\nblock_size = 1", "embedded.block_size must be at least 2, got 1"),
+        ("[embedded]\nload_s_max = 0.5", "embedded.load_s_max must be at least 1 and finite, got 0.5"),
+        ("pin_drain_s = 1e9", "pin_drain_s must be 0 to 86400 seconds, got 1000000000.0"),
+        ("port = 65536", "port must be 0 to 65535, got 65536"),
+        (
+            '[vllm]\nurls = ["http://h:1", "http://u:hunter2@h"]',
+            "vllm.urls must be of the form http://HOST:PORT, got 'http://***@h'",
+        ),
+        (
+            "[tinker]\nbase_models = ['ok', 'x\\n ']",
+            r"tinker.base_models must hold names of 1 to 1024 characters, without blanks around them, got 'x\\n '",
+        ),
+        (
+            '[ray.gateway_resources]\n"node:h" = -1',
+            "ray.gateway_resources.node:h must be at least 0 and finite, got -1",
+        ),
+        ("[gateway]\nport = 1", "Object contains unknown field `port` - at `$.gateway`"),
+        ("[gateway]\nworkers = 'two'", "Expected `int`, got `str` - at `$.gateway.workers`"),
+    ],
+)
+def test_an_error_names_the_setting_what_was_expected_and_the_value(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_settings(str(file), {})
+    assert str(error.value) == f"configuration: {says}"
+
+
 def test_the_cache_size_on_the_command_line_joins_the_engine_settings_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
     file.write_text("[embedded]\nblock_size = 32\n")

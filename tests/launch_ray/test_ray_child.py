@@ -24,7 +24,7 @@ from midstream.launch import ray_child
 from midstream.launch.child import GatewaySpec, Listening, ReplicaSpec
 from midstream.launch.process import Child, HostUnwell, StartFailed
 from midstream.launch.ray_actor import ChildActor
-from midstream.launch.ray_child import RayChild
+from midstream.launch.ray_child import Conversation, RayChild
 from midstream.launch.ray_demand import Demand
 
 
@@ -69,7 +69,7 @@ def test_a_gateway_is_told_and_heard_after_its_actor_could_not_be_reached(cluste
     heard: list[bytes] = []
 
     async def main() -> None:
-        gateway = child("gateway", on_line=heard.append, greeting=lambda: Note("greeting"))
+        gateway = child("gateway", conversation=Conversation(heard.append, lambda: Note("greeting")))
         await gateway.start()
         [handle] = cluster.handles
         actor = handle.actor

@@ -19,9 +19,10 @@ from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.errors import SnapshotCorrupt
 from midstream.names import ServedNames
 from midstream.replica.chat import TextModel
-from midstream.replica.replica import Replica
+from midstream.replica.replica import Bounds, Replica
 from midstream.replica.runner import SnapshotSource
 from midstream.replica.server import ReplicaServer
+from midstream.replica.service import Outside
 from midstream.types import (
     BASE_SNAPSHOT,
     NEAR_ROUTER,
@@ -375,6 +376,7 @@ def make_replica(
     write: Callable[[Path], Path] = write_tokenizer,
     **more: Any,
 ) -> Replica:
+    bounds = {name: more.pop(name) for name in Bounds.__dataclass_fields__ if name in more}
     return Replica(
         name="replica-0",
         engine=engine,
@@ -382,8 +384,8 @@ def make_replica(
         source=source,
         names=ServedNames(MODEL, DEPLOYMENT),
         base_directory=directory,
-        random_seed=lambda: 77,
-        **more,
+        bounds=Bounds(**bounds),
+        outside=Outside(**{"random_seed": lambda: 77, **more}),
     )
 
 

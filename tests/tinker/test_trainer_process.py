@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from trainer_helpers import FULL, array, request, text
 
+from midstream.ipc import frame
 from midstream.tinker.errors import Failed
 from midstream.tinker.trainer import messages as m
 from midstream.tinker.trainer.process import Trainer, TrainerDied, ending
@@ -160,11 +161,11 @@ def test_the_process_ends_when_the_front_is_gone_even_within_a_command(tiny_mode
             pass_fds=[theirs.fileno()],
         )
     with ours:
-        ours.sendall(m.frame(m.Start(str(tiny_model()))))
+        ours.sendall(frame(m.Start(str(tiny_model()))))
         assert ours.recv(1)
-        ours.sendall(m.frame(m.CreateModel("m", FULL)))
+        ours.sendall(frame(m.CreateModel("m", FULL)))
         long = request([text("x" * 4000)] * 64)
-        ours.sendall(m.frame(m.RunForwardBackward(long)))
+        ours.sendall(frame(m.RunForwardBackward(long)))
     assert process.wait(60) == 0
 
 

@@ -18,7 +18,7 @@ from midstream.tinker.loaded import TrainerPort
 from midstream.tinker.store import Store
 from midstream.tinker.trainer import messages as m
 from midstream.tinker.trainer.process import TrainerDied
-from midstream.tinker.training import Training
+from midstream.tinker.training import Limits, Training
 from midstream.tinker.types import (
     AdamParams,
     CreateModelBody,
@@ -137,6 +137,7 @@ class World:
         self.futures = Futures()
         self.store = Store(root / "tinker.db", options.get("clock", time.time))
         self.places = Places(root / "tinker")
+        clock = options.pop("clock", time.time)
         self.training = Training(
             trainer=trainer or self.trainer,
             store=self.store,
@@ -144,7 +145,8 @@ class World:
             places=self.places,
             publish=self.publish,
             served=Served(names=("accounts/acme/models/tiny", BASE), directory="/models/tiny"),
-            **options,
+            limits=Limits(**options),
+            clock=clock,
         )
         self.session = ""
 

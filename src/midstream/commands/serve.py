@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ray-address", metavar="HOST:PORT", help="of the cluster, where this machine is a node of several"
     )
-    parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
-    parser.add_argument("--port", type=int, help=f"0 takes a free one (default: {default.port})")
+    _add_network_arguments(parser, default)
     parser.add_argument(
         "--bucket",
         help="where snapshots appear, file:///DIR, s3://BUCKET/PREFIX, gs:// or az:// (default: STATE_DIR/bucket)",
@@ -94,6 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
     )
+    parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
+    parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+
+
+def _add_network_arguments(parser: argparse.ArgumentParser, default: Settings) -> None:
+    parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
+    parser.add_argument("--port", type=int, help=f"0 takes a free one (default: {default.port})")
     parser.add_argument(
         "--replica-url",
         action="append",
@@ -115,9 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls-cert", metavar="FILE", help="PEM certificate chain: the port speaks HTTPS only"
     )
     parser.add_argument("--tls-key", metavar="FILE", help="its private key, without a password")
-    parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
-    parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
 
 
 def _serve(options: argparse.Namespace) -> int:

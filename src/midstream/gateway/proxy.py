@@ -45,6 +45,15 @@ _SUPERVISOR = Caller("", Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 
 
+@dataclass(frozen=True)
+class Pools:
+    """Connections. to: makes the pool of a base URL. control: to the control app. front: to the Tinker front."""
+
+    to: Callable[[str], UpstreamPool]
+    control: UpstreamPool
+    front: UpstreamPool | None = None
+
+
 class Proxy:
     """The state that all exchanges of a gateway process share."""
 
@@ -53,18 +62,13 @@ class Proxy:
         settings: GatewaySettings,
         deployments: Deployments,
         metrics: GatewayMetrics,
-        pool_to: Callable[[str], UpstreamPool],
-        control: UpstreamPool,
+        pools: Pools,
         *,
-        front: UpstreamPool | None = None,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`pool_to`: makes the pool of connections to a base URL; `control`: connections to the control app;
-        front: to the Tinker front.
-
-        replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
+        """replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
         before the exchanges on it are given up. clock: what durations are measured with.
         """
         self.deployments = deployments
@@ -73,9 +77,9 @@ class Proxy:
         self.replica_header = token_header(replica_token).removesuffix("\r\n").encode()
         self.clock = clock
         self._unreachable_s = unreachable_s
-        self._pool_to = pool_to
-        self.control = control
-        self.front = front
+        self._pool_to = pools.to
+        self.control = pools.control
+        self.front = pools.front
         self.metrics = metrics
         self.suspects = Suspects()
         self.dropped_headers = _NOT_FORWARDED

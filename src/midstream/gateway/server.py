@@ -13,6 +13,7 @@ import shutil
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from midstream.config import GatewaySettings
 from midstream.errors import ConfigError
 from midstream.gateway.appserver import AppServer, socket_directory
 from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import Proxy
+from midstream.gateway.proxy import Pools, Proxy
 from midstream.gateway.registry import Deployments
 from midstream.gateway.service import GatewayService
 from midstream.gateway.upstream import UpstreamPool
@@ -37,6 +38,19 @@ RETIRING_IDLE_S = (
 SOCKET_NAME = "control.sock"
 
 
+@dataclass(frozen=True)
+class Timeouts:
+    """unreachable_s: how long a replica may be unheard of before the requests on it are given up."""
+
+    head_s: float = 30.0
+    body_window_s: float = 30.0
+    retiring_idle_s: float = RETIRING_IDLE_S
+    unreachable_s: float = 10.0
+
+
+DEFAULT_TIMEOUTS = Timeouts()
+
+
 class Gateway:
     """Serves the public port. Made in the event loop it runs in; their `replicas.run()` are the caller's to run."""
 
@@ -49,42 +63,40 @@ class Gateway:
         *,
         control_path: str | None = None,
         front_path: str | None = None,
-        head_timeout_s: float = 30.0,
-        body_window_s: float = 30.0,
-        retiring_idle_s: float = RETIRING_IDLE_S,
         replica_token: str | None = None,
-        unreachable_s: float = 10.0,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         """`control_app`: an ASGI app, usually gateway.app.control_app(...). control_path: the Unix socket of another process'
         instead. front_path: the Unix socket of the Tinker front; None: there is none.
 
         Raises ConfigError when the certificate or its key cannot be used.
-        replica_token: the secret that replicas ask for. unreachable_s: how long a replica may be unheard of before the
-        requests on it are given up.
+        replica_token: the secret that replicas ask for.
         """
         self._loop = asyncio.get_running_loop()
         self._limits = Limits(
             max_body_bytes=settings.max_body_bytes,
             max_header_bytes=settings.max_header_bytes,
             keep_alive_s=settings.keep_alive_s,
-            head_timeout_s=head_timeout_s,
+            head_timeout_s=timeouts.head_s,
             min_body_rate=settings.min_body_rate,
-            body_window_s=body_window_s,
+            body_window_s=timeouts.body_window_s,
         )
         self._control = None if control_path is not None else _control_server(control_app)
         self.control_path = control_path or cast("AppServer", self._control).path
-        self._retiring_idle_s = retiring_idle_s
+        self._retiring_idle_s = timeouts.retiring_idle_s
         self._shares_port = settings.workers > 1
         self._connect_timeout_s = settings.connect_timeout_s
         self.proxy = Proxy(
             settings,
             deployments,
             metrics,
-            self._tcp_pool,
-            self._unix_pool(self.control_path),
-            front=None if front_path is None else self._unix_pool(front_path),
+            Pools(
+                self._tcp_pool,
+                self._unix_pool(self.control_path),
+                None if front_path is None else self._unix_pool(front_path),
+            ),
             replica_token=replica_token,
-            unreachable_s=unreachable_s,
+            unreachable_s=timeouts.unreachable_s,
         )
         self.service = GatewayService(settings, self.proxy)
         self._tls = tls_context(settings)

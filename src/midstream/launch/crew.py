@@ -11,8 +11,9 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Iterator, Set
 from dataclasses import dataclass
 
 from midstream.errors import ConfigError
@@ -185,22 +186,19 @@ class Crew:
         child, name = member.child, member.wanted.name
         if child is None:
             return
-        try:
+        stopped = False
+        with _surviving("%s: cannot be ended in order; killing it", name):
             await child.stop(self._stop_s)
-        except Exception:  # whatever it is: see above
-            logger.exception("%s: cannot be ended in order; killing it", name)
-            try:
+            stopped = True
+        if not stopped:
+            with _surviving("%s: cannot be killed", name):
                 child.kill()
-            except Exception:  # the same
-                logger.exception("%s: cannot be killed", name)
 
     async def _forget(self, member: _Member) -> None:
         """Remove what is left of it. Does not raise: what stays on a disk must not keep its deployment from going."""
         others = {name for name, other in self._alive.items() if other is not member}
-        try:
+        with _surviving("%s: what it left on disk was not removed", member.wanted.name):
             await asyncio.to_thread(self._clean, member.wanted, others)
-        except Exception:  # whatever it is: see above
-            logger.exception("%s: what it left on disk was not removed", member.wanted.name)
 
     def _restarted(self, member: _Member, why: str | None) -> None:
         assert member.child is not None
@@ -227,6 +225,15 @@ class Crew:
             else:
                 self._set(member, member.child.url, None, failed=False)
                 return
+
+
+@contextlib.contextmanager
+def _surviving(message: str, name: str) -> Iterator[None]:
+    """Logs what fails within, with its cause, and goes on: nobody else ends or removes what is left of a replica."""
+    try:
+        yield
+    except Exception:
+        logger.exception(message, name)
 
 
 async def _ended(member: _Member | None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from starlette.routing import BaseRoute
 
 from midstream.errors import ConfigError, NotFound
 from midstream.fleet.loop import Reconciler
@@ -64,36 +65,15 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)
     metrics = GatewayMetrics(deployments)
     workers = Workers(spec, deployments, metrics)
-    roster = Roster(
-        ledger,
-        deployments,
-        lambda row: _run_time(ledger, spec, row),
-        announce,
-        settings=entries_of_settings(spec.settings.replicas, spec.settings.replica_weights),
-        busy=workers.leader.busy,
-    )
-    if spec.settings.replicas_dns is not None:
-        roster.resolver = Resolver(spec.settings.replicas_dns, roster.wake)
-    routes = [
-        *deployment_routes(
-            ledger,
-            deployments,
-            bucket=spec.bucket,
-            allowed_buckets=spec.settings.allowed_buckets,
-            changed=roster.look_once,
-        ),
-        *membership_routes(
-            ledger, deployments, allowed=spec.settings.allowed_replicas, changed=roster.look_once
-        ),
-        *hotload_routes(
-            ledger,
-            deployments,
-            allowed_buckets=spec.settings.allowed_buckets,
-            chain_max=spec.settings.chain_max,
-        ),
-    ]
+    roster = _roster(spec, ledger, deployments, announce, workers)
     keyed = bool(spec.settings.api_keys)
-    app = control_app(deployments, metrics, created=int(time.time()), keyed=keyed, extra_routes=routes)
+    app = control_app(
+        deployments,
+        metrics,
+        created=int(time.time()),
+        keyed=keyed,
+        extra_routes=_served_api(spec, ledger, deployments, roster),
+    )
     gateway = Gateway(
         spec.settings,
         deployments,
@@ -125,14 +105,7 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
         for task in done:
             task.result()  # a background task that ended is a bug: end, and be started again
         if taken in done:
-            logger.info("another process took over the port; this one finishes its requests")
-            workers.retire()
-            rest = asyncio.gather(gateway.retire(spec.settings.restart_drain_s), workers.left())
-            await asyncio.wait(
-                (stop, rest), timeout=spec.settings.restart_drain_s, return_when="FIRST_COMPLETED"
-            )
-            rest.cancel()
-            await asyncio.gather(rest, return_exceptions=True)
+            await _retire(gateway, workers, stop, spec.settings.restart_drain_s)
         if stop.done() or not taken.done():
             await asyncio.gather(gateway.drain(STOP_GRACE_S), workers.stop())
     finally:
@@ -144,6 +117,56 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
         await workers.stop()
         ledger.close()
     return 0
+
+
+def _roster(
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, announce: Announcer, workers: Workers
+) -> Roster:
+    roster = Roster(
+        ledger,
+        deployments,
+        lambda row: _run_time(ledger, spec, row),
+        announce,
+        settings=entries_of_settings(spec.settings.replicas, spec.settings.replica_weights),
+        busy=workers.leader.busy,
+    )
+    if spec.settings.replicas_dns is not None:
+        roster.resolver = Resolver(spec.settings.replicas_dns, roster.wake)
+    return roster
+
+
+def _served_api(
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, roster: Roster
+) -> list[BaseRoute]:
+    """The control API beside what every gateway has."""
+    return [
+        *deployment_routes(
+            ledger,
+            deployments,
+            bucket=spec.bucket,
+            allowed_buckets=spec.settings.allowed_buckets,
+            changed=roster.look_once,
+        ),
+        *membership_routes(
+            ledger, deployments, allowed=spec.settings.allowed_replicas, changed=roster.look_once
+        ),
+        *hotload_routes(
+            ledger,
+            deployments,
+            allowed_buckets=spec.settings.allowed_buckets,
+            chain_max=spec.settings.chain_max,
+        ),
+    ]
+
+
+async def _retire(gateway: Gateway, workers: Workers, stop: asyncio.Task[None], drain_s: float) -> None:
+    """Finish the requests that are there, for drain_s at most, or until `stop`."""
+    logger.info("another process took over the port; this one finishes its requests")
+    workers.retire()
+    rest = asyncio.gather(gateway.retire(drain_s), workers.left())
+    await asyncio.wait((stop, rest), timeout=drain_s, return_when="FIRST_COMPLETED")
+    rest.cancel()
+    await asyncio.gather(rest, return_exceptions=True)
 
 
 async def _take_over(spec: GatewaySpec, path: str, gateway: Gateway, roster: Roster) -> Mapping[str, str]:

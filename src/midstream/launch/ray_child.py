@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -39,6 +40,16 @@ ANSWER_S = 5.0  # for an actor to say that its child was stopped, beside the tim
 _given_up: list[Any] = []
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """on_line: gets the newest line that the child said; one that was not the newest for long may be left out. greeting:
+    what a child is told first.
+    """
+
+    on_line: Callable[[bytes], None]
+    greeting: Callable[[], msgspec.Struct]
+
+
 class RayChild(Supervised):
     """One supervised process, somewhere on the cluster. Use from one event loop."""
 
@@ -52,11 +63,9 @@ class RayChild(Supervised):
         python: str | None = None,
         directories: tuple[str, ...] = (),
         host: str | None = None,
-        on_line: Callable[[bytes], None] | None = None,
-        greeting: Callable[[], msgspec.Struct] | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
         """spec: what differs by node is filled in there. host: where it listens, if that is not the node's own address.
-        on_line: gets the newest line that the child said; one that was not the newest for long may be left out.
 
         The others: as those of Child and ChildActor.
         """
@@ -68,8 +77,8 @@ class RayChild(Supervised):
         self._python = python
         self._directories = directories
         self._fixed_host = host
-        self._on_line = on_line
-        self._greeting = greeting
+        self._on_line = None if conversation is None else conversation.on_line
+        self._greeting = None if conversation is None else conversation.greeting
         self._group: Any = None
         self._actor: Any = None
         self._listening: asyncio.Task[None] | None = None

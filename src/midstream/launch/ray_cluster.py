@@ -30,7 +30,7 @@ from midstream.launch.engines import engine_fields, number_of
 from midstream.launch.local import ThisMachine
 from midstream.launch.process import Supervised
 from midstream.launch.ray_actor import cache_root
-from midstream.launch.ray_child import UNWELL, RayChild
+from midstream.launch.ray_child import UNWELL, Conversation, RayChild
 from midstream.launch.ray_demand import gateway_demand, replica_demand
 from midstream.snapshots.identity import parse_bucket
 
@@ -93,8 +93,7 @@ class RayPlaces:
             gateway_demand(self._settings.ray),
             python=self._settings.ray.python,
             host=None if spec.host in WILDCARDS else spec.host,
-            on_line=on_line,
-            greeting=greeting,
+            conversation=Conversation(on_line, greeting),
         )
 
     def clean(self, replica: str, others: Set[str]) -> None:

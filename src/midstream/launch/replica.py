@@ -35,7 +35,7 @@ from midstream.names import ServedNames
 from midstream.private import UMASK
 from midstream.replica.admission import Door
 from midstream.replica.chat import TextModel
-from midstream.replica.replica import Replica
+from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
 from midstream.replica.source import CachedSource
 from midstream.snapshots.cache import SnapshotCache
@@ -73,9 +73,7 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
         name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
         engine=make_engine(spec),
         text=TextModel.load(model_dir),
-        session_idle_s=spec.session_idle_s,
-        pin_drain_s=spec.pin_drain_s,
-        requests_max=requests_max(spec),
+        bounds=Bounds(requests_max(spec), spec.session_idle_s, spec.pin_drain_s),
         source=CachedSource(
             ChainFetcher(
                 SnapshotCache(Path(spec.cache_dir), spec.cache_bytes), threads=spec.engine.threads or None

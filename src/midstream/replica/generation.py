@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -85,23 +86,32 @@ def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
     return size if checked.echo is None else min(checked.echo, size)
 
 
+@dataclass(frozen=True)
+class Work:
+    """A checked request and what the engine is to do for it: one engine request per prompt."""
+
+    checked: Checked
+    prompts: list[Prompt]
+    requests: list[GenerateRequest]
+    seed: int
+    tool_format: ToolFormat | None = None
+
+
 class Generation:
     """One admitted request. Use `stream` or `plain`, once, inside `Service.admitted`."""
 
     def __init__(
         self,
         service: Surroundings,
-        checked: Checked,
-        prompts: list[Prompt],
-        requests: list[GenerateRequest],
+        work: Work,
         timings: Timings,
-        seed: int,
-        tool_format: ToolFormat | None = None,
         *,
         told: bool = False,
         continued: Continued | None = None,
     ) -> None:
         """told: the stream tells what another replica needs to go on with it; continued: it goes on with one."""
+        checked, prompts, requests = work.checked, work.prompts, work.requests
+        tool_format = work.tool_format
         self._service = service
         self.checked = checked
         self._prompts = prompts
@@ -132,7 +142,7 @@ class Generation:
         self._continued = continued
         self._replaying = False
         self._had = [0] * len(self._choices)  # tokens of each choice that were generated elsewhere
-        opening = self._opening(seed, told) if continued is None else continued.opening
+        opening = self._opening(work.seed, told) if continued is None else continued.opening
         self.resumable = told and continued is None
         self._teller = Teller(opening, len(self._choices)) if self.resumable else None
         if told or continued is not None:
@@ -274,15 +284,7 @@ class Generation:
             self._service.engine.end_choice(self._requests[prompt].request_id, event.index)
 
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
-        if event.cached_tokens is not None:
-            self._cached.setdefault(prompt, event.cached_tokens)
-        if event.queued_s is not None:
-            self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
-        if event.kv_snapshots is not None and self.checked.perf_metrics:
-            choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
-        if self._continued is not None and not self._replaying:
-            again = len(self._prompts[prompt].token_ids) + choice.generated - 1
-            self._continued.check_kv(choice.index, event, again)
+        self._take_measures(prompt, choice, event)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]
         if event.tokens and self._timings.first_token is None and not self._replaying:
@@ -303,17 +305,27 @@ class Generation:
                 raise EngineFailed("the engine aborted the request")
             new = choice.end(event.finish)
             pieces += new if stage is None else stage.feed(new)
-        if choice.finish is not None and stage is not None:
+        if choice.finish is None:
+            return pieces
+        if stage is not None:
             pieces += stage.end()
             if stage.called and choice.finish == "stop":
                 choice.finish = "tool_calls"
-        if choice.finish is not None:
-            choice.close_kv(len(self._prompts[prompt].token_ids))
-            self._ended(prompt, event)
-            pieces = [
-                piece if piece.snapshot else replace(piece, snapshot=self._snapshot) for piece in pieces
-            ]
-        return pieces
+        choice.close_kv(len(self._prompts[prompt].token_ids))
+        self._ended(prompt, event)
+        return [piece if piece.snapshot else replace(piece, snapshot=self._snapshot) for piece in pieces]
+
+    def _take_measures(self, prompt: int, choice: Choice, event: GenerationEvent) -> None:
+        """What the event says of the prompt's KV and of waiting."""
+        if event.cached_tokens is not None:
+            self._cached.setdefault(prompt, event.cached_tokens)
+        if event.queued_s is not None:
+            self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
+        if event.kv_snapshots is not None and self.checked.perf_metrics:
+            choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
+        if self._continued is not None and not self._replaying:
+            again = len(self._prompts[prompt].token_ids) + choice.generated - 1
+            self._continued.check_kv(choice.index, event, again)
 
     def _note(self, before: str | None, snapshot: str) -> None:
         """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so

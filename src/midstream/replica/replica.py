@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
-import uuid
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.capabilities import declared
@@ -27,8 +24,8 @@ from midstream.replica.hints import Hints
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import PIN_DRAIN_S, Pins
 from midstream.replica.pulse import Pulse
-from midstream.replica.runner import SnapshotSource, SwapRunner
-from midstream.replica.service import Service
+from midstream.replica.runner import Files, SnapshotSource, SwapRunner
+from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.swap import SwapMachine
 from midstream.replica.textjobs import TextJobs
@@ -39,13 +36,23 @@ log = logging.getLogger(__name__)
 RESTART_DELAY_MAX_S = 10.0
 
 
-class Replica:
-    """`base_directory` is the served model's directory: the base snapshot, should it be asked for again.
-
-    requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how long a
-    session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that are pinned
-    to what serves.
+@dataclass(frozen=True)
+class Bounds:
+    """requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how
+    long a session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that
+    are pinned to what serves.
     """
+
+    requests_max: int = REQUESTS_MAX
+    session_idle_s: float = SESSION_IDLE_S
+    pin_drain_s: float = PIN_DRAIN_S
+
+
+DEFAULT_BOUNDS = Bounds()
+
+
+class Replica:
+    """`base_directory` is the served model's directory: the base snapshot, should it be asked for again."""
 
     def __init__(
         self,
@@ -56,46 +63,38 @@ class Replica:
         source: SnapshotSource,
         names: ServedNames,
         base_directory: Path,
-        requests_max: int = REQUESTS_MAX,
-        session_idle_s: float = SESSION_IDLE_S,
-        pin_drain_s: float = PIN_DRAIN_S,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-        random_seed: Callable[[], int] = lambda: random.getrandbits(62),
-        new_boot: Callable[[], str] = lambda: uuid.uuid4().hex,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        bounds: Bounds = DEFAULT_BOUNDS,
+        outside: Outside = REAL,
     ) -> None:
+        clock, monotonic = outside.clock, outside.monotonic
         self.name = name
         self.names = names
-        self.gate = Gate(self._changed, requests_max)
-        self.pins = Pins(self._changed, pin_drain_s)
-        self.namespaces = Namespaces(idle_s_max=session_idle_s, clock=monotonic)
+        self.gate = Gate(self._changed, bounds.requests_max)
+        self.pins = Pins(self._changed, bounds.pin_drain_s)
+        self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=monotonic)
         self.sessions = Sessions(
-            idle_s=session_idle_s, clock=clock, monotonic=monotonic, on_change=self._changed
+            idle_s=bounds.session_idle_s, clock=clock, monotonic=monotonic, on_change=self._changed
         )
         self.service: Service | None = None  # from the first successful engine start on
         self.ready = False
         self.clock = clock
         self._engine = engine
         self._text = text
-        self._source = source
+        self._outside = outside
         self._hints = Hints(source.prefetch)
-        self._base_directory = base_directory
-        self._monotonic = monotonic
-        self._random_seed = random_seed
-        self._new_boot = new_boot
-        self._checker = Checker(engine, new_boot)
-        self._sleep = sleep
+        self._files = Files(source, self._hints, base_directory)
+        self._checker = Checker(engine, outside.new_boot)
         self._jobs = TextJobs()
         self._pulse = Pulse(name, self._changed, monotonic)
         self._beating: asyncio.Task[None] | None = None
         self._grammars = GrammarChecks()
+        self._kept = Kept(self.gate, self.pins, self.namespaces, self.sessions, self._jobs, self._grammars)
         self._watch = asyncio.Event()  # replaced at every change
         self._runner_task: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._down: str | None = None  # why the engine cannot be started again
         self.closed = False
-        self.boot = new_boot()
+        self.boot = outside.new_boot()
         self._started_at = clock()
         self.runner = self._fresh_runner()
         engine.on_death(self._on_death)
@@ -112,17 +111,10 @@ class Replica:
             info=info,
             text=self._text,
             names=self.names,
-            gate=self.gate,
-            pins=self.pins,
-            namespaces=self.namespaces,
-            sessions=self.sessions,
+            kept=self._kept,
+            outside=self._outside,
             serving=lambda: self.runner.machine.serving,
-            clock=self.clock,
-            monotonic=self._monotonic,
-            random_seed=self._random_seed,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
-            jobs=self._jobs,
-            grammars=self._grammars,
         )
         self.runner.info = info
         self.runner.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
@@ -238,7 +230,7 @@ class Replica:
             await self._end_boot()
         except Exception:  # a new engine is started whatever the old one says
             log.exception("%s: the dead engine could not be closed", self.name)
-        self.boot = self._new_boot()
+        self.boot = self._outside.new_boot()
         self._started_at = self.clock()
         self.namespaces.commit("all")  # the cache died with the engine
         self.sessions.close_all()
@@ -252,7 +244,7 @@ class Replica:
                 log.exception("%s: the engine does not start; trying again in %.1f s", self.name, delay)
                 self._down = f"the engine cannot be started again: {error or repr(error)}"[:1000]
                 self._changed()
-                await self._sleep(delay)
+                await self._outside.sleep(delay)
                 delay = min(delay * 2, RESTART_DELAY_MAX_S)
             else:
                 self._recovery = None
@@ -262,15 +254,11 @@ class Replica:
         boot = self.boot
         return SwapRunner(
             engine=self._engine,
-            source=self._source,
-            gate=self.gate,
-            pins=self.pins,
-            namespaces=self.namespaces,
+            files=self._files,
+            kept=self._kept,
             machine=SwapMachine(self.clock),
             checker=self._checker,
-            hints=self._hints,
-            base_directory=self._base_directory,
-            monotonic=self._monotonic,
+            monotonic=self._outside.monotonic,
             on_change=self._changed,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )

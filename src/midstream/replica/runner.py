@@ -15,17 +15,17 @@ import abc
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.errors import SnapshotError
-from midstream.replica.admission import Door, Gate
+from midstream.replica.admission import Door
 from midstream.replica.check import Checker, NotSound
 from midstream.replica.hints import Hints
-from midstream.replica.namespaces import Namespaces
-from midstream.replica.pins import Pins
+from midstream.replica.service import Kept
 from midstream.replica.swap import BEFORE_COMMIT, Event, SwapMachine
 from midstream.types import (
     BASE_SNAPSHOT,
@@ -87,31 +87,33 @@ class _GivenUp(Exception):
     """The attempt was given up while its last await returned or swallowed the cancellation."""
 
 
+@dataclass(frozen=True)
+class Files:
+    """Where a snapshot's files come from. base_directory: those of the base weights, which are always here."""
+
+    source: SnapshotSource
+    hints: Hints
+    base_directory: Path
+
+
 class SwapRunner:
     def __init__(
         self,
         *,
         engine: Engine,
-        source: SnapshotSource,
-        gate: Gate,
-        pins: Pins,
-        namespaces: Namespaces,
+        files: Files,
+        kept: Kept,
         machine: SwapMachine,
         checker: Checker,
-        hints: Hints,
-        base_directory: Path,
         monotonic: Callable[[], float],
         on_change: Callable[[], None],
         on_engine_death: Callable[[str], None],
     ) -> None:
         self._engine = engine
-        self._source = source
-        self._gate = gate
-        self._pins = pins
-        self._namespaces = namespaces
+        self._source, self._hints = files.source, files.hints
+        self._base_directory = files.base_directory
+        self._gate, self._pins, self._namespaces = kept.gate, kept.pins, kept.namespaces
         self._checker = checker
-        self._hints = hints
-        self._base_directory = base_directory
         self._monotonic = monotonic
         self._on_change = on_change
         self._on_engine_death = on_engine_death

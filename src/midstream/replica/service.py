@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -37,7 +40,7 @@ from midstream.replica.checked import (
     sampling_for,
     split_prompts,
 )
-from midstream.replica.generation import Generation, Timings, echoed_tokens
+from midstream.replica.generation import Generation, Timings, Work, echoed_tokens
 from midstream.replica.grammarcheck import GrammarChecks
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
@@ -59,6 +62,32 @@ _Made = TypeVar("_Made")
 Read = Callable[[Leave], list[Prompt]]
 
 
+@dataclass(frozen=True)
+class Outside:
+    """Time and randomness, which tests replace."""
+
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    random_seed: Callable[[], int] = lambda: random.getrandbits(62)
+    new_boot: Callable[[], str] = lambda: uuid.uuid4().hex
+
+
+REAL = Outside()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a replica keeps while its engines end and start again."""
+
+    gate: admission.Gate
+    pins: Pins
+    namespaces: Namespaces
+    sessions: Sessions
+    jobs: TextJobs
+    grammars: GrammarChecks
+
+
 class Service:
     def __init__(
         self,
@@ -67,33 +96,26 @@ class Service:
         info: ModelInfo,
         text: TextModel,
         names: ServedNames,
-        gate: admission.Gate,
-        pins: Pins,
-        namespaces: Namespaces,
-        sessions: Sessions,
+        kept: Kept,
+        outside: Outside,
         serving: Callable[[], str],
-        clock: Callable[[], float],
-        monotonic: Callable[[], float],
-        random_seed: Callable[[], int],
         on_engine_death: Callable[[str], None],
-        jobs: TextJobs,
-        grammars: GrammarChecks,
     ) -> None:
         self.engine = engine
         self.info = info
         self.text = text
         self.names = names
-        self.gate = gate
-        self.pins = pins
-        self.namespaces = namespaces
-        self.sessions = sessions
-        self.jobs = jobs
-        self.grammars = grammars
+        self.gate = kept.gate
+        self.pins = kept.pins
+        self.namespaces = kept.namespaces
+        self.sessions = kept.sessions
+        self.jobs = kept.jobs
+        self.grammars = kept.grammars
         self.replays = asyncio.Lock()  # streams that are resumed take up what they said one after the other
         self.serving = serving
-        self.clock = clock
-        self.monotonic = monotonic
-        self.random_seed = random_seed
+        self.clock = outside.clock
+        self.monotonic = outside.monotonic
+        self.random_seed = outside.random_seed
         self.on_engine_death = on_engine_death
 
     @asynccontextmanager
@@ -129,7 +151,6 @@ class Service:
             continued.check_prompts(prompts)
             seed = continued.opening.seed
         requests = self._requests(checked, prompts, seed, answer)
-        self._check_engine(requests)
         await self.gate.enter(patience, counted)
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         asked.check(self.serving(), self.pins.coming)
@@ -141,33 +162,18 @@ class Service:
         turns = self.sessions.turn(session, stamp_of(headers))
         async with pinned:
             with inside, turns as turn:
-                told = (
-                    headers.get(HEADER_RESUMABLE) is not None
-                    and can_be_resumed(checked)
-                    and self.info.card.has("resume")
-                )
+                resumable = can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
-                    checked,
-                    prompts,
-                    requests,
+                    Work(checked, prompts, requests, seed, tool_format),
                     timings,
-                    seed,
-                    tool_format,
-                    told=told,
+                    told=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
                 )
                 try:
                     yield generation
                 finally:
                     generation.measure(turn)
-
-    def _check_engine(self, requests: list[GenerateRequest]) -> None:
-        """What the engine's card does not tell of."""
-        for request in requests:
-            problem = self.engine.refuses(request)
-            if problem is not None:
-                raise InvalidRequest(problem, param=problem.partition(":")[0])
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """What it asks of the snapshot that serves it. A resumed stream was judged when it began."""
@@ -239,10 +245,11 @@ class Service:
     def _requests(
         self, checked: Checked, prompts: list[Prompt], seed: int, answer: str | None
     ) -> list[GenerateRequest]:
+        """Raises InvalidRequest for what the engine refuses and its card does not tell of."""
         engine_id = uuid.uuid4().hex  # x-request-id may repeat: a retry carries it again
         # A stop string that is the name of a special token, which has no text, is that token.
         named = self.text.marker_ids(checked.stops) if checked.tools is None and answer is None else ()
-        return [
+        requests = [
             GenerateRequest(
                 request_id=f"{engine_id}-{index}",
                 prompt=prompt.token_ids,
@@ -259,6 +266,11 @@ class Service:
             )
             for index, prompt in enumerate(prompts)
         ]
+        for request in requests:
+            problem = self.engine.refuses(request)
+            if problem is not None:
+                raise InvalidRequest(problem, param=problem.partition(":")[0])
+        return requests
 
     def _salt(self, checked: Checked, session: Session | None, headers: Mapping[str, str]) -> bytes:
         too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)  # for all one knows

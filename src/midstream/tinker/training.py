@@ -15,6 +15,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -63,6 +64,17 @@ class _Model:
         self.publication: asyncio.Task[None] | None = None
 
 
+@dataclass(frozen=True)
+class Limits:
+    """gap_s: how long a missing seq_id is waited for. max_models: in the trainer at once."""
+
+    gap_s: float = GAP_S
+    max_models: int = MAX_MODELS
+
+
+DEFAULT_LIMITS = Limits()
+
+
 class Training:
     """Made in the event loop it is used in. What `submit_*` returns is the request_id of a future."""
 
@@ -75,17 +87,16 @@ class Training:
         places: names.Places,
         publish: Publish,
         served: Served,
-        gap_s: float = GAP_S,
-        max_models: int = MAX_MODELS,
+        limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._loaded = Loaded(trainer, self._abandoned, max_models=max_models)
+        self._loaded = Loaded(trainer, self._abandoned, max_models=limits.max_models)
         self._store = store
         self._futures = futures
         self._places = places
         self._publish = publish
         self._served = served
-        self._gap_s = gap_s
+        self._gap_s = limits.gap_s
         self._clock = clock
         self._models: dict[str, _Model] = {}
         # Of sampling sessions being made: who asks again while weights load would load them over what came after.

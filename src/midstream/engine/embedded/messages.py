@@ -1,20 +1,14 @@
-"""What a replica process and its engine process say to each other, and how it is framed.
+"""What a replica process and its engine process say to each other. `ipc.py` frames it.
 
-Frames are a little-endian uint32 length and that many bytes of MessagePack. Commands flow down, replies up; a call
-number pairs a Done with its command. Nothing is pickled.
+Commands flow down, replies up; a call number pairs a Done with its command.
 """
 
 from __future__ import annotations
-
-import struct
-from collections.abc import Iterator
 
 import msgspec
 
 from midstream.config import EngineSettings
 from midstream.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
-
-HEADER = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -91,30 +85,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 Reply = Ready | Events | Done | Failed
 
-_encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-def frame(message: Command | Reply) -> bytes:
-    body = _encoder.encode(message)
-    return HEADER.pack(len(body)) + body
-
-
-class Frames:
-    """Cuts what arrives on a socket into message bodies."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that `data` completes."""
-        self._buffer += data
-        while len(self._buffer) >= HEADER.size:
-            (length,) = HEADER.unpack_from(self._buffer)
-            end = HEADER.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[HEADER.size : end])
-            del self._buffer[:end]
-            yield body

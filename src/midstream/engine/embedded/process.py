@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import cast
 
+from midstream import ipc
 from midstream.config import EngineSettings
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.engine.embedded import messages as m
@@ -25,8 +23,6 @@ from midstream.engine.silence import LOOK_S, Silence
 from midstream.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 
 logger = logging.getLogger(__name__)
-
-STOP_GRACE_S = 5.0
 
 
 class _Stream:
@@ -58,41 +54,24 @@ class _Stream:
             self._waiter.set_result(None)
 
 
-class _Wire(asyncio.Protocol):
-    """Our end of the socket: replies but the first are handed on in the turn of the loop that read them.
-
-    first: the first reply; None: there was none.
-    """
+class _EngineLink(ipc.Link[m.Reply]):
+    """Our end of the socket: replies but the first are handed on. first: the first reply; None: there was none."""
 
     def __init__(self, on_reply: Callable[[m.Reply], None]) -> None:
-        self.transport: asyncio.Transport
+        super().__init__(m.reply_decoder)
         self.first: asyncio.Future[m.Reply | None] = asyncio.get_running_loop().create_future()
-        self.lost = asyncio.Event()
         self._on_reply = on_reply
-        self._frames = m.Frames()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for body in self._frames.feed(data):
-                reply = m.reply_decoder.decode(body)
-                if self.first.done():
-                    self._on_reply(reply)
-                else:
-                    self.first.set_result(reply)
-        except Exception:  # what cannot be understood cannot be trusted: the process will be replaced
-            logger.exception("the engine process said something unexpected")
-            self.transport.abort()
+    def received(self, message: m.Reply) -> None:
+        if self.first.done():
+            self._on_reply(message)
+        else:
+            self.first.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost.set()
+        super().connection_lost(exc)
         if not self.first.done():
             self.first.set_result(None)
-
-    def send(self, command: m.Command) -> None:
-        self.transport.write(m.frame(command))
 
 
 class EmbeddedEngine(Engine):
@@ -100,7 +79,7 @@ class EmbeddedEngine(Engine):
         self._model_dir = model_dir
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self._wire: _Wire | None = None  # None or closing: the engine is not running
+        self._link: _EngineLink | None = None  # None or closing: the engine is not running
         self._watchers: list[asyncio.Task[None]] = []  # for its death and its silence
         self._calls: dict[int, asyncio.Future[m.Done]] = {}
         self._numbers = itertools.count(1)
@@ -118,30 +97,21 @@ class EmbeddedEngine(Engine):
 
     async def start(self) -> ModelInfo:
         await self._stop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - fork and exec only; waiting is done in a thread
-                [sys.executable, "-m", "midstream.engine.embedded.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,  # this process's own standard output may be somebody's protocol
-            )
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        _, wire = await loop.create_connection(lambda: _Wire(self._dispatch), sock=ours)
-        self._wire = wire
-        wire.send(m.Start(str(self._model_dir), self._settings))
-        info = await self._loaded(wire, self._process)
-        self._silence = Silence(loop.time())
-        watches = (self._watch_end(wire, self._process), self._watch_silence(self._process))
+        self._process, self._link = process, link = await ipc.spawn(
+            "midstream.engine.embedded.worker", lambda: _EngineLink(self._dispatch)
+        )
+        link.send(m.Start(str(self._model_dir), self._settings))
+        info = await self._loaded(link, process)
+        self._silence = Silence(asyncio.get_running_loop().time())
+        watches = (self._watch_end(link, process), self._watch_silence(process))
         self._watchers = [asyncio.create_task(watch) for watch in watches]
         return info
 
-    async def _loaded(self, wire: _Wire, process: subprocess.Popen[bytes]) -> ModelInfo:
+    async def _loaded(self, link: _EngineLink, process: subprocess.Popen[bytes]) -> ModelInfo:
         reason = "the engine process ended while loading the model"
         try:
             async with asyncio.timeout(self._settings.load_s_max):
-                reply = await wire.first
+                reply = await link.first
         except TimeoutError:
             reason = f"the model was not loaded within {self._settings.load_s_max:g} s (load_s_max)"
             process.kill()
@@ -157,9 +127,9 @@ class EmbeddedEngine(Engine):
         await self._stop()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        wire = self._running_wire()
+        link = self._running_link()
         stream = self._streams[request.request_id] = _Stream(request.choices)
-        wire.send(m.Generate(request))
+        link.send(m.Generate(request))
         try:
             while await stream.wait():
                 event = stream.arrived.popleft()
@@ -213,11 +183,11 @@ class EmbeddedEngine(Engine):
         self._death = callback
 
     async def _call(self, build: Callable[[int], m.Command]) -> m.Done:
-        wire = self._running_wire()
+        link = self._running_link()
         call = next(self._numbers)
         future: asyncio.Future[m.Done] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
-        wire.send(build(call))
+        link.send(build(call))
         try:
             done = await future
         finally:
@@ -226,18 +196,18 @@ class EmbeddedEngine(Engine):
             raise StagingFailed(done.error)
         return done
 
-    def _running_wire(self) -> _Wire:
-        if self._wire is None or self._wire.transport.is_closing():
+    def _running_link(self) -> _EngineLink:
+        if self._link is None or self._link.transport.is_closing():
             raise EngineDied("the engine is not running")
-        return self._wire
+        return self._link
 
     def _send(self, command: m.Command) -> None:
-        if self._wire is not None and not self._wire.transport.is_closing():
-            self._wire.send(command)
+        if self._link is not None and not self._link.transport.is_closing():
+            self._link.send(command)
 
-    async def _watch_end(self, wire: _Wire, process: subprocess.Popen[bytes]) -> None:
+    async def _watch_end(self, link: _EngineLink, process: subprocess.Popen[bytes]) -> None:
         """Tell everybody when the engine ends by itself."""
-        await wire.lost.wait()
+        await link.lost.wait()
         process.kill()  # if it lives, it said what cannot be understood
         self._end_everything()
         code = await asyncio.to_thread(process.wait)
@@ -274,8 +244,8 @@ class EmbeddedEngine(Engine):
                     future.set_result(reply)
 
     def _end_everything(self) -> None:
-        if self._wire is not None:
-            self._wire.transport.close()
+        if self._link is not None:
+            self._link.transport.close()
         for stream in self._streams.values():
             stream.put(None)
         for future in self._calls.values():
@@ -291,11 +261,5 @@ class EmbeddedEngine(Engine):
                 task.cancel()
         self._end_everything()
         process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            await asyncio.to_thread(process.wait, STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("engine process %s did not end in %s s; killing it", process.pid, STOP_GRACE_S)
-            process.kill()
-            await asyncio.to_thread(process.wait)
+        if process is not None:
+            await ipc.ended(process, "engine")

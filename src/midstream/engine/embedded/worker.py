@@ -11,12 +11,10 @@ import contextlib
 import gc
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,6 +28,7 @@ from midstream.engine.embedded.digest import Digester
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.runner import dispose
 from midstream.engine.embedded.staging import Staged, Stager
+from midstream.ipc import Channel, Disconnected
 from midstream.types import GenerateRequest, SwapTiming
 
 logger = logging.getLogger(__name__)
@@ -39,38 +38,8 @@ STATS_INTERVAL_S = 0.25
 CALM_STEPS = 3
 
 
-class Disconnected(Exception):
-    """The replica closed its end."""
-
-
-class Channel:
-    """Blocking frames over a socket, with a non-blocking way to take what has arrived."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._frames = m.Frames()
-
-    def send(self, reply: m.Reply) -> None:
-        try:
-            self._sock.sendall(m.frame(reply))
-        except OSError as error:
-            raise Disconnected from error
-
-    def receive(self, timeout_s: float | None) -> Iterator[m.Command]:
-        """Commands that have arrived; waits up to timeout_s (None: until one comes) for the first."""
-        if select.select([self._sock], [], [], timeout_s)[0]:
-            try:
-                data = self._sock.recv(1 << 20)
-            except OSError as error:  # it died, and had not read all
-                logger.info("the socket broke, the replica is gone (%s); ending", error)
-                raise Disconnected from error
-            if not data:
-                raise Disconnected
-            yield from map(m.command_decoder.decode, self._frames.feed(data))
-
-
 class Worker:
-    def __init__(self, channel: Channel, core: EngineCore) -> None:
+    def __init__(self, channel: Channel[m.Command], core: EngineCore) -> None:
         self._channel = channel
         self._core = core
         self._paused = False
@@ -201,7 +170,7 @@ def main(fd: int) -> int:
     transformers.utils.logging.disable_progress_bar()
     # A thread that stages weights must not hold the interpreter for a whole default slice between two kernels.
     sys.setswitchinterval(0.0005)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(socket.socket(fileno=fd), m.command_decoder)
     with contextlib.suppress(Disconnected):
         start = next(iter(channel.receive(None)))
         assert isinstance(start, m.Start)
@@ -209,9 +178,8 @@ def main(fd: int) -> int:
         torch.set_num_threads(max(1, start.settings.threads))
         try:
             core = EngineCore(Path(start.model_dir), start.settings)
-        except (
-            Exception
-        ) as error:  # whatever the loader raises is told to the replica; then this process ends
+        except Exception as error:
+            # Whatever the loader raises is told to the replica; then this process ends.
             logging.getLogger(__name__).debug("the engine cannot start", exc_info=True)
             reason = " ".join(str(error).split())  # one line, whatever the library wrote
             channel.send(m.Failed(f"{type(error).__name__}: {reason}"))

@@ -1,7 +1,7 @@
-"""What the front and the trainer process say to each other, and how it is framed. Imports no torch.
+"""What the front and the trainer process say to each other. `ipc.py` frames it. Imports no torch.
 
 Always holds: the first command is Start and is answered by Ready or Refused; every later one is answered once, in the order in
-which they were sent. Frames are those of the engine process. Nothing is pickled.
+which they were sent.
 """
 
 from __future__ import annotations
@@ -10,13 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from midstream.engine.embedded.messages import HEADER, Frames
 from midstream.tinker.errors import Category
 from midstream.tinker.types import AdamParams, ForwardBackward, LoraConfig, LossOutputs
-
-__all__ = ["Frames"]
-
-MAX_FRAME_BYTES = 2**32 - 1
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -140,16 +135,5 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 Reply = Ready | Done | ModelState | Losses | Metrics | Written | Refused
 
-_encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-def frame(message: Command | Reply) -> bytes:
-    """Raises ValueError when the message is longer than a frame can say."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(
-            f"{type(message).__name__} of {len(body)} bytes is over the {MAX_FRAME_BYTES} of a frame"
-        )
-    return HEADER.pack(len(body)) + body

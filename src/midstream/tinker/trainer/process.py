@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import subprocess
-import sys
 from collections import deque
-from typing import cast, overload
+from typing import overload
 
+from midstream import ipc
 from midstream.tinker.errors import Failed
 from midstream.tinker.trainer import messages as m
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 5.0
 NOT_RUNNING = "the trainer process is not running"
 
 
@@ -29,40 +27,27 @@ class TrainerDied(Exception):
     """The trainer process ended, and with it every model it held; the message says why."""
 
 
-class _Wire(asyncio.Protocol):
+class _TrainerLink(ipc.Link[m.Reply]):
     """Our end of the socket to one process, and the calls that it has not answered."""
 
     def __init__(self) -> None:
-        self.transport: asyncio.Transport
-        self.lost = asyncio.Event()
+        super().__init__(m.reply_decoder)
         self.calls: deque[asyncio.Future[m.Reply]] = deque()
-        self._frames = m.Frames()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+    def received(self, message: m.Reply) -> None:
+        if not self.calls:
+            raise ipc.Unexpected(f"{type(message).__name__} answers no command")
+        future = self.calls.popleft()
+        if not future.done():  # done: cancelled
+            future.set_result(message)
 
-    def data_received(self, data: bytes) -> None:
+    async def call(self, command: m.Command) -> m.Reply:
         try:
-            for body in self._frames.feed(data):
-                reply = m.reply_decoder.decode(body)
-                future = self.calls.popleft()
-                if not future.done():  # done: cancelled
-                    future.set_result(reply)
-        except Exception:  # what cannot be understood cannot be trusted: the process is ended
-            logger.exception("the trainer process said something unexpected")
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost.set()
-
-    async def send(self, command: m.Command) -> m.Reply:
-        try:
-            frame = m.frame(command)
+            self.send(command)
         except ValueError as error:
             raise Failed(str(error)) from error
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self.calls.append(future)
-        self.transport.write(frame)
         return await future
 
     def fail(self, reason: str) -> None:
@@ -79,13 +64,13 @@ class Trainer:
         self._start = start
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._wire: _Wire | None = None
+        self._link: _TrainerLink | None = None
         self._info: m.TrainerInfo | None = None  # None: it has not said that it is ready
         self._watch: asyncio.Task[None] | None = None
         self._reason = NOT_RUNNING
 
     def __repr__(self) -> str:
-        return f"Trainer(pid={self.pid}, calls={0 if self._wire is None else len(self._wire.calls)})"
+        return f"Trainer(pid={self.pid}, calls={0 if self._link is None else len(self._link.calls)})"
 
     @property
     def pid(self) -> int | None:
@@ -93,7 +78,7 @@ class Trainer:
 
     @property
     def running(self) -> bool:
-        return self._wire is not None and not self._wire.lost.is_set() and self._info is not None
+        return self._link is not None and not self._link.lost.is_set() and self._info is not None
 
     async def start(self) -> m.TrainerInfo:
         """What the base model is. A process that runs is kept. Raises Failed when the model cannot be trained, TrainerDied."""
@@ -102,8 +87,8 @@ class Trainer:
                 return self._info
             await self._end(NOT_RUNNING)
             try:
-                wire = await self._spawn()
-                reply = await wire.send(self._start)
+                link = await self._spawn()
+                reply = await link.call(self._start)
             except BaseException:
                 await self._end(NOT_RUNNING)
                 raise
@@ -130,9 +115,9 @@ class Trainer:
         A call that is cancelled is carried out all the same.
         """
         await self._settled()
-        if self._wire is None or not self.running:
+        if self._link is None or not self.running:
             raise TrainerDied(self._reason)
-        reply = await self._wire.send(command)
+        reply = await self._link.call(command)
         if isinstance(reply, m.Refused):
             raise Failed(reply.message, reply.category)
         return reply
@@ -141,62 +126,42 @@ class Trainer:
         """Calls under way end with TrainerDied."""
         await self._end("the trainer was closed")
 
-    async def _spawn(self) -> _Wire:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - fork and exec only; waiting is done in a thread
-                [sys.executable, "-m", "midstream.tinker.trainer.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,  # this process's own standard output may be somebody's protocol
-            )
-        ours.setblocking(False)
-        _, wire = await asyncio.get_running_loop().create_connection(_Wire, sock=ours)
-        self._wire = wire
-        self._watch = asyncio.create_task(self._watch_end(wire, self._process))
-        return wire
+    async def _spawn(self) -> _TrainerLink:
+        self._process, self._link = await ipc.spawn("midstream.tinker.trainer.worker", _TrainerLink)
+        self._watch = asyncio.create_task(self._watch_end(self._link, self._process))
+        return self._link
 
-    async def _watch_end(self, wire: _Wire, process: subprocess.Popen[bytes]) -> None:
+    async def _watch_end(self, link: _TrainerLink, process: subprocess.Popen[bytes]) -> None:
         """Tell everybody when the trainer ends by itself."""
-        await wire.lost.wait()
-        code = await _ended(process)
+        await link.lost.wait()
+        code = await ipc.ended(process, "trainer")
         self._reason = f"the trainer process {ending(code)}"
         logger.error("%s (pid %s)", self._reason, process.pid)
-        wire.fail(self._reason)
+        link.fail(self._reason)
 
     async def _settled(self) -> None:
         """Returns at once, or, when the process has ended by itself, once it is known why."""
-        if self._watch is not None and self._wire is not None and self._wire.lost.is_set():
+        if self._watch is not None and self._link is not None and self._link.lost.is_set():
             await asyncio.wait([self._watch])
 
     async def _end(self, reason: str) -> None:
         """Closing the socket asks the process to leave, a kill follows if it does not."""
         watch, self._watch = self._watch, None
         process, self._process = self._process, None
-        wire, self._wire = self._wire, None
+        link, self._link = self._link, None
         self._info, self._reason = None, reason
         if watch is not None:
             watch.cancel()
-        if wire is not None:
-            wire.transport.close()
-            wire.fail(reason)
+        if link is not None:
+            link.transport.close()
+            link.fail(reason)
         if process is None:
             return
         try:
-            await _ended(process)
+            await ipc.ended(process, "trainer")
         except asyncio.CancelledError:
             process.kill()
             raise
-
-
-async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a process whose socket is closed, which is to leave by itself."""
-    try:
-        return await asyncio.to_thread(process.wait, STOP_GRACE_S)
-    except subprocess.TimeoutExpired:
-        logger.warning("trainer process %s did not end in %s s; killing it", process.pid, STOP_GRACE_S)
-        process.kill()
-        return await asyncio.to_thread(process.wait)
 
 
 def ending(code: int) -> str:

@@ -16,9 +16,11 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import torch
 import transformers
 
+from midstream.ipc import Channel, Disconnected
 from midstream.tinker.errors import Failed
 from midstream.tinker.trainer import messages as m
 from midstream.tinker.trainer.checkpoints import export_weights, load_state, read_meta, save_state
@@ -78,16 +80,18 @@ class Worker:
         return self._models[model_id]
 
 
-def receive(sock: socket.socket, bodies: queue.SimpleQueue[bytes]) -> None:
+def receive(channel: Channel[m.Command], commands: queue.SimpleQueue[m.Command]) -> None:
     """Runs on a thread of its own. Ends the process when the other end closes: there is nothing to save."""
-    frames = m.Frames()
+    code = 1
     try:
-        while data := sock.recv(1 << 20):
-            for body in frames.feed(data):
-                bodies.put(body)
-    except OSError:
-        pass
-    os._exit(0)
+        while True:
+            for command in channel.receive(None):
+                commands.put(command)
+    except Disconnected:
+        code = 0
+    except msgspec.DecodeError:
+        logger.exception("the front sent a command that cannot be read; ending")
+    os._exit(code)
 
 
 def main(fd: int) -> int:
@@ -95,10 +99,10 @@ def main(fd: int) -> int:
         signal.signal(number, signal.SIG_IGN)  # the front decides when the trainer ends
     transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer %(levelname)s %(message)s")
-    sock = socket.socket(fileno=fd)
-    bodies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=receive, args=(sock, bodies), daemon=True, name="receive").start()
-    start = m.command_decoder.decode(bodies.get())
+    channel = Channel(socket.socket(fileno=fd), m.command_decoder)
+    commands: queue.SimpleQueue[m.Command] = queue.SimpleQueue()
+    threading.Thread(target=receive, args=(channel, commands), daemon=True, name="receive").start()
+    start = commands.get()
     assert isinstance(start, m.Start)
     torch.set_num_threads(max(1, start.threads))
     try:
@@ -106,12 +110,12 @@ def main(fd: int) -> int:
     except Exception as error:  # whatever the loader raises is told to the front; then this process ends
         logger.debug("the trainer cannot start", exc_info=True)
         reason = " ".join(str(error).split())
-        sock.sendall(m.frame(m.Refused(f"{type(error).__name__}: {reason}", "server")))
+        channel.send(m.Refused(f"{type(error).__name__}: {reason}", "server"))
         return 1
-    sock.sendall(m.frame(m.Ready(base.info())))
+    channel.send(m.Ready(base.info()))
     worker = Worker(base)
     while True:
-        sock.sendall(m.frame(worker.answer(m.command_decoder.decode(bodies.get()))))
+        channel.send(worker.answer(commands.get()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""How long a function and how wide a constructor may be. Ruff limits the cyclomatic complexity (C901)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import midstream
+
+SOURCE = Path(midstream.__file__).parent
+LINES_BELOW = 60
+ARGUMENTS_MAX = 8
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, Function):
+                yield f"{path.relative_to(SOURCE)}:{node.name}:{node.lineno}", node
+
+
+def test_no_function_has_sixty_lines() -> None:
+    found = list(functions())
+    assert len(found) > 1000
+    assert [name for name, node in found if (node.end_lineno or 0) - node.lineno + 1 >= LINES_BELOW] == []
+
+
+def test_no_constructor_takes_more_than_eight_arguments() -> None:
+    """More than that come in groups, each a class with a name. The publisher's are the public interface of a client."""
+    wide = {
+        name.partition(":")[0]: count
+        for name, node in functions()
+        if node.name == "__init__"
+        and (count := len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1)
+        > ARGUMENTS_MAX
+    }
+    assert wide == {"client/publish.py": 13}
