@@ -1,7 +1,7 @@
 """Tensors that say they are on a CUDA device while they are computed with on the CPU, on a machine without one.
 
-Owns: what PyTorch refuses across devices: an operation on tensors of both (numbers and tensors without a dimension apart), and numpy
-on a tensor of the device. It does not show what only a device does: other rounding, streams, memory.
+Owns: what PyTorch refuses: an operation on tensors of both devices, and numpy on a tensor of the device. Numbers and tensors
+without a dimension may be on either. It does not show what only a device does: other rounding, streams, memory.
 """
 
 from __future__ import annotations
