@@ -64,9 +64,9 @@ class Piece:
     needs: tuple[str, ...] = ("torch",)
 
 
-def _tests(on_device: str, on_cpu: str, environment: str = "") -> Callable[[str], str]:
+def _tests(on_device: str, on_cpu: str) -> Callable[[str], str]:
     """A device's own warnings are shown, not errors: no other machine could have seen them."""
-    run = f"{environment} {PYTHON.relative_to(ROOT)} -m pytest -q -p no:cacheprovider -W default".strip()
+    run = f"{PYTHON.relative_to(ROOT)} -m pytest -q -p no:cacheprovider -W default"
     return lambda device: f"{run} {on_cpu if device == 'cpu' else on_device}"
 
 
@@ -98,7 +98,7 @@ PIECES = (
         "provenance",
         "every record is borne out over the KV it is said to stand on: hot loads, preemption, failover, all families",
         5,
-        _tests(f"{STORM} -k cuda", f"{STORM} -k 'cpu and qwen3-moe and roomy'", "STORM_TOKENS=300"),
+        _tests(f"{STORM} -k cuda", f"{STORM} -k 'cpu and qwen3-moe and roomy'"),
     ),
     Piece(
         "hotload",
@@ -112,7 +112,7 @@ PIECES = (
         4,
         _bench(
             "engine.py",
-            "--kinds decode late --concurrency 1 16 64 --shapes 64+128 --rounds 2 --budget-s 20",
+            "--kinds decode late --concurrency 1 16 64 --shapes 64+128 --rounds 1",
             "--models tiny-moe --kinds decode --concurrency 2 --shapes 64+32 --rounds 1",
         ),
     ),

@@ -51,4 +51,4 @@ def settle(device: torch.device | str) -> None:
 @functools.cache
 def _loading_stream(index: int) -> torch.cuda.Stream:
     """One for all loads: PyTorch keeps freed memory for the stream that it was allocated on."""
-    return torch.cuda.Stream(index)
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
