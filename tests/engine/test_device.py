@@ -71,6 +71,8 @@ def test_a_device_that_this_pytorch_does_not_have_is_refused_before_anything_is_
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"^embedded\.device cuda:1: PyTorch \S+ is built without CUDA$"):
         EngineCore(tmp_path / "nothing", EngineSettings(device="cuda:1"))
+    with pytest.raises(ConfigError, match=r"^embedded\.device 'gpu': expected cpu or cuda, "):
+        EngineCore(tmp_path / "nothing", EngineSettings(device="gpu"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"^embedded\.device cuda: PyTorch \S+ sees no CUDA device$"):
         EngineCore(tmp_path / "nothing", EngineSettings(device="cuda"))

@@ -19,7 +19,11 @@ from midstream.errors import ConfigError
 
 
 def check_device(name: str) -> None:
-    """Raises ConfigError for a CUDA device that this process cannot use."""
+    """Raises ConfigError for what is no device, or a CUDA device that this process cannot use."""
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"embedded.device {name!r}: expected cpu or cuda, or cuda:1 and so on") from error
     if not is_cuda(name) or torch.cuda.is_available():
         return
     build = "is built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
