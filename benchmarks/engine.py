@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def lines(model: str, options: argparse.Namespace) -> list[Line]:
     return found
 
 
-def write_models(names: list[str], folder: Path) -> list[Model]:
+def write_models(names: list[str], folder: Path, device: str = "cpu") -> list[Model]:
     """The models' directories, made from seeds."""
     found = []
     for name in names:
@@ -99,7 +99,7 @@ def write_models(names: list[str], folder: Path) -> list[Model]:
             found.append(
                 Model(name, directory, vocabulary=VOCABULARY - 1, threads=2, vllm_cores="0-1", kv_gib=2)
             )
-    return found
+    return [replace(model, device=device) for model in found]
 
 
 def measure(endpoint: Endpoint, model: Model, line: Line, seed: int) -> dict[str, float]:
@@ -281,6 +281,7 @@ def new_result(options: argparse.Namespace) -> dict[str, Any]:
         logprobs=True,
         stream=True,
         dtype="bfloat16",
+        device=options.device,
     )
     if "vllm" in options.engines:
         result["versions"]["vllm environment"] = vllm_versions()
@@ -312,6 +313,7 @@ def main() -> int:
     parser.add_argument(
         "--columns", nargs="+", choices=COLUMNS, help="of those the engines have; default all"
     )
+    parser.add_argument("--device", default="cpu", help="of midstream's engine")
     parser.add_argument("--shapes", nargs="+", default=["64+128", "1024+128"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=5)
@@ -328,7 +330,7 @@ def main() -> int:
         parser.error(f"{VLLM_PYTHON} is missing; `make bench-engine` makes it")
     result = new_result(options)
     with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
-        for model in write_models(options.models, Path(folder)):
+        for model in write_models(options.models, Path(folder), options.device):
             measure_model(model, Path(folder), options, result)
     if not options.write:
         print(json.dumps(result, indent=2))

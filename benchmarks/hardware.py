@@ -51,15 +51,12 @@ def provenance(**configuration: Any) -> dict[str, Any]:
         ),
         platform.processor(),
     )
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     code = [
         ":/",
         ":(exclude,top)benchmarks/results",
         ":(exclude,top)docs/benchmarks.md",
     ]  # not what benchmarks write
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "--", *code], capture_output=True, text=True, check=False
-    )
+    commit, dirty = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *code)
     versions = {}
     for package in ("midstream", "torch", "transformers", "uvloop", "httptools", "openai"):
         try:
@@ -69,10 +66,18 @@ def provenance(**configuration: Any) -> dict[str, Any]:
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "hardware": {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform()},
-        "commit": commit.stdout.strip() + ("+uncommitted" if dirty.stdout.strip() else ""),
+        "commit": (commit or "unknown") + ("+uncommitted" if dirty else ""),
         "versions": {"python": platform.python_version(), **versions},
         "configuration": configuration,
     }
+
+
+def _git(*words: str) -> str:
+    """What git says; nothing where there is no git, or no repository."""
+    try:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def commit_of(checkout: Path | None) -> str:

@@ -42,6 +42,7 @@ class Model:
     threads: int  # for engines that are told; vLLM binds its own
     vllm_cores: str  # VLLM_CPU_OMP_THREADS_BIND
     kv_gib: int  # the same KV budget for every engine
+    device: str = "cpu"  # of midstream's engine
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Midstream(Server):
         config = state / "midstream.toml"
         config.write_text(
             f'replica_token = "{TOKEN}"\n[embedded]\nthreads = {self.model.threads}\nblock_size = {BLOCK}\n'
+            f'device = "{self.model.device}"\n'
         )
         return [
             *(sys.executable, "-m", "midstream.cli", "serve", "--model", str(self.model.directory)),
@@ -195,7 +197,7 @@ class Midstream(Server):
         return round(self.model.kv_gib * 2**30 / (float(found[1]) * BLOCK))
 
     def configuration(self) -> dict[str, Any]:
-        return {"threads": self.model.threads, "replicas": 1}
+        return {"threads": self.model.threads, "replicas": 1, "device": self.model.device}
 
 
 class MidstreamBefore(Midstream):

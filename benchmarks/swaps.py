@@ -219,7 +219,7 @@ def summary(runs: list[dict[str, list[float]]]) -> dict[str, Any]:
     return result
 
 
-def write_models(names: list[str], folder: Path) -> dict[str, tuple[Model, list[Path]]]:
+def write_models(names: list[str], folder: Path, device: str) -> dict[str, tuple[Model, list[Path]]]:
     """Each with two checkpoints of other weights; the first is what is served at the start."""
     made = {}
     for name in names:
@@ -231,7 +231,7 @@ def write_models(names: list[str], folder: Path) -> dict[str, tuple[Model, list[
                 directory.parent.mkdir(exist_ok=True, parents=True)
                 write_dense(directory, seed=seed)
         vocabulary = 256 if name == "10MB" else VOCABULARY - 1
-        made[name] = Model(name, directories[0], vocabulary, 2, "0-1", 1), directories
+        made[name] = Model(name, directories[0], vocabulary, 2, "0-1", 1, device), directories
     return made
 
 
@@ -247,6 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["10MB", "1GB"], choices=["10MB", "1GB"])
     parser.add_argument("--engines", nargs="+", default=["midstream", "vllm"], choices=["midstream", "vllm"])
+    parser.add_argument("--device", default="cpu", help="of midstream's engine")
     parser.add_argument("--swaps", type=int, default=5, help="in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/swaps.json")
@@ -260,7 +261,7 @@ def main() -> int:
     runs: dict[tuple[str, str], list[dict[str, list[float]]]] = {}
     kinds = {"midstream": (Midstream, midstream_swaps), "vllm": (VllmDevelopment, vllm_swaps)}
     with tempfile.TemporaryDirectory(prefix="bench-swap-") as folder:
-        models = write_models(options.models, Path(folder))
+        models = write_models(options.models, Path(folder), options.device)
         for round_number, (name, (model, directories)) in itertools.product(
             range(options.rounds), models.items()
         ):
@@ -274,7 +275,12 @@ def main() -> int:
                 runs.setdefault((name, engine), []).extend(made)
         sizes = {name: weight_bytes(directories[0]) for name, (_, directories) in models.items()}
     result = provenance(
-        prompt_tokens=PROMPT, streams=STREAMS, swaps_a_round=options.swaps, rounds=options.rounds, bytes=sizes
+        prompt_tokens=PROMPT,
+        streams=STREAMS,
+        swaps_a_round=options.swaps,
+        rounds=options.rounds,
+        bytes=sizes,
+        device=options.device,
     )
     if "vllm" in options.engines:
         result["versions"]["vllm environment"] = vllm_versions()

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+#: `make gpu-check` sets it: the device that embedded engines compute on.
+DEVICE = os.environ.get("MIDSTREAM_TEST_DEVICE", "cpu")
 READY = re.compile(r"midstream ready on (https?://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)")
 
 
@@ -49,6 +51,15 @@ def descendants(pid: int) -> list[int]:
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "midstream.cli", *arguments]
+
+
+def on_device(folder: Path) -> tuple[str, ...]:
+    """Options of a server whose engines compute on DEVICE."""
+    if DEVICE == "cpu":
+        return ()
+    config = folder / "device.toml"
+    config.write_text(f'[embedded]\ndevice = "{DEVICE}"\n')
+    return "--config", str(config)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,10 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.native.library import kernels as native_kernels
 from midstream.types import GenerateRequest, SamplingParams, TokenRecord
 
+#: For parameters that need a CUDA device.
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+DEVICES = ("cpu", pytest.param("cuda", marks=GPU))
+
 
 def needs_compiler(kernels: str) -> None:
     """Skip what needs the native kernels on a machine that cannot build them."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_helpers import needs_compiler, request, run
+from engine_helpers import GPU, needs_compiler, request, run
 from transformers import AutoModelForCausalLM
 
 from midstream.config import EngineSettings
@@ -94,9 +94,6 @@ def write_model(family: str, directory: Path, seed: int = 0) -> Path:
             torch.nn.init.normal_(tensor, std=0.3)
     model.save_pretrained(directory / family)
     return directory / family
-
-
-GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 
 
 @pytest.mark.parametrize("batch_tokens", [48, 1024], ids=["chunked", "whole"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import needs_compiler, request, run
+from engine_helpers import GPU, needs_compiler, request, run
 from test_models import write_model
 from transformers import AutoModelForCausalLM
 
@@ -24,11 +24,12 @@ from midstream.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_ROUTER, NEAR_TOP_K, NE
 torch.set_num_threads(1)
 
 CASES = [
-    ("qwen3-moe", "native"),
-    ("qwen3-moe", "torch"),
-    ("mixtral", "native"),
-    ("deepseek-v3", "torch"),
-    ("gpt-oss", "torch"),
+    ("qwen3-moe", "native", "cpu"),
+    ("qwen3-moe", "torch", "cpu"),
+    ("mixtral", "native", "cpu"),
+    ("deepseek-v3", "torch", "cpu"),
+    ("gpt-oss", "torch", "cpu"),
+    *(pytest.param(f, "auto", "cuda", marks=GPU) for f in ("qwen3-moe", "mixtral", "deepseek-v3", "gpt-oss")),
 ]
 
 
@@ -82,14 +83,17 @@ class Margins:
         return np.min(self._found, axis=0)
 
 
-@pytest.mark.parametrize(("family", "kernels"), CASES)
+@pytest.mark.parametrize(("family", "kernels", "device"), CASES)
 def test_a_routers_tie_is_marked_and_a_clear_choice_is_not_cold_warm_and_in_later_turns(
-    family: str, kernels: Any, tmp_path: Path
+    family: str, kernels: Any, device: str, tmp_path: Path
 ) -> None:
     needs_compiler(kernels)
     directory = with_equal_experts(family, tmp_path)
     core = EngineCore(
-        directory, EngineSettings(max_batch_tokens=64, max_running=8, kv_cache_tokens=8192, kernels=kernels)
+        directory,
+        EngineSettings(
+            max_batch_tokens=64, max_running=8, kv_cache_tokens=8192, kernels=kernels, device=device
+        ),
     )
     margins = Margins(directory)
     rng = random.Random(1)

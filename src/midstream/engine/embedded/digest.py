@@ -18,11 +18,12 @@ import torch
 from midstream import __version__
 from midstream.engine.embedded import messages as m
 from midstream.engine.embedded.background import Job
+from midstream.engine.embedded.device import loading
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18  # summed at a time, without the interpreter's lock and within a core's cache
-#: Copied from a device at a time: a copy waits for the step in work, so small ones would take a step each.
+#: Copied from a device at a time: each copy is a round trip, so small ones would take long.
 PIECE_BYTES = 64 * CHUNK_BYTES
 #: Odd, so that no change of a single word goes unseen; all different, so that words that change places are seen.
 FACTORS = np.arange(CHUNK_BYTES // 4, dtype=np.uint32) * np.uint32(2 * 2654435761 % 2**32) | np.uint32(1)
@@ -55,7 +56,9 @@ class Digester:
 
     def _run(self, call: int, weights: Weights) -> None:
         try:
-            self._finished.put(m.Done(call, digest=f"{kind(weights)}:{digest(weights)}"))
+            with loading(weights[0][1].device if weights else "cpu"):
+                found = f"{kind(weights)}:{digest(weights)}"
+            self._finished.put(m.Done(call, digest=found))
         except Exception as error:  # whatever it is, the request must get its answer
             logger.warning("the weights could not be read", exc_info=True)
             self._finished.put(m.Done(call, error=f"{type(error).__name__}: {error}"))

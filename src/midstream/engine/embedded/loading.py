@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from midstream.config import EngineSettings
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import StepBatch, alone
+from midstream.engine.embedded.device import check_device, loading
 from midstream.engine.embedded.fused import GROUP, FusedDecoder, NotFused, Pieces
 from midstream.engine.embedded.mapped import MappedCheckpoint, assembled
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
@@ -76,10 +77,12 @@ class LoadedModel:
 
 def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
     """The first model of an engine. Raises UnsupportedModel."""
+    check_device(settings.device)
     dtype = "auto" if settings.dtype is None else getattr(torch, settings.dtype)
-    module = _read(directory, dtype, settings.device)
-    loaded = _loaded(module, checked_decoder(module, settings))
-    probe(loaded)
+    with loading(settings.device):
+        module = _placed(_read(directory, dtype), settings.device)
+        loaded = _loaded(module, checked_decoder(module, settings))
+        probe(loaded)
     return loaded
 
 
@@ -99,9 +102,10 @@ def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings)
         )
         probe_beside(loaded, serving.decoder)
     else:
-        module = _read_beside(serving, directory, settings)
-        loaded = _loaded(module, ModuleDecoder(module))
-        probe(loaded)
+        with loading(settings.device):
+            module = _read_beside(serving, directory, settings)
+            loaded = _loaded(module, ModuleDecoder(module))
+            probe(loaded)
     return loaded
 
 
@@ -139,12 +143,13 @@ def _read_beside(serving: LoadedModel, directory: Path, settings: EngineSettings
 
     It sets the process-wide default dtype to the one it loads in while it builds the module, which a step on another
     thread would see. So load in float32, the default anyway, and cast each tensor: casting up and back is exact.
+    It is cast before it is placed, so a device never holds the snapshot in float32.
     """
-    module = _read(directory, torch.float32, settings.device)
+    module = _read(directory, torch.float32)
     _check_shapes(module, serving)
     for name, tensor in _tensors(module):
         tensor.data = tensor.data.to(serving.shapes[name][1])
-    return module
+    return _placed(module, settings.device)
 
 
 def _check_shapes(module: Any, serving: LoadedModel) -> None:
@@ -230,14 +235,19 @@ def _fused(module: Any, settings: EngineSettings, pieces: Pieces | None = None) 
     return FusedDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads), pieces or {})
 
 
-def _read(directory: Path, dtype: torch.dtype | str, device: str) -> Any:
+def _read(directory: Path, dtype: torch.dtype | str) -> Any:
     module = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True
     )
-    module = module.to(device).eval().requires_grad_(False)
+    return module.eval().requires_grad_(False)
+
+
+def _placed(module: Any, device: str) -> Any:
+    """Its tensors on the device, off the file mapping: the first step must not wait for the disk."""
+    module = module.to(device)
     for parameter in module.parameters():
-        # Off the file mapping: the first step must not wait for the disk.
-        parameter.data = parameter.data.clone()
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
     return module
 
 

@@ -16,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from midstream.engine.embedded.attention import KVCache, PackedBatch, prefill_span, round_up
 from midstream.engine.embedded.batch import StepBatch, alone
 from midstream.engine.embedded.blocks import PAD_SLOT
+from midstream.engine.embedded.device import settle
 from midstream.engine.embedded.ties import Routers, near_tie
 
 DENSE_EXPERTS = "midstream_dense"
@@ -89,7 +90,9 @@ class ModuleDecoder:
         yield from self.module.named_buffers()
 
     def release(self) -> None:
-        """Let the weights go."""
+        """Let the weights go, once no kernel reads them."""
+        if self.module is not None:
+            settle(self.device)
         self._captured.clear()
         self._chosen_by.clear()
         self.module, self._routers = None, None

@@ -10,7 +10,7 @@ Always holds:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,11 +140,20 @@ def _penalised(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
             )
         if params.presence_penalty or params.frequency_penalty:
-            for token, count in Counter(row.history[row.prompt_len :]).items():
-                scores[i, token] -= params.presence_penalty + count * params.frequency_penalty
-        for token, bias in params.logit_bias.items():
-            scores[i, token] += bias
+            counts = Counter(row.history[row.prompt_len :])
+            _add(
+                scores[i],
+                {t: -(params.presence_penalty + n * params.frequency_penalty) for t, n in counts.items()},
+            )
+        _add(scores[i], params.logit_bias)
     return scores
+
+
+def _add(scores: torch.Tensor, amounts: Mapping[int, float]) -> None:
+    """In one operation, however many tokens: on a device each would be a kernel of its own."""
+    if amounts:
+        tokens = torch.tensor(list(amounts), device=scores.device)
+        scores[tokens] += torch.tensor(list(amounts.values()), dtype=scores.dtype, device=scores.device)
 
 
 def _masked(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

@@ -1,0 +1,58 @@
+"""What a CUDA device needs that a CPU does not. On any other device all of this does nothing.
+
+PyTorch launches a thread's work on the device's default stream, whatever the thread. Steps run there.
+Always holds:
+- Weights are loaded and read for digests on another stream, so no step waits for a copy of a snapshot, and no copy for a step.
+- What `loading` did on the device is complete when it returns, so a step may read it.
+- `settle` returns when no kernel that was launched before it still runs, so memory that they read may be freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from midstream.errors import ConfigError
+
+
+def check_device(name: str) -> None:
+    """Raises ConfigError for what is no device, or a CUDA device that this process cannot use."""
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"embedded.device {name!r}: expected cpu or cuda, or cuda:1 and so on") from error
+    if not is_cuda(name) or torch.cuda.is_available():
+        return
+    build = "is built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
+    raise ConfigError(f"embedded.device {name}: PyTorch {torch.__version__} {build}")
+
+
+def is_cuda(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+@contextlib.contextmanager
+def loading(device: torch.device | str) -> Iterator[None]:
+    """Within, this thread's work on a CUDA device goes to the stream of loads."""
+    if not is_cuda(device):
+        yield
+        return
+    index = torch.device(device).index
+    stream = _loading_stream(torch.cuda.current_device() if index is None else index)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def settle(device: torch.device | str) -> None:
+    if is_cuda(device):
+        torch.cuda.synchronize(device)
+
+
+@functools.cache
+def _loading_stream(index: int) -> torch.cuda.Stream:
+    """One for all loads: PyTorch keeps freed memory for the stream that it was allocated on."""
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
