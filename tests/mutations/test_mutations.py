@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,9 @@ def _invariants() -> dict[str, list[str]]:
     _, heading, section = text.partition("\n## Invariants")
     assert heading
     rows = [
-        line.strip("| ").split(" | ") for line in section.split("\n## ")[0].splitlines() if "tests/" in line
+        line.strip("| ").split(" | ")
+        for line in section.split("\n## ")[0].splitlines()
+        if line.startswith("| ") and "tests/" in line
     ]
     return {row[0]: re.findall(r"`(?:tests/)?([\w./]+)`", row[-1]) for row in rows}
 
@@ -109,3 +113,29 @@ def test_a_tier_runs_the_tests_it_has(tmp_path: Path) -> None:
     assert "not slow" not in run.command(FAULT, "test", False, tmp_path / "report")
     assert run.command(FAULT, "fast", True, tmp_path / "report")[:2] == ["make", "test-fast"]
     assert run.command(FAULT, "test", True, tmp_path / "report")[:2] == ["make", "test"]
+
+
+def test_tests_run_on_the_copy_and_are_ended_when_they_take_too_long(tmp_path: Path) -> None:
+    show = [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"]
+    assert run.run_tests(show, tmp_path, tmp_path / "src", 60.0, tmp_path / "log")
+    assert (tmp_path / "log").read_text() == f"{tmp_path / 'src'}\n"
+    hang = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert not run.run_tests(hang, tmp_path, tmp_path / "src", 0.5, tmp_path / "log")
+
+
+def test_the_script_tells_a_fault_that_is_noticed_from_one_that_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real tests of a small module, in a process of their own, on a copy with each fault."""
+    noticed = next(mutation for mutation in MUTATIONS if mutation.name == "two_switch_at_once")
+    quick = replace(noticed, tests=("control/test_order.py::test_whose_turn_it_is",))
+    harmless = replace(
+        quick, name="harmless", before="Which replica may switch now", after="Which replica may switch"
+    )
+    monkeypatch.setattr(run, "MUTATIONS", (quick, harmless))
+    assert run.main([]) == 1
+    *_, first, second, summary = capsys.readouterr().out.splitlines()
+    assert first.startswith("killed    two_switch_at_once ")
+    assert first.endswith(".test_order::test_whose_turn_it_is[reports4-staged4-None-False-1]")
+    assert re.fullmatch(r"SURVIVED  harmless +[\d.]+ s  survived \d+ tests", second)
+    assert summary == "1 of 2 killed"

@@ -116,11 +116,11 @@ ENGINE = (
         ("engine/test_core.py",),
     ),
     Mutation(
-        "block_evicted_while_below_is_kept",
+        "newest_block_evicted",
         "engine/embedded/blocks.py",
-        "gone += below",
-        "gone += below[1:]",
-        "Whoever leaves the tree of cached prefixes takes everything below along.",
+        "self._cached.popitem(last=False)",
+        "self._cached.popitem(last=True)",
+        "Eviction takes the cached block that was unused for longest.",
         ("engine/test_blocks.py",),
     ),
     Mutation(

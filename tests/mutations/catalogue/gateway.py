@@ -92,14 +92,6 @@ GATEWAY = (
         ("gateway/test_gateway_bounds.py",),
     ),
     Mutation(
-        "one_request_too_many",
-        "http_budget.py",
-        "if bound and account.requests >= bound:",
-        "if bound and account.requests > bound:",
-        "A tenant has at most as many requests in flight as the settings allow.",
-        ("gateway/test_gateway_bounds.py",),
-    ),
-    Mutation(
         "source_outside_the_bucket",
         "gateway/signals.py",
         'and not {"", ".", ".."} & {name, again}',

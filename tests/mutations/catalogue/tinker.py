@@ -43,7 +43,8 @@ TINKER = (
         "            )\n"
         "            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)",
         "            self._add_checkpoint(model.row, uri, body.user_metadata, size=0)\n"
-        "            await self._loaded.call(model.row.id, m.SaveState(model.row.id, str(directory)))",
+        "            written = await self._loaded.call(model.row.id, m.SaveState(model.row.id, str(directory)))\n"
+        "            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)",
         "A checkpoint is known only after its files are whole.",
         ("tinker/test_tinker_training.py",),
     ),
