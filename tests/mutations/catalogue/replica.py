@@ -9,7 +9,7 @@ REPLICA = (
         "if self._door is Door.CLOSED:",
         "if self._door in (Door.CLOSED, Door.HELD):",
         "No request fails because of an async swap: newcomers wait.",
-        ("replica/test_replica_swap.py",),
+        ("replica/test_replica_swap.py::test_who_waited_at_the_gate_goes_by_the_door_that_follows",),
     ),
     Mutation(
         "waiting_request_passes_a_closed_gate",
@@ -17,7 +17,7 @@ REPLICA = (
         "            self.choices -= choices\n        self.check(choices)",
         "            self.choices -= choices",
         "A request that waited at the gate is served or told to come again, never let into a closed one.",
-        ("replica/test_replica_swap.py", "replica/test_replica_limits.py"),
+        ("replica/test_replica_swap.py",),
     ),
     Mutation(
         "drain_ends_early",
