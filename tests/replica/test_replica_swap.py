@@ -152,6 +152,25 @@ def test_committing_can_be_left_only_by_its_own_outcome() -> None:
     }
 
 
+def test_weights_whose_check_failed_are_not_sound_until_a_check_passes() -> None:
+    machine = SwapMachine(lambda: 0.0)
+
+    def load(snapshot: str, generation: int, outcome: Event) -> tuple[bool, bool]:
+        machine.accept(wanted(snapshot, generation))
+        assert machine.begin() is not None, "also when it serves already"
+        for event in (Event.FETCHED, Event.VERIFIED, Event.STAGED, Event.COMMIT, Event.COMMITTED):
+            machine.advance(event)
+        if outcome is Event.FAILED:
+            machine.fail("canary token 3 is nan")
+        else:
+            machine.advance(outcome)
+        return machine.sound, machine.checked
+
+    assert load("v1", 1, Event.FAILED) == (False, False)
+    assert load("v1", 2, Event.FAILED) == (False, False)
+    assert load("v1", 3, Event.CHECKED) == (True, True)
+
+
 def test_the_diagram_shows_the_whole_table() -> None:
     lines = mermaid().splitlines()
     assert lines[:2] == ["stateDiagram-v2", "    [*] --> idle"]

@@ -9,7 +9,7 @@ ENGINE = (
         "sampled.sampling_logprobs[i],\n                self.snapshot,",
         "sampled.sampling_logprobs[i],\n                self.snapshots[seq.epoch],",
         "A token is labelled with the snapshot whose pass gave its logits, not with the one its request began under.",
-        ("engine/test_core.py",),
+        ("engine/test_core.py::test_a_swap_labels_each_token_with_the_weights_that_made_it",),
     ),
     Mutation(
         "kv_of_the_snapshot_before",
@@ -17,7 +17,7 @@ ENGINE = (
         "self._kv_snapshot[self.runner.written] = self._ordinal",
         "self._kv_snapshot[self.runner.written] = max(self._ordinal - 1, 0)",
         "What is told of a stream's KV names the snapshot that computed it.",
-        ("engine/test_core.py",),
+        ("engine/test_core.py::test_a_swap_labels_each_token_with_the_weights_that_made_it",),
     ),
     Mutation(
         "route_of_another_row",
@@ -41,7 +41,7 @@ ENGINE = (
         "self._scores.complete(block, offset, self._ordinal)",
         "self._scores.complete(block, offset, self._ordinal) or self._ordinal > 0",
         "An echo reuses prompt scores only if the snapshot that serves now made them.",
-        ("engine/test_core.py",),
+        ("engine/test_core.py::test_an_echo_after_a_swap_is_scored_by_the_snapshot_it_is_labelled_with",),
     ),
     Mutation(
         "router_tie_not_marked",
@@ -49,7 +49,9 @@ ENGINE = (
         "sampled.near_ties[i] | router_tie,",
         "sampled.near_ties[i],",
         "A token behind a router's near tie is marked as one.",
-        ("engine/test_ties.py",),
+        (
+            "engine/test_ties.py::test_a_routers_tie_is_marked_and_a_clear_choice_is_not_cold_warm_and_in_later_turns",
+        ),
     ),
     Mutation(
         "greedy_tie_not_marked",
@@ -57,7 +59,7 @@ ENGINE = (
         "(best[:, 0] - best[:, -1] <= rounding) * NEAR_GREEDY",
         "(best[:, 0] - best[:, -1] < 0) * NEAR_GREEDY",
         "A greedy choice that rounding may change is marked as a near tie.",
-        ("engine/test_ties.py",),
+        ("engine/test_ties.py::test_a_greedy_choice_between_equals_is_marked",),
     ),
     Mutation(
         "tie_of_the_filter_not_marked",
@@ -65,7 +67,7 @@ ENGINE = (
         "if (weight - border.top_p <= slack) *near_tie |= NEAR_TOP_P;",
         "if (weight - border.top_p <= -slack) *near_tie |= NEAR_TOP_P;",
         "A token as heavy as one that top-p cut off is marked as a near tie.",
-        ("engine/test_ties.py",),
+        ("engine/test_ties.py::test_a_token_is_marked_that_weighs_as_much_as_one_that_was_cut_off",),
     ),
     Mutation(
         "sampling_logprob_of_temperature_one",
@@ -113,7 +115,7 @@ ENGINE = (
         "return self._roots.get(salt) or Prefix(None, salt)",
         "return self._roots.get(b'') or Prefix(None, b'')",
         "No KV block is reused across salts.",
-        ("engine/test_core.py",),
+        ("engine/test_core.py::test_no_cache_hit_crosses_a_salt",),
     ),
     Mutation(
         "newest_block_evicted",

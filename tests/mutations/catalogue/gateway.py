@@ -89,7 +89,7 @@ GATEWAY = (
         "        self._account.held_bytes += more",
         "        self._account.held_bytes += 0",
         "The unfinished bodies of one tenant's requests are bounded together.",
-        ("gateway/test_gateway_bounds.py",),
+        ("gateway/test_gateway_bounds.py::test_a_tenant_fills_its_own_share_only",),
     ),
     Mutation(
         "source_outside_the_bucket",
@@ -153,6 +153,6 @@ GATEWAY = (
         "self._held, data = data[end:], data[:end]",
         "self._held = data[end:]",
         "Of a stream that may be resumed a client gets whole chunks only, and nothing twice.",
-        ("gateway/test_resume.py",),
+        ("gateway/test_resume.py::test_wherever_a_stream_breaks_its_client_gets_every_event_once",),
     ),
 )

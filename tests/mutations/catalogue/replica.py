@@ -17,7 +17,7 @@ REPLICA = (
         "            self.choices -= choices\n        self.check(choices)",
         "            self.choices -= choices",
         "A request that waited at the gate is served or told to come again, never let into a closed one.",
-        ("replica/test_replica_swap.py",),
+        ("replica/test_replica_swap.py::test_who_waited_at_the_gate_goes_by_the_door_that_follows",),
     ),
     Mutation(
         "drain_ends_early",
@@ -25,7 +25,7 @@ REPLICA = (
         "if self.inside == 0:",
         "if self.inside <= 1:",
         "A synchronous swap commits only when no request is inside.",
-        ("replica/test_replica_swap.py",),
+        ("replica/test_replica_swap.py::test_a_sync_swap_waits_for_each_of_several_requests",),
     ),
     Mutation(
         "pinned_while_a_swap_waits",
@@ -33,7 +33,9 @@ REPLICA = (
         "elif self.pinned and coming is not None:",
         "elif self.pinned and coming == serving:",
         "While a swap waits for pinned requests, nobody is pinned anew.",
-        ("replica/test_replica_pins.py",),
+        (
+            "replica/test_replica_pins.py::test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_served",
+        ),
     ),
     Mutation(
         "failed_check_serves_on",
@@ -41,7 +43,7 @@ REPLICA = (
         "        if checking:\n            self.sound = False",
         "        if checking:\n            self.sound = True",
         "Weights that fail their check are out of rotation until a check passes.",
-        ("replica/test_replica_check.py",),
+        ("replica/test_replica_swap.py",),
     ),
     Mutation(
         "canary_of_no_numbers",
@@ -89,7 +91,7 @@ REPLICA = (
         "if digest(prompts) != self.opening.prompts:",
         "if not self.opening.prompts:",
         "A stream is continued only on the very prompt tokens that it began with.",
-        ("replica/test_resume_pipeline.py",),
+        ("replica/test_resume_pipeline.py::test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before",),
     ),
     Mutation(
         "resumed_over_kv_of_two_snapshots",
@@ -97,7 +99,7 @@ REPLICA = (
         "if len(names) > 1 or any(len(kv) > 1 for kv in spans):",
         "if len(names) > 2:",
         "A stream is continued only where one snapshot computed all KV behind it.",
-        ("replica/test_resume_pipeline.py", "gateway/test_resume.py"),
+        ("replica/test_resume_pipeline.py::test_kv_of_two_loads_cannot_be_computed_again",),
     ),
     Mutation(
         "resume_skips_a_token",
@@ -105,7 +107,9 @@ REPLICA = (
         "for label, ids in runs[:-1]:",
         "for label, ids in runs[:-2]:",
         "A stream tells every token that it gave, so that one who goes on skips none.",
-        ("replica/test_resume_pipeline.py",),
+        (
+            "replica/test_resume_pipeline.py::test_tokens_that_came_together_from_two_snapshots_are_all_told_each_with_its_own",
+        ),
     ),
     Mutation(
         "line_separator_in_an_event",
@@ -113,7 +117,7 @@ REPLICA = (
         '.replace(_PARAGRAPH_SEPARATOR, rb"\\u2029")',
         "",
         "A server-sent event holds no character at which a client splits lines.",
-        ("replica/test_replica_wire.py",),
+        ("replica/test_replica_api.py::test_no_client_can_cut_an_event_at_a_line_end_of_unicode",),
     ),
     Mutation(
         "refusal_of_a_swap_is_final",
@@ -145,6 +149,8 @@ REPLICA = (
         "if not card.has(need.feature) and need.asked(checked, body):",
         'if not card.has(need.feature) and need.feature != "grammars" and need.asked(checked, body):',
         "What an engine does not declare is refused by name.",
-        ("replica/test_replica_capabilities.py",),
+        (
+            "replica/test_replica_capabilities.py::test_what_the_engine_lacks_is_refused_with_the_field_the_engine_and_the_feature",
+        ),
     ),
 )
