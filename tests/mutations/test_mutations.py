@@ -107,10 +107,7 @@ def test_tests_that_end_without_a_report_prove_nothing() -> None:
 def test_a_tier_runs_the_tests_it_has(tmp_path: Path) -> None:
     assert run.selected((), "test") == list(MUTATIONS)
     assert run.selected((), "fast") == [mutation for mutation in MUTATIONS if mutation.fast]
-    listed = run.command(FAULT, "fast", False, tmp_path / "report")
-    assert listed[listed.index("-m", 3) + 1] == "not slow"
-    assert listed[-1] == str(TESTS / "test_file.py")
-    assert "not slow" not in run.command(FAULT, "test", False, tmp_path / "report")
+    assert run.command(FAULT, "fast", False, tmp_path / "report")[-1] == str(TESTS / "test_file.py")
     assert run.command(FAULT, "fast", True, tmp_path / "report")[:2] == ["make", "test-fast"]
     assert run.command(FAULT, "test", True, tmp_path / "report")[:2] == ["make", "test"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Mutation:
     """`before` becomes `after` in `file`, a path below src/midstream. breaks: the guarantee that no longer holds.
 
-    tests: what is run to kill it. fast: one of them, and so `make test-fast`, kills it without any test that is marked `slow`.
+    tests: what is run to kill it. fast: one of them, and so `make test-fast`, kills it without the tests that it leaves out.
     """
 
     name: str
