@@ -154,5 +154,6 @@ GATEWAY = (
         "self._held = data[end:]",
         "Of a stream that may be resumed a client gets whole chunks only, and nothing twice.",
         ("gateway/test_resume.py::test_wherever_a_stream_breaks_its_client_gets_every_event_once",),
+        fast=False,
     ),
 )

@@ -116,6 +116,7 @@ SNAPSHOTS = (
         'head = re.sub(r"//[^/@\\s]*@@", "//", head)',
         "No credential is in a message.",
         ("snapshots/test_buckets.py::test_a_stores_words_lose_the_credentials_of_a_url_but_not_its_host",),
+        fast=False,
     ),
     Mutation(
         "own_files_open_to_others",
