@@ -70,6 +70,17 @@ def test_what_others_could_read_is_tightened_and_logged(
     ]
 
 
+@pytest.mark.parametrize("others", [0o040, 0o020, 0o010, 0o004, 0o002, 0o001], ids=oct)
+def test_no_single_right_of_others_stays(tmp_path: Path, others: int) -> None:
+    directory, file = tmp_path / "state", tmp_path / "ledger.db"
+    directory.mkdir()
+    file.touch()
+    directory.chmod(0o700 | others)
+    file.chmod(0o600 | others)
+    assert mode(private_directory(directory)) == 0o700
+    assert mode(private_file(file)) == 0o600
+
+
 def test_what_is_somebody_elses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = private_directory(tmp_path / "mine")
     monkeypatch.setattr(private.os, "getuid", lambda: 4711)

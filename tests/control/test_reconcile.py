@@ -63,6 +63,13 @@ def report(snapshot: str = BASE_SNAPSHOT, *failed: Desired, **fields: Any) -> Re
     return ReplicaReport(snapshot=snapshot, transitions=moves(*history), **given)
 
 
+def checking(snapshot: str, *, on: int) -> ReplicaReport:
+    """It switched to `snapshot`, and the check of that has not passed yet."""
+    return msgspec.structs.replace(
+        report(snapshot, on=on), stage=Stage.CHECKING, target=snapshot, generation=on
+    )
+
+
 def dead(state: DeploymentState, count: int, identity: str = "a", generation: int = 3) -> DeploymentState:
     values = {name: getattr(state, name) for name in DeploymentState.__dataclass_fields__}
     deaths = (*state.deaths, *[Death("replica-0", identity, generation, DIED)] * count)
@@ -84,6 +91,9 @@ def dead(state: DeploymentState, count: int, identity: str = "a", generation: in
         ("loading beside serving", WANT_A, report("old", on=2, generation=3, target="a"), True, Action(None, True)),
         ("serves it", WANT_A, report("a", on=3), False, Action(None, True)),
         ("serves it, not ready", WANT_A, report("a", on=3, ready=False), False, Action(None, False)),
+        ("fresh boot, switched to it and is being checked", WANT_A, checking("a", on=3), False, Action(None, False)),
+        ("in rotation, switched to it and is being checked", WANT_A, checking("a", on=3), True, Action(None, True)),
+        ("fresh boot, the check of an older one", WANT_A, checking("old", on=2), False, Action(A, True)),
         ("serves other files of that name", WANT_A, report("a", on=2), True, Action(A, True)),
         ("the gateway restarted while it serves an older one", WANT_A, report("old", on=2), False, Action(A, True)),
         ("missed this generation, is at another", WANT_A, report("old", on=2, generation=3, target="z"), True,

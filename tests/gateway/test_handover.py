@@ -46,9 +46,10 @@ def test_a_successor_that_dies_before_it_accepts_changes_nothing() -> None:
         offer = Offer(lambda: [mine])
         taken = asyncio.create_task(offer.taken())
         for _ in range(2):
-            got = await take_over(offer.path)
-            got.close()
-        assert not taken.done()
+            asking = asyncio.create_task(take_over(offer.path))
+            await asyncio.wait((asking, taken), return_when=asyncio.FIRST_COMPLETED)
+            assert not taken.done()
+            (await asking).close()
         got = await take_over(offer.path)
         got.confirm()
         await taken

@@ -101,6 +101,12 @@ def test_what_is_no_ledger_is_a_configuration_error(tmp_path: Path) -> None:
             Ledger(url)
 
 
+def test_a_commit_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:
+    full = 2  # in SQLite's words: every commit waits for the disk
+    with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._core.database.write() as db:
+        assert db.execute(sa.text("PRAGMA synchronous")).scalar_one() == full
+
+
 def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
     with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._core.database.engine.begin() as db:
         assert db.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"

@@ -121,6 +121,15 @@ def test_the_age_limit_is_that_of_the_last_swap() -> None:
     assert namespaces.admit(None) == 0
 
 
+@pytest.mark.parametrize("part", range(4), ids=["namespace", "tenant", "isolation key", "model"])
+def test_a_salt_is_another_one_when_one_part_is(part: int) -> None:
+    parts: list[Any] = [0, "tenant", "isolation", "model"]
+    before = cache_salt(*parts)
+    assert cache_salt(*parts) == before
+    parts[part] = 1 if part == 0 else "other"
+    assert cache_salt(*parts) != before
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.text(max_size=3), st.text(max_size=3), st.text(max_size=3)),

@@ -88,6 +88,21 @@ def test_a_session_placed_again_later_is_told_with_the_later_stamp() -> None:
         assert told(sessions, feed) == ({A: 9}, set())
 
 
+def test_a_reader_hears_at_once_of_a_session_that_a_request_brings_here_or_brings_anew() -> None:
+    sessions = table(Clock())
+    heard: list[None] = []
+    with sessions.feed(lambda: heard.append(None)) as feed:
+        with sessions.turn(A, 5):
+            assert len(heard) == 1, "before the request is answered"
+        one_turn(sessions, A)
+        assert len(heard) == 1
+        with sessions.turn(A, 9):
+            assert len(heard) == 2
+        sessions.close(A)
+        assert len(heard) == 2, "that it was closed is in no hurry"
+        assert told(sessions, feed) == ({}, {A})
+
+
 def test_sessions_close_when_idle_and_the_least_recently_used_first() -> None:
     clock = Clock()
     sessions = table(clock, sessions_max=2, idle_s=60)

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from replica_fakes import FakeEngine, FakeSource, make_replica
 from tiers import examples
 
-from midstream.errors import SnapshotTransition
-from midstream.replica.admission import Door
+from midstream.errors import ReplicaUnavailable, SnapshotTransition
+from midstream.replica.admission import Door, Gate
 from midstream.replica.replica import Replica
 from midstream.replica.swap import MOVES, Event, IllegalMove, SwapMachine, mermaid
 from midstream.types import BASE_SNAPSHOT, Desired, Stage
@@ -150,6 +150,25 @@ def test_committing_can_be_left_only_by_its_own_outcome() -> None:
         Event.CHECKED: Stage.IDLE,
         Event.FAILED: Stage.ERROR,
     }
+
+
+def test_weights_whose_check_failed_are_not_sound_until_a_check_passes() -> None:
+    machine = SwapMachine(lambda: 0.0)
+
+    def load(snapshot: str, generation: int, outcome: Event) -> tuple[bool, bool]:
+        machine.accept(wanted(snapshot, generation))
+        assert machine.begin() is not None, "also when it serves already"
+        for event in (Event.FETCHED, Event.VERIFIED, Event.STAGED, Event.COMMIT, Event.COMMITTED):
+            machine.advance(event)
+        if outcome is Event.FAILED:
+            machine.fail("canary token 3 is nan")
+        else:
+            machine.advance(outcome)
+        return machine.sound, machine.checked
+
+    assert load("v1", 1, Event.FAILED) == (False, False)
+    assert load("v1", 2, Event.FAILED) == (False, False)
+    assert load("v1", 3, Event.CHECKED) == (True, True)
 
 
 def test_the_diagram_shows_the_whole_table() -> None:
@@ -321,6 +340,30 @@ def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) 
     play(tmp_path, scenario)
 
 
+@pytest.mark.parametrize(
+    ("door", "refusal"),
+    [(Door.OPEN, None), (Door.CLOSED, SnapshotTransition), (Door.DOWN, ReplicaUnavailable)],
+)
+def test_who_waited_at_the_gate_goes_by_the_door_that_follows(
+    door: Door, refusal: type[Exception] | None
+) -> None:
+    async def scenario() -> None:
+        gate = Gate(lambda: None)
+        gate.set(Door.HELD)
+        request = asyncio.create_task(gate.enter(60))
+        await asyncio.sleep(0)
+        assert (gate.waiting, gate.choices, request.done()) == (1, 1, False)
+        gate.set(door)
+        if refusal is None:
+            await request
+        else:
+            with pytest.raises(refusal):
+                await request
+        assert (gate.waiting, gate.choices) == (0, 0)
+
+    asyncio.run(scenario())
+
+
 def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         with replica.gate.admitted():
@@ -333,6 +376,23 @@ def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done
             assert "commit v1" not in engine.calls
         await settled(replica)
         assert (replica.report().snapshot, replica.gate.door) == ("v1", Door.OPEN)
+
+    play(tmp_path, scenario)
+
+
+def test_a_sync_swap_waits_for_each_of_several_requests(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        with replica.gate.admitted():
+            with replica.gate.admitted():
+                replica.desire(wanted("v1", 1, transition="SYNC"))
+                await until(replica, lambda: replica.gate.door is Door.CLOSED)
+            drained = asyncio.create_task(replica.gate.drained())
+            await asyncio.sleep(0)
+            assert not drained.done()
+            assert replica.report().stage is Stage.STAGED
+        await drained
+        await settled(replica)
+        assert replica.report().snapshot == "v1"
 
     play(tmp_path, scenario)
 

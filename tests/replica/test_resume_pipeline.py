@@ -385,6 +385,25 @@ def test_steps_are_read_back_as_the_events_they_were() -> None:
         told.snapshot([])
 
 
+def test_tokens_that_came_together_from_two_snapshots_are_all_told_each_with_its_own() -> None:
+    from midstream.resumption import Opening, Teller
+    from midstream.types import TokenRecord
+
+    records = [
+        TokenRecord(token, 0.0, None, label) for token, label in ((1, "a"), (2, "a"), (3, "b"), (4, "c"))
+    ]
+    told = Told(
+        state_of(
+            [
+                Teller(Opening("id", 1, 2, "p"), 1)
+                .tell(0, GenerationEvent(tokens=tuple(records)), False)
+                .decode()
+            ]
+        )
+    )
+    assert [record for _, event in told.events(1) for record in event.tokens] == records
+
+
 @pytest.mark.parametrize(
     "other", ["b", "a"]
 )  # of a snapshot that was loaded again, the first files may have been others

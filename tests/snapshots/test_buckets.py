@@ -390,6 +390,13 @@ def test_no_credential_is_in_a_message_a_log_or_a_traceback(
     assert "Signature=" not in said
 
 
+def test_a_stores_words_lose_the_credentials_of_a_url_but_not_its_host() -> None:
+    said = describe(
+        GenericError("error sending request for url (http://AKIA123:hunter2@proxy.example:9000/x)"), {}
+    )
+    assert said == "error sending request for url (http://proxy.example:9000/x)"
+
+
 def test_without_credentials_the_error_says_what_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message of a store that found none, with a profile in place that other tools would use."""
     said = describe(

@@ -270,6 +270,21 @@ def test_a_state_and_sampler_weights_of_one_name_are_two_checkpoints(tmp_path: P
     play(tmp_path, scene)
 
 
+def test_a_state_that_could_not_be_written_is_no_checkpoint(tmp_path: Path) -> None:
+    async def scene(at: World) -> None:
+        model = await at.model()
+
+        def refuse(command: object) -> None:
+            if isinstance(command, m.SaveState):
+                raise Failed("the disk is full", "server")
+
+        at.trainer.before = refuse
+        assert await at.error(await save(at, model, 1, "a")) == ("the disk is full", "server")
+        assert at.store.checkpoints(TENANT, model) == []
+
+    play(tmp_path, scene)
+
+
 def test_a_name_is_not_used_twice_unless_overwriting_is_asked_for(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         model = await at.model()

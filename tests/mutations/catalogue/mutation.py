@@ -1,0 +1,21 @@
+"""What a mutation is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`before` becomes `after` in `file`, a path below src/midstream. breaks: the guarantee that no longer holds.
+
+    tests: what is run to kill it. fast: one of them, and so `make test-fast`, kills it without the tests that it leaves out.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    breaks: str
+    tests: tuple[str, ...]
+    fast: bool = True

@@ -1,0 +1,59 @@
+"""Mutations of the Tinker API and its trainer."""
+
+from catalogue.mutation import Mutation
+
+TINKER = (
+    Mutation(
+        "future_answered_twice",
+        "tinker/futures.py",
+        "if self.outcome is not None:\n            return",
+        "if self.outcome is not None and self.fetched:\n            return",
+        "A future ends once, and what comes later is dropped.",
+        ("tinker/test_tinker_futures.py",),
+    ),
+    Mutation(
+        "future_of_another_tenant",
+        "tinker/futures.py",
+        "return future if future is not None and future.tenant == tenant else None",
+        "return future",
+        "A future is known to the tenant alone that made it.",
+        ("tinker/test_tinker_futures.py",),
+    ),
+    Mutation(
+        "logprobs_of_the_raw_model",
+        "tinker/samples.py",
+        "logprobs = [entry.sampling_logprob for entry in entries]",
+        "logprobs = [entry.logprob for entry in entries]",
+        "A sample's log-probabilities are of the distribution its tokens were drawn from.",
+        ("tinker/test_tinker_sampling_mapping.py",),
+    ),
+    Mutation(
+        "training_step_out_of_turn",
+        "tinker/turns.py",
+        "            if self._next in self._waiting:\n                return self._pop(self._next)",
+        "            if self._waiting:\n                return self._pop(min(self._waiting))",
+        "A training request is carried out only after all those before it.",
+        ("tinker/test_tinker_training_turns.py",),
+    ),
+    Mutation(
+        "checkpoint_known_before_its_files",
+        "tinker/training.py",
+        "            written: m.Written = await self._loaded.call(\n"
+        "                model.row.id, m.SaveState(model.row.id, str(directory))\n"
+        "            )\n"
+        "            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)",
+        "            self._add_checkpoint(model.row, uri, body.user_metadata, size=0)\n"
+        "            written = await self._loaded.call(model.row.id, m.SaveState(model.row.id, str(directory)))\n"
+        "            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)",
+        "A checkpoint is known only after its files are whole.",
+        ("tinker/test_tinker_training.py",),
+    ),
+    Mutation(
+        "replayed_route_shifted",
+        "tinker/trainer/replay.py",
+        "forced = self._forced[:, layer]",
+        "forced = self._forced[:, layer].roll(1, 0)",
+        "A replayed route is used at the position it was recorded at.",
+        ("tinker/test_trainer_routes.py",),
+    ),
+)
