@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import midstream
+
 ROOT = Path(__file__).parents[1]
-PACKAGES = (ROOT / "src" / "midstream", ROOT / "conformance" / "src" / "midstream_conformance")
+PACKAGES = (Path(midstream.__file__).parent, ROOT / "conformance" / "src" / "midstream_conformance")
 CONFORMANCE = "midstream_conformance"
 
 #: part: what it imports. A part imports only from parts above it, so there is no circle.

@@ -4,6 +4,14 @@ from catalogue.mutation import Mutation
 
 ENGINE = (
     Mutation(
+        "positions_left_on_the_processor",
+        "engine/embedded/modules.py",
+        "position_ids=torch.from_numpy(batch.positions).to(device).unsqueeze(0),",
+        "position_ids=torch.from_numpy(batch.positions).unsqueeze(0),",
+        "No step mixes devices.",
+        ("engine/test_device.py::test_no_step_and_no_hot_load_mixes_devices",),
+    ),
+    Mutation(
         "label_of_the_admission",
         "engine/embedded/core.py",
         "sampled.sampling_logprobs[i],\n                self.snapshot,",

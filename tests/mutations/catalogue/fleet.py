@@ -5,7 +5,7 @@ from catalogue.mutation import Mutation
 FLEET = (
     Mutation(
         "unproved_replica_joins",
-        "control/reconcile.py",
+        "fleet/reconcile.py",
         "if report.stage is Stage.CHECKING and report.snapshot == state.snapshot:",
         "if report.stage is Stage.COMMITTING and report.snapshot == state.snapshot:",
         "A replica that starts takes no requests before what it loaded is proved.",
@@ -13,7 +13,7 @@ FLEET = (
     ),
     Mutation(
         "generation_compared_the_wrong_way",
-        "control/reconcile.py",
+        "fleet/reconcile.py",
         "serving_generation(report) >= _since(state, desired)",
         "serving_generation(report) <= _since(state, desired)",
         "Older files under the same name are not taken for what is desired.",
@@ -21,7 +21,7 @@ FLEET = (
     ),
     Mutation(
         "failed_snapshot_sent_again",
-        "control/reconcile.py",
+        "fleet/reconcile.py",
         "if moved.snapshot == desired.snapshot and moved.generation >= since:",
         "if moved.snapshot == desired.snapshot and moved.generation > since:",
         "A snapshot that failed on a replica is not sent to it again under the same generation.",
@@ -29,7 +29,7 @@ FLEET = (
     ),
     Mutation(
         "reset_of_a_skipped_signal_lost",
-        "control/reconcile.py",
+        "fleet/reconcile.py",
         "if state.reset_all > served:",
         "if state.reset_all >= state.desired.generation > served:",
         "A replica gets the strongest cache policy of all signals since the one it serves.",
@@ -37,7 +37,7 @@ FLEET = (
     ),
     Mutation(
         "two_switch_at_once",
-        "control/order.py",
+        "fleet/order.py",
         "        if _switching(report):\n            return _turn(report)",
         "        if _switching(report):\n            continue",
         "One by one, no replica is let go while another one switches.",
@@ -45,7 +45,7 @@ FLEET = (
     ),
     Mutation(
         "minority_is_right",
-        "control/agree.py",
+        "fleet/agree.py",
         "return max(groups, key=len)[0] if groups else None",
         "return min(groups, key=len)[0] if groups else None",
         "Of replicas that disagree the majority is right.",
@@ -53,7 +53,7 @@ FLEET = (
     ),
     Mutation(
         "wrong_weights_agree",
-        "control/agree.py",
+        "fleet/agree.py",
         "if None not in (digest, known) and digest != known:",
         "if known is not None and digest is None:",
         "A replica whose weights are not those the ledger knows is found, also when it is alone.",

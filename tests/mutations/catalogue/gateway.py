@@ -4,6 +4,14 @@ from catalogue.mutation import Mutation
 
 GATEWAY = (
     Mutation(
+        "part_that_must_not_be_imported",
+        "scopes.py",
+        "from midstream.errors import ConfigError, Forbidden",
+        "from midstream.errors import ConfigError, Forbidden\nfrom midstream.types import Stage",
+        "A part of the package imports only the parts that the table allows.",
+        ("test_imports.py",),
+    ),
+    Mutation(
         "session_key_ignored",
         "sessionkey.py",
         '("x-multi-turn-session-id", "x-session-affinity", "x-session-id")',
@@ -13,7 +21,7 @@ GATEWAY = (
     ),
     Mutation(
         "load_bound_ignored",
-        "gateway/placement.py",
+        "fleet/placement.py",
         "free = [place for place, load in enumerate(loads) if load < limits[place]]",
         "free = [place for place, load in enumerate(loads) if load < 2 * limits[place]]",
         "A new session raises no replica above its share of the load and the bound.",
@@ -29,7 +37,7 @@ GATEWAY = (
     ),
     Mutation(
         "prompts_of_tenants_joined",
-        "gateway/prefixes.py",
+        "fleet/prefixes.py",
         "chain, at = hash(tenant), start",
         "chain, at = 0, start",
         "The equal prompts of two tenants are different ones.",
@@ -45,7 +53,7 @@ GATEWAY = (
     ),
     Mutation(
         "restarted_replica_stays_admitted",
-        "gateway/replicas.py",
+        "fleet/replicas.py",
         "            ear.boot = report.boot\n            view.admitted = False",
         "            ear.boot = report.boot",
         "A replica that started anew gets no requests before it is admitted again.",
@@ -61,7 +69,7 @@ GATEWAY = (
     ),
     Mutation(
         "older_generation_read_last_counts",
-        "gateway/versions.py",
+        "fleet/signal_order.py",
         "if before is None or before < generation:",
         "if before is None or before != generation:",
         "A snapshot's place in the order is that of its last signal, whichever is read last.",
@@ -133,7 +141,7 @@ GATEWAY = (
     ),
     Mutation(
         "leaving_replica_takes_new_requests",
-        "gateway/replicas.py",
+        "fleet/replicas.py",
         "(leave if member.name in leaving else stay).append(view)",
         "(leave if view.weight < 0 else stay).append(view)",
         "A replica that leaves takes no new requests.",
