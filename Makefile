@@ -96,19 +96,19 @@ endif
 demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
-PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations-file test-durations.json
+PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations-file=test-durations.json
 
 test-fast: setup
-	$(PYTEST) --tier fast $(TEST_ARGS)
+	$(PYTEST) --tier=fast $(TEST_ARGS)
 
 test: setup setup-fireworks .venv-tinker/.installed
-	$(PYTEST) --tier test --ignore tests/vllm $(TEST_ARGS)
+	$(PYTEST) --tier=test --ignore tests/vllm $(TEST_ARGS)
 
 test-variants: setup setup-fireworks setup-tinker
-	$(PYTEST) --share $(SHARE) --ignore tests/vllm $(TEST_ARGS)
+	$(PYTEST) --share=$(SHARE) --ignore tests/vllm $(TEST_ARGS)
 
 test-all: setup setup-fireworks setup-tinker test-vllm test-ray-vllm
-	$(PYTEST) --tier all --ignore tests/vllm $(TEST_ARGS)
+	$(PYTEST) --tier=all --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook
 	$(BIN)/python -m pytest tests/tinker/test_tinker_cookbook.py $(TEST_ARGS)
