@@ -44,8 +44,9 @@ from delta_table import write_table
 from hardware import provenance, write_result
 from safetensors.numpy import save_file
 
-from midstream.snapshots.arc2 import PIECE_BYTES, Encoder, adler32, decoded
-from midstream.snapshots.delta import encode_delta, rebuild, verify
+from midstream.snapshots.arc2.blob import PIECE_BYTES, Encoder, adler32, decoded
+from midstream.snapshots.arc2.encode import encode_delta
+from midstream.snapshots.arc2.rebuild import rebuild, verify
 
 REFERENCE = Path(__file__).parents[1] / ".venv-fireworks" / "reference"
 LAYOUTS = {"one file": 1, "four files": 4}
@@ -289,7 +290,8 @@ def rounds(root: Path, count: int) -> dict[str, Any]:
 PEAK = """
 import re, sys
 from pathlib import Path
-from midstream.snapshots.delta import encode_delta, rebuild
+from midstream.snapshots.arc2.encode import encode_delta
+from midstream.snapshots.arc2.rebuild import rebuild
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 root, what = Path(sys.argv[1]), sys.argv[2]

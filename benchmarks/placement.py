@@ -19,18 +19,18 @@ from typing import Any, cast
 
 from hardware import provenance, write_result
 
-from midstream.config import GatewaySettings
+from midstream.core.config import GatewaySettings
+from midstream.core.names import ServedNames
+from midstream.core.types import ReplicaReport, Session
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.sessions import SessionTable
 from midstream.fleet.view import ReplicaView
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.proxy import Pools, Proxy
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.sessions import SessionTable
-from midstream.gateway.upstream import UpstreamPool
+from midstream.http.upstream import UpstreamPool
 from midstream.ledger import Ledger
-from midstream.names import ServedNames
-from midstream.types import ReplicaReport, Session
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.proxy.proxy import Pools, Proxy
 
 IN_FLIGHT_PER_REPLICA = 16
 CHURN = 0.01  # of the replicas, per minute

@@ -21,12 +21,13 @@ from gateway.tools import tree, tree_cpu_s
 from rollout_filter import Filter
 from rollout_load import BLOCK
 
-from midstream.config import EngineSettings, GatewaySettings
-from midstream.gateway.roster import Running, RunningReplica
-from midstream.launch.child import STOP_GRACE_S, GatewaySpec, ReplicaSpec
-from midstream.launch.process import Child
+from midstream.core.config import EngineSettings, GatewaySettings
+from midstream.core.types import ReplicaReport, Trajectories
+from midstream.fleet.desired_state import Running, RunningReplica
+from midstream.launch.channel import STOP_GRACE_S
+from midstream.launch.process import Child, Conversation
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.models.tiny_moe import write_tiny_moe
-from midstream.types import ReplicaReport, Trajectories
 
 REPLICAS = 4
 MODEL = "accounts/local/models/m"
@@ -114,7 +115,9 @@ class Fleet:
         self._children += replicas
         await asyncio.gather(*(replica.start() for replica in replicas))
         self.replica_ports = [replica.port for replica in replicas]
-        gateway = Child("gateway", "midstream.launch.gateway", self._gateway(), greeting=self._running)
+        gateway = Child(
+            "gateway", "midstream.launch.gateway", self._gateway(), Conversation(greeting=self._running)
+        )
         self._children.append(gateway)
         await gateway.start()
         self.port = gateway.port

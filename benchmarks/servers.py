@@ -333,8 +333,8 @@ def alive(processes: dict[int, str]) -> list[int]:
 
 def await_end(processes: dict[int, str], seconds: float) -> None:
     """Until none of them is left, or for so long."""
-    patience = time.monotonic() + seconds
-    while alive(processes) and time.monotonic() < patience:
+    deadline = time.monotonic() + seconds
+    while alive(processes) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from midstream import ipc
+from midstream.http import ipc
 
 
 class Said(msgspec.Struct, tag=True, frozen=True):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from midstream import private
-from midstream.errors import ConfigError
-from midstream.launch.local import locked
+from midstream.core import private
+from midstream.core.errors import ConfigError
+from midstream.core.private import private_directory, private_file
+from midstream.launch.restart import locked
 from midstream.ledger import Ledger, sqlite_url
-from midstream.private import private_directory, private_file
 
 
 def mode(path: Path) -> int:

@@ -9,18 +9,13 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from midstream.config import load_settings
-from midstream.errors import ConfigError
-from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.auth import Authenticator
-from midstream.gateway.deployments import deployment_routes
-from midstream.gateway.hotload import hotload_routes
-from midstream.gateway.membership import membership_routes
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.names import ServedNames
-from midstream.scopes import (
+from midstream.api.app import control_app
+from midstream.api.deployments import deployment_routes
+from midstream.api.hotload import hotload_routes
+from midstream.core.config import load_settings
+from midstream.core.errors import ConfigError
+from midstream.core.names import ServedNames
+from midstream.core.scopes import (
     EVERYTHING,
     GATEWAY_ROUTES,
     NOTHING,
@@ -35,6 +30,12 @@ from midstream.scopes import (
     parse_grant,
     parse_scope,
 )
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.membership import membership_routes
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replicas import ReplicaSet
+from midstream.proxy.auth import Authenticator
+from midstream.proxy.metrics import GatewayMetrics
 from midstream.tinker.app import tinker_app
 from midstream.tinker.futures import Futures
 from midstream.tinker.store import Store
@@ -52,9 +53,8 @@ def routes_of(app: Starlette) -> set[tuple[str, str]]:
 
 def whole_gateway() -> Starlette:
     nothing = cast("Any", None)
-    deployments = Deployments(
-        Deployment(ServedNames(f"{A}/models/m", f"{A}/deployments/default"), ReplicaSet([]), None)
-    )
+    names, replicas = ServedNames(f"{A}/models/m", f"{A}/deployments/default"), ReplicaSet([])
+    deployments = Deployments(Deployment(names, replicas, Reconciler(nothing, replicas, names.deployment)))
     routes = [
         *deployment_routes(nothing, deployments, bucket="file:///b", changed=nothing),
         *membership_routes(nothing, deployments, allowed=(), changed=nothing),

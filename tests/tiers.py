@@ -38,10 +38,6 @@ def variant(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.variant)
 
 
-def in_fast() -> bool:
-    return _tier == "fast"
-
-
 def of_tier(*, fast: int, test: int, all: int) -> int:
     """How much of something this tier does: examples, swaps, rounds."""
     return {"fast": fast, "test": test, "all": all}[_tier]

@@ -30,9 +30,9 @@ from hardware import commit_of, source_of
 
 from gateway import peers
 from gateway.tools import pin
-from midstream.config import GatewaySettings
-from midstream.gateway.roster import Running, RunningReplica
-from midstream.launch.child import GatewaySpec, Listening
+from midstream.core.config import GatewaySettings
+from midstream.fleet.desired_state import Running, RunningReplica
+from midstream.launch.specs import GatewaySpec, Listening
 
 PR_SET_PDEATHSIG = 1
 START_S_MAX = 60.0

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.types import TURN_MEASURES, Distribution, EngineStats, ReplicaReport, Trajectories
+from midstream.core.types import TURN_MEASURES, Distribution, EngineStats, ReplicaReport, Trajectories
 
 HERE = Path(__file__).parent
 STATE_BYTES = 4096

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from midstream import __version__
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 
 COMMANDS = {  # module of commands/: its line in --help
     "serve": "start a gateway and its replicas on this machine",

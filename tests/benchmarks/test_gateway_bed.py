@@ -13,7 +13,7 @@ import pytest
 from gateway import loads, tools
 from gateway.routers import Midstream
 
-from midstream.types import ReplicaReport, SessionsTold, Trajectories
+from midstream.core.types import ReplicaReport, SessionsReport, Trajectories
 
 MOCKS = 3
 
@@ -136,7 +136,7 @@ def test_mocks_speak_a_replicas_event_stream(bed: tools.Bed, files: dict[str, Pa
         client.sendall(b"GET /replica/events HTTP/1.1\r\nhost: x\r\n\r\n")
         lines = list(_lines(client.makefile("rb"), 3))
     told, report, trajectories = lines
-    assert msgspec.json.decode(told, type=SessionsTold).held == ((("", "step%20by"), 42),)
+    assert msgspec.json.decode(told, type=SessionsReport).held == ((("", "step%20by"), 42),)
     decoded = msgspec.json.decode(report, type=ReplicaReport)
     assert (decoded.replica, decoded.ready, decoded.in_flight) == ("replica-1", True, 0)
     assert msgspec.json.decode(trajectories, type=Trajectories).measures

@@ -27,12 +27,12 @@ from rollout_load import (
     read_answer,
 )
 
-from midstream.types import (
+from midstream.core.types import (
     TURN_MEASURES,
     Distribution,
     EngineStats,
     ReplicaReport,
-    SessionsTold,
+    SessionsReport,
     Trajectories,
 )
 
@@ -188,7 +188,7 @@ def test_a_replicas_work_is_read_from_its_event_stream() -> None:
     measures = {name: Distribution([0] * (len(bounds) + 1)) for name, bounds in TURN_MEASURES.items()}
     measures["time_to_first_token_seconds"] = Distribution([2, 1], 0.5)
     measures["generation_seconds"] = Distribution([0, 3], 2.25)
-    lines = [msgspec.json.encode(one) for one in (SessionsTold(), report, Trajectories(measures=measures))]
+    lines = [msgspec.json.encode(one) for one in (SessionsReport(), report, Trajectories(measures=measures))]
     assert read_work(lines[:2]) is None
     work = read_work(lines)
     assert work == Work(turns=3, prompt=1000, cached=600, answer=80, busy_s=2.75)

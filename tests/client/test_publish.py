@@ -24,9 +24,10 @@ from hypothesis.extra import numpy as hnp
 from midstream.client import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, SnapshotPublisher
 from midstream.client.server import HotLoadServer
 from midstream.client.weights import to_bfloat16_bits, write_weights
-from midstream.errors import SnapshotRefused
+from midstream.core.errors import SnapshotRefused
 from midstream.models.tiny_moe import write_tiny_moe
-from midstream.snapshots.verify import check_compatible, read_spec
+from midstream.snapshots.layout import read_spec
+from midstream.snapshots.store.verify import check_compatible
 
 READY = {"stage": "done", "target_snapshot_identity": "a"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from publish_world import World, listening, weights
 
 from midstream import cli
 from midstream.client.status import read_status
-from midstream.commands import status
-from midstream.text import table
+from midstream.commands import progress, status
+from midstream.core.text import table
 
 
 @pytest.fixture
@@ -343,3 +344,19 @@ def test_every_subcommand_is_described() -> None:
     commands = cli.build_parser([]).format_help()
     for name in ("serve", "model", "publish", "status", "ledger", "delta", "demo"):
         assert re.search(rf"^ +{name} +\w", commands, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_one_line_on_a_terminal_and_lines_now_and_then_elsewhere(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.ProgressLine() as line:
+        line.show("begins")
+        for clock[0] in (0.1, 0.25, 0.3, 5.1, 5.2, 5.6):
+            line.often(f"at {clock[0]}")
+    shown = ["begins", "at 0.25", "at 5.1", "at 5.6"] if terminal else ["begins", "at 5.1"]
+    written = "".join(f"\r\x1b[K{text}" for text in [*shown, ""])
+    assert capsys.readouterr().err == (written if terminal else "".join(f"{text}\n" for text in shown))

@@ -146,7 +146,7 @@ def test_a_name_no_file_system_takes_is_an_error_that_shows_it(world: World) -> 
 def test_a_url_with_a_slash_forgotten_is_no_directory_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: str
 ) -> None:
-    from midstream.errors import ConfigError
+    from midstream.core.errors import ConfigError
 
     monkeypatch.chdir(tmp_path)
     if bucket.startswith("file:"):

@@ -15,6 +15,9 @@ from publish_world import World, weights
 from s3server import SECRET_KEY, S3Server, s3_server
 
 from midstream.client import PublishError, SnapshotPublisher, checkpoint
+from midstream.client.bucket import Bucket, open_bucket
+from midstream.core.errors import SnapshotError
+from midstream.snapshots import content
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,50 @@ def test_a_local_disk_that_is_full_is_an_error_like_others(
     monkeypatch.setattr(checkpoint, "write_weights", full)
     with (
         world.publisher() as publisher,
-        pytest.raises(PublishError, match=r"'a' cannot be written: .*No space left on device"),
+        pytest.raises(
+            PublishError, match=r"'a' cannot be written to s3://rollouts/.*No space left on device"
+        ),
+    ):
+        publisher.write_full("a", weights(0), config_dir=world.config)
+
+
+@pytest.fixture(params=["a local directory", "s3"])
+def bucket(world: RemoteWorld, request: pytest.FixtureRequest) -> Bucket:
+    return open_bucket(
+        str(world.root / "elsewhere") if "local" in request.param else f"s3://rollouts/{world.prefix}"
+    )
+
+
+def test_a_directory_that_is_gone_is_an_error_of_both_kinds_of_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    with pytest.raises(PublishError, match=r"'a' cannot be written.*No such file or directory"):
+        bucket.put("a", tmp_path / "gone", overwrite=False)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), SnapshotError("Input/output error")]
+)
+def test_a_disk_that_fails_while_files_are_digested_is_an_error_of_both_kinds_of_bucket(
+    bucket: Bucket, world: RemoteWorld, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    def fill(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+
+    monkeypatch.setattr(content, "file_content", failing)
+    with pytest.raises(PublishError, match=r"'a'.*Input/output error"):
+        bucket.put("a", world.config, overwrite=False)
+    with pytest.raises(PublishError, match=r"'b'.*Input/output error"):
+        bucket.write("b", fill, overwrite=False)
+
+
+def test_a_temporary_directory_that_cannot_be_made_is_an_error(
+    world: RemoteWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(world.root / "gone"))
+    with (
+        world.publisher() as publisher,
+        pytest.raises(PublishError, match=r"'a' cannot be written.*No such file or directory"),
     ):
         publisher.write_full("a", weights(0), config_dir=world.config)

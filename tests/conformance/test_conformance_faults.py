@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from urllib.parse import quote
 
 import faults as broken
+import httpx
 import pytest
 import switch_faults as switched
 from serving import Server
@@ -123,6 +125,15 @@ FAULTS: list[tuple[Fault, list[str]]] = [
 @pytest.fixture
 def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "STREAM_S", 0.4)
+
+
+@pytest.fixture(autouse=True)
+def no_sessions(server: Server, options: list[str]) -> None:
+    """Closes the sessions of earlier tests: a replica that has fewer of them would get every new one."""
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {options[1]}"}) as client:
+        while known := client.get("/v1/sessions").raise_for_status().json()["data"]:
+            for session in known:
+                client.delete(f"/v1/sessions/{quote(session['id'], safe='')}").raise_for_status()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import scripted
 from scripted import DEPLOYMENT, MODEL, Scripted
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 from midstream_conformance.endpoint import Endpoint
 from midstream_conformance.target import Target, look
 

@@ -9,6 +9,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from midstream.core.types import (
+    Desired,
+    FileContent,
+    ReplicaReport,
+    SnapshotCheck,
+    SnapshotContent,
+    Stage,
+    Transition,
+)
 from midstream.fleet.agree import (
     CANARY_TOLERANCE,
     Finding,
@@ -20,15 +29,6 @@ from midstream.fleet.agree import (
 )
 from midstream.fleet.reconcile import decide, failure
 from midstream.ledger import DeploymentState, Disagreement
-from midstream.types import (
-    Desired,
-    FileContent,
-    ReplicaReport,
-    SnapshotCheck,
-    SnapshotContent,
-    Stage,
-    Transition,
-)
 
 A = Desired(snapshot="a", generation=3, url="file:///b/a")
 STATE = DeploymentState(A, since={"a": 3}, ever_ready=True, first_signalled_at=1.0, proven=True)

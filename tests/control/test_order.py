@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
+from midstream.core.types import Desired, ReplicaReport, Stage
 from midstream.fleet.order import Turn, next_turn
 from midstream.fleet.reconcile import decide, waits_staged
 from midstream.ledger import DeploymentState
-from midstream.replica.runner import GIVEN_UP_MAX
-from midstream.replica.swap import Event, SwapMachine
-from midstream.types import Desired, ReplicaReport, Stage
+from midstream.replica.swap.attempts import GIVEN_UP_MAX
+from midstream.replica.swap.table import Event, SwapMachine
 
 NEXT = {
     Stage.FETCHING: Event.FETCHED, Stage.VERIFYING: Event.VERIFIED, Stage.STAGING: Event.STAGED,
@@ -85,7 +85,7 @@ class Replica:
     inbox: list[Desired] = field(default_factory=list)
     seen: ReplicaReport | None = None
     failing: bool = False
-    in_vain: int = 0  # held attempts in a row that were given up, as the runner counts them
+    in_vain: int = 0  # held attempts in a row that were given up, as the driver counts them
 
     def step(self) -> None:
         machine = self.machine

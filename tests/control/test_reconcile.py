@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from midstream.core.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
 from midstream.fleet.reconcile import (
     Action,
     Loss,
@@ -19,7 +20,6 @@ from midstream.fleet.reconcile import (
     serving_generation,
 )
 from midstream.ledger import BootHistory, Death, DeploymentState, Disagreement, TransitionRow
-from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
 
 A = Desired(snapshot="a", generation=3, url="file:///bucket/a", reset_prompt_cache="none")
 OLD = Desired(snapshot="old", generation=3, url="file:///bucket/old", reset_prompt_cache="none")

@@ -15,14 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tiers import examples
 
-from midstream.config import SwapOrder
-from midstream.errors import ReplicaUnavailable
-from midstream.fleet.loop import Reconciler
-from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
-from midstream.fleet.replicas import ReplicaView
-from midstream.ledger import Ledger, Signal, Signalled, sqlite_url, stronger_reset
-from midstream.replica.swap import Event, SwapMachine
-from midstream.types import (
+from midstream.core.config import SwapOrder
+from midstream.core.errors import ReplicaUnavailable
+from midstream.core.types import (
     BASE_SNAPSHOT,
     Desired,
     ReplicaReport,
@@ -31,6 +26,11 @@ from midstream.types import (
     Stage,
     Transition,
 )
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
+from midstream.fleet.replicas import ReplicaView
+from midstream.ledger import Ledger, Signal, Signalled, sqlite_url, stronger_reset
+from midstream.replica.swap.table import Event, SwapMachine
 
 DEPLOYMENT = "accounts/local/deployments/default"
 NEXT = {

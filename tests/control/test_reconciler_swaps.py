@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_reconciler import DEPLOYMENT, World
 
-from midstream.types import BASE_SNAPSHOT, Stage
+from midstream.core.types import BASE_SNAPSHOT, Stage
 
 
 def rounds(world: World, count: int) -> None:

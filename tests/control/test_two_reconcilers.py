@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from test_reconciler import DEPLOYMENT, FakeReplicaSet, World
 
+from midstream.core.types import Stage
 from midstream.fleet.loop import Reconciler
 from midstream.ledger import DeploymentState, Ledger, LedgerUnavailable, Signal
-from midstream.types import Stage
 
 
 class Cut(Ledger):

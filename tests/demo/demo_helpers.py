@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from midstream.demo.records import Rollout, StepRow, Turn
 from midstream.demo.replay import token_logprobs
-from midstream.tinker.trainer.replay import RouterTap
+from midstream.trainer.replay import RouterTap
 
 
 def load(directory: Path):

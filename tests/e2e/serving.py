@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +94,32 @@ def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.stdout.close()
 
 
+@functools.cache
+def built_in_model() -> Path:
+    """A directory with the built-in model, made once per test process: each server would take 5 s of a core for its own."""
+    folder = Path(tempfile.mkdtemp(prefix="midstream-built-in-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    subprocess.run(
+        command("model", "tiny-moe", str(folder / "tiny-moe")), check=True, stdout=subprocess.DEVNULL
+    )
+    return folder / "tiny-moe"
+
+
+def with_built_in_model(state_dir: Path) -> None:
+    """Have the server of this state directory find its built-in model made; tests/launch shows that a server makes it."""
+    made = state_dir / "models" / "tiny-moe"
+    if not made.exists():
+        for directory in (state_dir, made.parent):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.copytree(built_in_model(), made)
+
+
 @contextlib.contextmanager
 def serve(state_dir: Path, *arguments: str) -> Iterator[Server]:
     """Start, wait for the ready line, and stop whatever is left at the end."""
     log = state_dir.with_suffix(".log")
+    if "--model" not in arguments:
+        with_built_in_model(state_dir)
     with started(log, "serve", "--port", "0", "--state-dir", str(state_dir), *arguments) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -11,8 +11,8 @@ import openai
 from serving import Server, serve
 
 from midstream import __version__
+from midstream.core.types import ENGINE_FEATURES
 from midstream.models.tiny_moe import write_tiny_moe
-from midstream.types import ENGINE_FEATURES
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 

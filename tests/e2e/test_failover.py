@@ -133,7 +133,7 @@ def itself(replica: int) -> int:
 
 def engine(replica: int) -> int:
     """Its other child, once there was a grammar to compile, is not the engine."""
-    is_engine = b"midstream.engine.embedded.worker"
+    is_engine = b"midstream.engine.embedded.loop"
     (found,) = (pid for pid in descendants(replica) if is_engine in Path(f"/proc/{pid}/cmdline").read_bytes())
     return found
 

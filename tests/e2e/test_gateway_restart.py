@@ -21,11 +21,10 @@ DEADLINE_S = 240.0
 KEYS = [f"trajectory-{number}" for number in range(8)]
 
 
-@pytest.fixture(params=[("1", "native"), ("1", "python"), ("2", "auto")], ids=["native", "python", "workers"])
+@pytest.fixture(params=["1", "2"], ids=["one", "workers"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    workers, path = request.param
     config = tmp_path / "config.toml"
-    config.write_text(f'[gateway]\ndata_path = "{path}"\nworkers = {workers}\n')
+    config.write_text(f"[gateway]\nworkers = {request.param}\n")
     with serve(tmp_path / "state", "--replicas", "2", "--no-tinker", "--config", str(config)) as running:
         yield running
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from serving import serve
 
 LONG = {
@@ -26,12 +25,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("data_path", ["native", "python"])
-def test_what_cannot_fit_the_context_is_refused_and_every_process_goes_on(
-    tmp_path: Path, data_path: str
-) -> None:
+def test_what_cannot_fit_the_context_is_refused_and_every_process_goes_on(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text(f'[gateway]\ndata_path = "{data_path}"\n[embedded]\nsilence_s_max = 5\n')
+    config.write_text("[embedded]\nsilence_s_max = 5\n")
     with (
         serve(tmp_path / "state", "--config", str(config), "--no-tinker") as server,
         httpx.Client(timeout=60) as client,

@@ -1,4 +1,4 @@
-"""A swap storm: 64 streams, 30 swaps of every kind and cache policy, and every token recomputed under its label.
+"""A swap storm: 64 streams, 18 to 30 swaps of every kind and cache policy, and every token recomputed under its label.
 
 Each stream is a rollout in turns: a turn's prompt is all of the turn before it, so that what the cache kept across swaps is
 used. Nothing is tolerated: no failed request, no missing token, no label that its logprob does not bear out.
@@ -22,13 +22,14 @@ import torch
 from recompute import OWN_ROUTE, Passes, Recomputer
 from safetensors.numpy import load_file, save_file
 from serving import Server, serve
+from tiers import of_tier
 
 from midstream.client import decode_routing_matrix, snapshot_of
-from midstream.snapshots.delta import encode_delta
+from midstream.snapshots.arc2.encode import encode_delta
 
 torch.set_num_threads(1)
 
-STREAMS, SWAPS = 64, 30
+STREAMS, SWAPS = 64, of_tier(fast=18, test=18, all=30)
 LAST = (
     STREAMS + STREAMS // 4
 )  # turns that end after the last swap: some of them find all of the turn before in the cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, serve, started
+from serving import Server, serve, started, with_built_in_model
 
 DEADLINE_S = 150.0
 READY = re.compile(r"midstream replica ready on (http://\S+) \(model (\S+)\)")
@@ -21,6 +21,7 @@ KEYS = [f"trajectory-{number}" for number in range(12)]
 
 def replica(folder: Path, name: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """`midstream replica`, not waited for."""
+    with_built_in_model(folder / name)
     return started(folder / f"{name}.log", "replica", "--port", "0", "--state-dir", str(folder / name))
 
 

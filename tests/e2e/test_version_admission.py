@@ -120,8 +120,8 @@ def label(answer: httpx.Response) -> str | None:
     return snapshot_of(answer.json()["model"])
 
 
-def wanting(**wish: object) -> dict[str, str]:
-    return {f"x-midstream-{name.replace('_', '-')}": str(value) for name, value in wish.items()}
+def wanting(**constraint: object) -> dict[str, str]:
+    return {f"x-midstream-{name.replace('_', '-')}": str(value) for name, value in constraint.items()}
 
 
 def serving(publisher: SnapshotPublisher) -> dict[str, str | None]:
@@ -168,8 +168,8 @@ def test_requests_are_served_by_what_they_ask_for_from_the_signal_on(
         ("replica-1", newer, "idle"),
     ]
     assert body["newest"] == newer
-    for wish in ({"snapshot": "nobody's", "wait": 0}, {"min_snapshot": "nobody's", "wait": 0}):
-        assert ask(http, server, midstream=wish).status_code == 409
+    for constraint in ({"snapshot": "nobody's", "wait": 0}, {"min_snapshot": "nobody's", "wait": 0}):
+        assert ask(http, server, midstream=constraint).status_code == 409
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
         with pytest.raises(openai.ConflictError, match=f"snapshot '{step}'"):
             client.completions.create(model=f"{server.model}@{step}", prompt="a", max_tokens=1)

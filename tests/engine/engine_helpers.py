@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from midstream.compiled import NoCompiler
+from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
+from midstream.engine.cpu import KernelsUnavailable
+from midstream.engine.cpu.library import kernels as native_kernels
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.native.library import kernels as native_kernels
-from midstream.types import GenerateRequest, SamplingParams, TokenRecord
 
 #: For parameters that need a CUDA device.
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
@@ -27,7 +27,7 @@ def needs_compiler(kernels: str) -> None:
     if kernels == "native":
         try:
             native_kernels("f32")
-        except NoCompiler as error:
+        except KernelsUnavailable as error:
             pytest.skip(str(error))
 
 

@@ -17,19 +17,19 @@ from engine_helpers import needs_compiler, request, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import EngineStats, SwapTiming
+from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded import loading
-from midstream.engine.embedded import messages as m
+from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.background import NICENESS, Background
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.digest import digest
-from midstream.engine.embedded.fused import FusedDecoder
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
+from midstream.engine.embedded.loop import CALM_STEPS, EngineLoop
+from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.modules import UnsupportedModel
-from midstream.engine.embedded.runner import dispose
 from midstream.engine.embedded.staging import DROPPED, Stager
-from midstream.engine.embedded.worker import CALM_STEPS, Worker
-from midstream.types import EngineStats, SwapTiming
 
 SETTINGS = EngineSettings(kv_cache_tokens=256, threads=1)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -98,7 +98,7 @@ def test_weights_packed_from_the_files_are_those_that_transformers_reads(
     second = write(tmp_path / "second", family, 1, dtype, max_shard_size="100KB")
     assert len(list(second.glob("*.safetensors"))) > 1
     expected = load_model(second, SETTINGS)
-    assert isinstance(expected.decoder, FusedDecoder)
+    assert isinstance(expected.decoder, CpuDecoder)
     refuse_transformers(monkeypatch)
     beside = load_beside(serving, second, SETTINGS)
     assert weights_of(beside) == weights_of(expected) != weights_of(serving)
@@ -232,7 +232,7 @@ class Steps:
 
 def test_after_a_switch_some_steps_run_before_anything_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Steps()
-    worker = Worker(core, core)  # type: ignore[arg-type]
+    worker = EngineLoop(core, core)  # type: ignore[arg-type]
     monkeypatch.setattr(worker._background, "submit", lambda job: core.log.append("job"))
     worker._staged = "new"
     worker._handle(m.Commit(1, "new"))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from engine_helpers import request, run
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.blocks import HISTORIES_MAX
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.scheduler import URGENT_TOKENS
-from midstream.types import GenerateRequest
 
 torch.set_num_threads(1)
 

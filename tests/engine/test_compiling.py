@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from engine_helpers import request
 
-from midstream.config import EngineSettings
-from midstream.engine.embedded import messages as m
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest, GenerationEvent
+from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.compiling import GrammarQueue
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.worker import Worker
-from midstream.ipc import Channel, Disconnected
-from midstream.types import GenerateRequest, GenerationEvent
+from midstream.engine.embedded.loop import EngineLoop
+from midstream.http.ipc import Channel, Disconnected
 
 GRAMMAR = 'start: %json {"type": "boolean"}'
 BAD = 'start: %json {"type": "colour"}'
@@ -113,7 +113,7 @@ def test_streams_go_on_while_a_grammar_is_compiled(
     commands = [m.Generate(constrained("constrained")), m.Generate(request("free", b"abc", echo=0))]
     channel = Played(cast("list[m.Command]", commands), enough)
     with pytest.raises(Disconnected):
-        Worker(channel, core).run()
+        EngineLoop(channel, core).run()
     names = [request_id for request_id, _ in channel.events]
     assert names == ["free"] * names.count("free") + ["constrained"] * names.count("constrained")
     assert channel.events[-1][1].error is None
@@ -137,7 +137,7 @@ def test_a_grammar_that_does_not_compile_is_compiled_once_and_ends_its_request(
         cast("list[m.Command]", commands), lambda channel: channel.ended("bad") and channel.ended("again")
     )
     with pytest.raises(Disconnected):
-        Worker(channel, core).run()
+        EngineLoop(channel, core).run()
     assert compiled == [BAD]
     error = channel.events[0][1].error
     assert error is not None

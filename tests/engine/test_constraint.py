@@ -13,12 +13,12 @@ import pytest
 import torch
 from engine_helpers import Collected, reference, request, run
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest
 from midstream.engine.embedded import constraint
 from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.core import EngineCore
 from midstream.models.tiny_moe import TOKEN_ID, VOCAB_SIZE, build_tokenizer
-from midstream.types import GenerateRequest
 
 torch.set_num_threads(1)
 

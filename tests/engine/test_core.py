@@ -16,12 +16,12 @@ from engine_helpers import Collected, Reference, needs_compiler, reference, requ
 from safetensors.torch import load_file, save_file
 from tiers import slow
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.errors import ConfigError
+from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams, TokenRecord
+from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.fused import FusedDecoder
 from midstream.engine.embedded.modules import UnsupportedModel
-from midstream.errors import ConfigError
-from midstream.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams, TokenRecord
 
 torch.set_num_threads(1)
 
@@ -443,7 +443,7 @@ def test_kv_of_a_forward_pass_that_was_not_finite_is_never_reused(
     core.set_staged(core.stage(tiny_model(seed=1)))
     core.commit("broken")
     decoder: Any = core.runner.model.decoder  # past what staging checks
-    if isinstance(decoder, FusedDecoder):
+    if isinstance(decoder, CpuDecoder):
         decoder.layers[0].input_norm.fill_(float("nan"))
     else:
         decoder.module.model.layers[0].input_layernorm.weight.fill_(float("nan"))

@@ -12,10 +12,10 @@ from pretended_cuda import DevicesMixed, OnDevice, PretendedCuda, placed
 from test_models import FAMILIES, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.errors import ConfigError
 from midstream.engine.embedded import device, loading
 from midstream.engine.embedded.core import EngineCore
-from midstream.errors import ConfigError
 
 SETTINGS = EngineSettings(max_batch_tokens=48, kv_cache_tokens=2048, device="cuda")
 SAMPLINGS = [

@@ -10,14 +10,14 @@ import pytest
 import torch
 from engine_helpers import needs_compiler, request, run
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import ModelInfo, SnapshotCheck
 from midstream.engine.base import EngineDied
 from midstream.engine.embedded import digest as digest_module
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.digest import CHUNK_BYTES, digest
-from midstream.engine.embedded.process import EmbeddedEngine
-from midstream.replica.check import Checker
-from midstream.types import ModelInfo, SnapshotCheck
+from midstream.engine.embedded.engine import EmbeddedEngine
+from midstream.replica.swap.check import Checker
 
 torch.set_num_threads(1)
 

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from test_constraint import EOS, GRAMMAR
 from tiers import slow
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.process import EmbeddedEngine
+from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.models.tiny_moe import VOCAB_SIZE
-from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
 
 torch.set_num_threads(1)
 MAX_TOKENS = 40
@@ -124,7 +124,7 @@ def test_what_cannot_have_been_emitted_is_refused(tiny_model: Callable[..., Path
         ((10**6,), ()),
     ]
     errors = [run(core, [replace(asked, emitted=given)])["r", 0].error for given in emitted]
-    every = "what was emitted must be told of every choice, and one must be unfinished"
+    every = "emitted must have an entry for every choice, and one choice must be unfinished"
     assert errors[:3] == [every, every, "3 tokens were emitted of at most 2"]
     assert errors[3] == f"prompt token ids must be 0 to {VOCAB_SIZE - 1}"
 

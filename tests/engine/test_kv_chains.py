@@ -11,9 +11,9 @@ import torch
 from engine_helpers import request, run
 from msgspec.structs import replace
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.core import EngineCore
-from midstream.types import GenerateRequest
 
 torch.set_num_threads(1)
 

@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from recompute import Passes, Recomputer
 from test_models import FAMILIES, write_model
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.scheduler import Sequence as Running
-from midstream.replica.namespaces import Namespaces, cache_salt
-from midstream.types import GenerateRequest, GenerationEvent, TokenRecord
+from midstream.replica.swap.namespaces import Namespaces, cache_salt
 
 torch.set_num_threads(1)
 

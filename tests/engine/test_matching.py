@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiers import examples
 
+from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded import scheduler as module
 from midstream.engine.embedded.blocks import HISTORIES_MAX, BlockPool, Prefix
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
-from midstream.types import GenerateRequest, SamplingParams
 
 SIZE = 2
 Chain = tuple[int | None, int, int]  # the chain before, token, epoch

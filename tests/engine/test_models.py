@@ -14,10 +14,10 @@ import transformers
 from engine_helpers import GPU, needs_compiler, request, run
 from transformers import AutoModelForCausalLM
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.fused import FusedDecoder
 from midstream.engine.embedded.loading import checked_decoder, disagreement
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 
@@ -202,7 +202,7 @@ def test_the_check_at_start_sees_a_mistake_in_a_model_that_has_learned_nothing(
     for name, tensor in module.named_parameters():
         if name.endswith("q_norm.weight"):
             tensor.data.fill_(4.0)
-    decoder = FusedDecoder(module.eval(), 512, threads=1)
+    decoder = CpuDecoder(module.eval(), 512, threads=1)
     assert disagreement(module, decoder) is None
     decoder.layers = [replace(layer, **wrong) for layer in decoder.layers]
     assert "where those spread by" in str(disagreement(module, decoder))

@@ -14,9 +14,9 @@ from engine_helpers import Collected, needs_compiler, request, run
 from test_models import LLAMA3_ROPE, SIZES
 from transformers import AutoModelForCausalLM
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest, TokenRecord
 from midstream.engine.embedded.core import EngineCore
-from midstream.types import GenerateRequest, TokenRecord
 
 ROPE: dict[str, Any] = {"rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 64, **ROPE}

@@ -10,9 +10,10 @@ import torch
 from engine_helpers import needs_compiler
 from tiers import slow
 
-from midstream.engine.embedded.native.sampling import NativeSampler
-from midstream.engine.embedded.sampler import Sampled, SampleRow, TorchSampler, sample, uniform
-from midstream.types import SamplingParams
+from midstream.core.types import SamplingParams
+from midstream.engine.cpu import CpuSampler
+from midstream.engine.embedded.sampler import Sampler, sample, uniform
+from midstream.engine.step import Sampled, SampleRow
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
 
@@ -21,7 +22,7 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everything here holds for both samplers."""
     needs_compiler(request.param)
-    SAMPLER.append(NativeSampler(threads=2) if request.param == "native" else TorchSampler())
+    SAMPLER.append(Sampler(CpuSampler(threads=2) if request.param == "native" else None))
     yield
     SAMPLER.pop()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
-from midstream.types import GenerateRequest, SamplingParams
 
 
 def make_scheduler(

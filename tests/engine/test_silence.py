@@ -12,20 +12,20 @@ import pytest
 import uvloop
 from engine_helpers import request
 
-from midstream.config import EngineSettings
-from midstream.engine.embedded.process import EmbeddedEngine
-from midstream.engine.silence import LOOK_S, Silence
+from midstream.core.config import EngineSettings
+from midstream.engine.embedded.engine import EmbeddedEngine
+from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_time_in_which_nobody_looked_is_not_silence() -> None:
-    silence = Silence(100.0)
-    assert silence.look(101.0) == 1.0
-    assert silence.look(102.5) == 2.5
-    assert silence.look(190.0) == 2.5 + 2 * LOOK_S
+    silence = SilenceTimer(100.0)
+    assert silence.update(101.0) == 1.0
+    assert silence.update(102.5) == 2.5
+    assert silence.update(190.0) == 2.5 + 2 * CHECK_INTERVAL_S
     silence.heard()
-    assert silence.look(191.0) == 1.0
+    assert silence.update(191.0) == 1.0
 
 
 def hold_the_interpreter(lasts_s: float) -> None:

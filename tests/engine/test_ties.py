@@ -13,13 +13,14 @@ from engine_helpers import GPU, needs_compiler, request, run
 from test_models import write_model
 from transformers import AutoModelForCausalLM
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_ROUTER, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
+from midstream.engine.cpu import CpuSampler
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.native.sampling import NativeSampler
-from midstream.engine.embedded.sampler import SampleRow, TorchSampler
+from midstream.engine.embedded.sampler import Sampler
 from midstream.engine.embedded.scores import ScoreStore
 from midstream.engine.embedded.ties import Routers
-from midstream.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_ROUTER, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
+from midstream.engine.step import SampleRow
 
 torch.set_num_threads(1)
 
@@ -179,7 +180,7 @@ QUARTERS = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
 def ties_of(kernels: str, logits: torch.Tensor, draws: int = 40, **params: Any) -> dict[int, set[int]]:
     """By drawn token: the near ties that its draws had."""
     needs_compiler(kernels)
-    sampler = NativeSampler(threads=1) if kernels == "native" else TorchSampler()
+    sampler = Sampler(CpuSampler(threads=1) if kernels == "native" else None)
     rows = [SampleRow(SamplingParams(max_tokens=1, seed=5, **params), 0, i, [], 0, 0) for i in range(draws)]
     got = sampler.sample(logits.expand(draws, -1).contiguous(), rows)
     found: dict[int, set[int]] = {}
@@ -242,7 +243,7 @@ def test_the_torch_samplers_own_sums_do_not_move_the_border_of_top_p() -> None:
         count = int((reached < 0.9).sum())
         for side in (-1.5e-7, 1.5e-7):
             row = SampleRow(SamplingParams(max_tokens=1, top_p=float(reached[count]) + side), 0, 0, [], 0, 0)
-            got = TorchSampler.sample(logits, [row])
+            got = Sampler().sample(logits, [row])
             kept = reached[count + (side > 0)]
             expected = got.logprobs[0] - float(kept.log())
             wrong += abs(got.sampling_logprobs[0] - expected) > 1e-5

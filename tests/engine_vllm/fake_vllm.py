@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from midstream.types import TokenRecord
+from midstream.core.types import TokenRecord
 
 BLOCK = 4
 VOCAB, LAYERS, DENSE, EXPERTS, TOP_K = 260, 3, 0, 8, 2  # hidden layers, and which of them has no experts

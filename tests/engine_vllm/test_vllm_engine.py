@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
-from midstream.config import VllmSettings
+from midstream.core.config import VllmSettings
+from midstream.core.types import TokenRecord
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.vllm.engine import VllmEngine
-from midstream.types import TokenRecord
 
 
 def expected(
@@ -621,6 +621,36 @@ def test_what_is_staged_and_what_replaces_it(tmp_path: Path, monkeypatch: pytest
             with pytest.raises(StagingFailed):
                 await engine.commit("step-2")
             assert fake.weights == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_snapshot_under_way_when_the_boot_ends_was_staged_for_a_dead_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            begun, gate, put = asyncio.Event(), asyncio.Event(), engine._staging.put
+
+            async def slow(directory: Path) -> Path:
+                begun.set()
+                await gate.wait()
+                return await put(directory)
+
+            monkeypatch.setattr(engine._staging, "put", slow)
+            step = write_weights(tmp_path / "step-1", 1) if readable else tmp_path / "nowhere"
+            staging = asyncio.create_task(engine.stage("step-1", step))
+            await begun.wait()
+            fake.fault("/pause", "refuse")
+            with pytest.raises(EngineDied):
+                await engine.pause()
+            gate.set()
+            with pytest.raises(EngineDied):
+                await staging
+            await engine.start()
+            with pytest.raises(StagingFailed, match="not staged"):
+                await engine.commit("step-1")
 
     asyncio.run(main())
 

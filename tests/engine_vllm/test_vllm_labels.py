@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
-from midstream.engine.vllm.labels import UNKNOWN, Epochs, Told
+from midstream.engine.vllm.labels import UNKNOWN, ChoiceLabels, Epochs
 
 Kv = list[tuple[tuple[str, int, int], ...]]
 
@@ -210,7 +210,7 @@ def test_nobody_is_told_of_kv_who_did_not_ask(tmp_path: Path) -> None:
 def test_spans_of_kv_have_no_gap_and_no_overlap(takes: list[int], prompt: int, clean: bool) -> None:
     """takes: tokens before each switch."""
     epochs = Epochs("base")
-    told = Told(epochs, prompt, clean=clean)
+    told = ChoiceLabels(epochs, prompt, clean=clean)
     for number, tokens in enumerate(takes, start=1):
         for _ in range(tokens):
             told.take(1)

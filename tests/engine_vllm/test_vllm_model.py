@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from midstream.core.errors import ConfigError
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 from midstream.engine.vllm.model import read_shape
-from midstream.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -216,7 +216,7 @@ def test_a_config_that_cannot_be_right_is_refused_with_the_field(
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_shape(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"config\.json: is not a JSON object"):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from midstream.core.types import GenerateRequest, TokenRecord
 from midstream.engine.vllm.arguments import WORKER, WORKER_DIR, command_line, environment
 from midstream.engine.vllm.proof import NotExact, prove_reload
-from midstream.types import GenerateRequest, TokenRecord
 
 
 class Experts:

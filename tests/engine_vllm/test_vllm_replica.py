@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fake_vllm import FakeVllm, until, write_model, write_weights
 
-from midstream.config import VllmSettings
+from midstream.core.config import VllmSettings
+from midstream.core.types import Desired, Stage
 from midstream.engine.vllm import swap as swap_module
 from midstream.engine.vllm.engine import VllmEngine
-from midstream.types import Desired, Stage
 
 sys.path.append(str(Path(__file__).parents[1] / "replica"))
 from replica_fakes import Running, running, sse

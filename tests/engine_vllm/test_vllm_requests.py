@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
+from midstream.core.types import GenerationEvent
 from midstream.engine.vllm.labels import UNKNOWN
-from midstream.engine.vllm.requests import Run
-from midstream.types import GenerationEvent
+from midstream.engine.vllm.requests import VllmRequest
 
 PROMPTS = (tuple(range(20)), tuple(range(40)), tuple(range(100, 130)))
 AGES = st.none() | st.integers(0, 3)
@@ -148,7 +148,7 @@ def test_a_choice_that_is_to_begin_anew_may_be_ended_or_left(tmp_path: Path) -> 
 
 def test_a_run_tells_events_in_order_and_nothing_after_its_end() -> None:
     async def main() -> None:
-        run = Run(asking(n=3))
+        run = VllmRequest(asking(n=3))
         ends = [GenerationEvent(index=i, finish="stop") for i in range(3)]
         for event in (ends[0], ends[0], ends[1]):
             run.put(event)
@@ -158,11 +158,11 @@ def test_a_run_tells_events_in_order_and_nothing_after_its_end() -> None:
         run.put(ends[2])
         assert await waiting == ends[2]
         assert await run.next() is None
-        failing = Run(asking(n=2))
+        failing = VllmRequest(asking(n=2))
         failing.put(GenerationEvent(index=1, error="broken"))
         failing.put(ends[0])
         assert [(await failing.next()).error, await failing.next()] == ["broken", None]  # type: ignore[union-attr]
-        ending = Run(asking())
+        ending = VllmRequest(asking())
         waiting = asyncio.ensure_future(ending.next())
         await asyncio.sleep(0)
         ending.end_choice(0)

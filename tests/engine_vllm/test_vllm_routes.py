@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from midstream.engine.vllm.routes import RoutesBroken, decode_routes
+from midstream.engine.vllm.model import Shape
+from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 
 SAMPLES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "routes.json").read_text())
-SHAPE: dict[str, Any] = {"moe_layers": (1, 2), "hidden_layers": 3, "top_k": 2, "num_experts": 8}
+SHAPE = Shape(
+    moe_layers=(1, 2), hidden_layers=3, top_k=2, num_experts=8, vocab_size=9, eos_token_ids=(), max_position=0
+)
 
 
 PLAIN = "{'descr': '|u1', 'fortran_order': False, 'shape': (4, 3, 2), }"
@@ -49,12 +53,15 @@ def test_what_vllm_encodes_is_the_route_of_the_pass_that_scored_the_token(sample
     )  # positions, the last one included
     routes = decode_routes(
         sample["data"],
+        replace(
+            SHAPE,
+            moe_layers=tuple(sample["moe_layers"]),
+            hidden_layers=sample["layers"],
+            top_k=sample["top_k"],
+            num_experts=sample["experts"],
+        ),
         first=sample["start"],
         count=len(scored),
-        moe_layers=tuple(sample["moe_layers"]),
-        hidden_layers=sample["layers"],
-        top_k=sample["top_k"],
-        num_experts=sample["experts"],
     )
     kind = np.uint8 if sample["experts"] <= 256 else "<u2"
     shape = (len(sample["moe_layers"]), sample["top_k"])
@@ -73,7 +80,7 @@ def test_the_samples_have_every_form_that_is_claimed() -> None:
 
 def test_big_endian_numbers_become_little_endian_ones() -> None:
     array = np.array([[[0, 0], [3, 1], [299, 256]]], dtype=">u2")
-    routes = decode_routes(npy(array), first=0, count=1, **{**SHAPE, "num_experts": 300})
+    routes = decode_routes(npy(array), replace(SHAPE, num_experts=300), first=0, count=1)
     assert routes == [np.array([3, 1, 299, 256], dtype="<u2").tobytes()]
 
 
@@ -126,8 +133,8 @@ BROKEN: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_not_exactly_as_expected_is_refused_with_words(name: str) -> None:
     data, words = BROKEN[name]
-    with pytest.raises(RoutesBroken, match=words):
-        decode_routes(data, first=10, count=4, **SHAPE)
+    with pytest.raises(InvalidRoutes, match=words):
+        decode_routes(data, SHAPE, first=10, count=4)
 
 
 def test_a_header_that_promises_more_than_there_is_allocates_nothing() -> None:
@@ -135,15 +142,15 @@ def test_a_header_that_promises_more_than_there_is_allocates_nothing() -> None:
     lying = raw.replace(b"(4, 3, 2), }        ", b"(400000000, 3, 2), }")
     assert len(lying) == len(raw)
     assert lying != raw
-    with pytest.raises(RoutesBroken, match="bytes follow"):
-        decode_routes(base64.b64encode(lying).decode(), first=0, count=4, **SHAPE)
+    with pytest.raises(InvalidRoutes, match="bytes follow"):
+        decode_routes(base64.b64encode(lying).decode(), SHAPE, first=0, count=4)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 9, 60, -1, -24])
 def test_a_cut_array_is_refused(cut: int) -> None:
     raw = base64.b64decode(npy(good()))[:cut]
-    with pytest.raises(RoutesBroken):
-        decode_routes(base64.b64encode(raw).decode(), first=0, count=4, **SHAPE)
+    with pytest.raises(InvalidRoutes):
+        decode_routes(base64.b64encode(raw).decode(), SHAPE, first=0, count=4)
 
 
 @settings(deadline=None)
@@ -152,10 +159,10 @@ def test_a_damaged_header_gives_the_same_routes_or_none(place: int, bits: int) -
     whole = base64.b64decode(npy(good()))
     raw = bytearray(whole)
     raw[place] ^= bits
-    expected = decode_routes(npy(good()), first=0, count=4, **SHAPE)
+    expected = decode_routes(npy(good()), SHAPE, first=0, count=4)
     try:
-        found = decode_routes(base64.b64encode(raw).decode(), first=0, count=4, **SHAPE)
-    except RoutesBroken:
+        found = decode_routes(base64.b64encode(raw).decode(), SHAPE, first=0, count=4)
+    except InvalidRoutes:
         return
     assert found == expected
 
@@ -163,5 +170,5 @@ def test_a_damaged_header_gives_the_same_routes_or_none(place: int, bits: int) -
 @settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
-    with pytest.raises(RoutesBroken):
-        decode_routes(base64.b64encode(b"\x93NUMPY\x01\x00" + data).decode(), first=0, count=4, **SHAPE)
+    with pytest.raises(InvalidRoutes):
+        decode_routes(base64.b64encode(b"\x93NUMPY\x01\x00" + data).decode(), SHAPE, first=0, count=4)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from stubserver import Fake, running, until
 
-from midstream.config import VllmSettings
+from midstream.core.config import VllmSettings
+from midstream.core.errors import ConfigError
 from midstream.engine.vllm import server as server_module
 from midstream.engine.vllm.arguments import command_line, environment
 from midstream.engine.vllm.server import ServerFailed, VllmServer
-from midstream.errors import ConfigError
 
 MODEL = Path("/models/tiny")
 
@@ -285,7 +285,7 @@ class TestEnd:
 REPLICA = """
 import asyncio, sys
 from pathlib import Path
-from midstream.config import VllmSettings
+from midstream.core.config import VllmSettings
 from midstream.engine.vllm.server import VllmServer
 
 async def main():
@@ -328,14 +328,14 @@ class TestHealth:
 
         async def check(server: VllmServer) -> None:
             asked = 0
-            health = server._health
+            health = server.health
 
             async def counted() -> int:
                 nonlocal asked
                 asked += 1
                 return await health() if asked % 3 == 0 else 0
 
-            monkeypatch.setattr(server, "_health", counted)
+            monkeypatch.setattr(server, "health", counted)
             ended = asyncio.create_task(server.wait_ended())
             async with asyncio.timeout(30):
                 while asked < 12:

@@ -10,10 +10,10 @@ from typing import Any
 
 from fake_vllm import FakeRequest, FakeVllm, until, write_model, write_weights
 
-from midstream.config import VllmSettings
+from midstream.core.config import VllmSettings
+from midstream.core.types import GenerateRequest, GenerationEvent, SamplingParams, TokenRecord
 from midstream.engine.base import EngineDied
 from midstream.engine.vllm.engine import VllmEngine
-from midstream.types import GenerateRequest, GenerationEvent, SamplingParams, TokenRecord
 
 
 @asynccontextmanager

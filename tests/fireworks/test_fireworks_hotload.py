@@ -19,7 +19,7 @@ from fireworks_helpers import (
 )
 from serving import serve
 
-from midstream.snapshots.delta import encode_delta
+from midstream.snapshots.arc2.encode import encode_delta
 
 PROMPT = list(b"The weights that")
 ATTEMPTS = 4

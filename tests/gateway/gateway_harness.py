@@ -7,21 +7,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import tiers
 import uvloop
 
-from midstream.config import GatewaySettings
+from midstream.api.app import control_app
+from midstream.core.config import GatewaySettings
+from midstream.core.names import ServedNames
+from midstream.core.types import ReplicaReport
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
-from midstream.gateway.app import control_app
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.server import Gateway, Timeouts
-from midstream.gateway.upstream import UpstreamPool
-from midstream.gateway.wire import WireLoop
+from midstream.http.upstream import UpstreamPool
 from midstream.ledger import Ledger
-from midstream.names import ServedNames
-from midstream.types import ReplicaReport
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.proxy.server import Gateway, Timeouts
 
 NAMES = ServedNames("accounts/local/models/tiny-moe", "accounts/local/deployments/default")
 DEADLINE_S = 120  # of a busy machine
@@ -29,21 +27,15 @@ GATEWAY_OPTIONS = ("replica_token", "front_path")
 TIMEOUTS = ("head_s", "body_window_s", "retiring_idle_s", "unreachable_s")
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]], *, compares: bool = False) -> None:
-    """Run within a deadline on each event loop that the gateway runs on in production; in the fast tier on the usual one.
-
-    compares: on both in every tier, as the test compares them.
-    """
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run within a deadline on the event loop that the gateway runs on in production."""
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await main()
 
-    for loop_factory in (
-        (WireLoop,) if tiers.in_fast() and not compares else (WireLoop, uvloop.new_event_loop)
-    ):
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(bounded())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(bounded())
 
 
 @dataclass

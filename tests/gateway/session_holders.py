@@ -11,21 +11,21 @@ from urllib.parse import unquote
 import msgspec
 from gateway_harness import NAMES, Message, MockReplica, Peer, Stage, post, reconciler
 
-from midstream.config import GatewaySettings
-from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.server import Gateway
-from midstream.replica.sessions import Sessions, stamp_of
-from midstream.types import (
+from midstream.api.app import control_app
+from midstream.core.config import GatewaySettings
+from midstream.core.types import (
     HEADER_SESSION,
     HEADER_TENANT,
     ReplicaReport,
     SessionsAsked,
     SessionsHeld,
-    SessionsTold,
+    SessionsReport,
 )
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replicas import ReplicaSet
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.proxy.server import Gateway
+from midstream.replica.sessions import Sessions, stamp_of
 
 
 class Holder:
@@ -79,7 +79,7 @@ class Holder:
         await self.speaks.wait()
         report = msgspec.json.encode(ReplicaReport(replica=self.name, boot=self.boot, ready=True)) + b"\n"
         with self.sessions.feed() as feed:
-            peer.chunk(msgspec.json.encode(SessionsTold(boot=self.boot)) + b"\n")
+            peer.chunk(msgspec.json.encode(SessionsReport(boot=self.boot)) + b"\n")
             while not peer.writer.is_closing():
                 self._changed.clear()
                 for line in self.sessions.told(feed):

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from gateway_harness import Message, MockReplica, Stage, get, post, reconciler, run
 
-from midstream.config import GatewaySettings, KeySettings
+from midstream.api.app import control_app
+from midstream.api.deployments import deployment_routes
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.core.config import GatewaySettings, KeySettings
+from midstream.core.names import ServedNames
+from midstream.core.scopes import GATEWAY_ROUTES
+from midstream.core.types import ReplicaReport
+from midstream.fleet.membership import membership_routes
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.deployments import deployment_routes
-from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.gateway.membership import membership_routes
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.server import Gateway
 from midstream.ledger import Ledger, sqlite_url
-from midstream.names import ServedNames
-from midstream.scopes import GATEWAY_ROUTES
-from midstream.types import ReplicaReport
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.proxy.server import Gateway
 
 A = "accounts/local"
 DEPLOYMENTS = f"/v1/{A}/deployments"

@@ -26,11 +26,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from midstream.api.app import control_app
+from midstream.core.types import BUCKETS_S, EngineStats, ReplicaReport, SwapTiming
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.metrics import GatewayMetrics, Histogram
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.types import BUCKETS_S, EngineStats, ReplicaReport, SwapTiming
+from midstream.proxy.metrics import GatewayMetrics, Histogram
 
 
 def decoded(message: Message) -> dict:  # type: ignore[type-arg]
@@ -209,7 +209,7 @@ def test_the_first_byte_is_timed_apart_from_the_whole_response() -> None:
 def test_a_session_sticks_wherever_its_key_stands(
     headers: str, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "midstream.gateway")
+    caplog.set_level(logging.DEBUG, "midstream")
 
     async def main() -> None:
         async with staged(respond_ok, respond_ok, respond_ok) as stage:
@@ -228,7 +228,7 @@ def test_a_session_sticks_wherever_its_key_stands(
 def test_the_log_at_info_says_where_a_session_is_placed_and_where_it_moves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "midstream.gateway")
+    caplog.set_level(logging.INFO, "midstream")
 
     async def main() -> None:
         async with staged(respond_ok, respond_ok) as stage:
@@ -248,7 +248,7 @@ def test_the_log_at_info_says_where_a_session_is_placed_and_where_it_moves(
 
 
 def test_a_session_key_cannot_begin_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "midstream.gateway")
+    caplog.set_level(logging.INFO, "midstream")
     key = "k\u2028Hash key 'other' mapped to worker: http://elsewhere (index=0)"
 
     async def main() -> None:

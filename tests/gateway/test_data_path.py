@@ -442,7 +442,7 @@ def test_drain_lets_streams_finish_and_close_cuts_visibly() -> None:
 
 def test_the_gateway_imports_no_engine_and_no_torch() -> None:
     code = (
-        "import sys; import midstream.gateway.server, midstream.gateway.app; "
+        "import sys; import midstream.proxy.server, midstream.api.app; "
         "heavy = [m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers') or 'midstream.engine' in m]; "
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from gateway_harness import reconciler
 
+from midstream.api.app import control_app
+from midstream.api.deployments import deployment_routes, lies_in
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.core.names import ServedNames
+from midstream.core.types import ReplicaReport
+from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.deployments import deployment_routes, lies_in
-from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.roster import Roster, Running, RunningReplica, Wanted, replica_count
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
-from midstream.names import ServedNames
-from midstream.types import ReplicaReport
+from midstream.proxy.metrics import GatewayMetrics
 
 A = "accounts/local"
 MODEL, OTHER = f"{A}/models/tiny-moe", f"{A}/models/other"
@@ -43,14 +43,16 @@ class Server:
         self.failing: dict[str, str] = {}
         self.deployments = Deployments(run_time(row), ("other",))
         self.now = 0.0
-        self.roster = Roster(ledger, self.deployments, run_time, self._tell, monotonic=lambda: self.now)
+        self.desired_state = DesiredState(
+            ledger, self.deployments, run_time, self._tell, monotonic=lambda: self.now
+        )
         routes = [
             *deployment_routes(
                 ledger,
                 self.deployments,
                 bucket=self.bucket.as_uri(),
                 allowed_buckets=("s3://allowed/here",),
-                changed=self.roster.look_once,
+                changed=self.desired_state.look_once,
             ),
             *hotload_routes(ledger, self.deployments),
         ]
@@ -76,8 +78,8 @@ class Server:
                 )
                 for r in self.told.replicas
             ]
-            self.roster.running(Running(tuple(running)))
-            await self.roster.look_once()
+            self.desired_state.running(Running(tuple(running)))
+            await self.desired_state.look_once()
         for deployment in self.deployments:
             for view in deployment.replicas.views:
                 view.report = view.report or ReplicaReport(replica=view.name, boot="b", ready=True)
@@ -105,7 +107,7 @@ def serve(path: Path, work: Callable[[Server], Awaitable[None]]) -> None:
         ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
         row = await ledger.ensure_deployment(DEFAULT, MODEL, (path / "bucket").as_uri(), "ASYNC", 2)
         server = Server(path, ledger, row)
-        await server.roster.look_once()
+        await server.desired_state.look_once()
         await server.supervise()
         async with server.http:
             await work(server)
@@ -372,16 +374,16 @@ def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywher
         lost = RunningReplica(
             name=view.name, deployment=f"{A}/deployments/b", url=view.url, error="no memory"
         )
-        server.roster.running(Running((lost,)))
-        await server.roster.look_once()
+        server.desired_state.running(Running((lost,)))
+        await server.desired_state.look_once()
         got = await server.got("b")
         assert (got["state"], got["status"]["message"]) == ("FAILED", "b-replica-0: no memory")
         (row,) = (await server.http.get(HOT_LOAD_PATH, headers={"fireworks-deployment": "b"})).json()[
             "replicas"
         ]
         assert row["midstream"]["error"] == "the replica cannot be reached: no memory"
-        server.roster.running(Running((msgspec.structs.replace(lost, error=None),)))
-        await server.roster.look_once()
+        server.desired_state.running(Running((msgspec.structs.replace(lost, error=None),)))
+        await server.desired_state.look_once()
         down = "the engine cannot be started again: no device"
         view.report = ReplicaReport(replica=view.name, boot="c", ready=False, error=down)
         got = await server.got("b")

@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
+from midstream.api.app import control_app
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.core.names import ServedNames
+from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard, ReplicaReport
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
 from midstream.ledger import Ledger, database, sqlite_url
-from midstream.names import ServedNames
-from midstream.types import ENGINE_FEATURES, Desired, EngineCard, ReplicaReport
+from midstream.proxy.metrics import GatewayMetrics
 
 MODEL = "accounts/local/models/tiny-moe"
 DEPLOYMENT = "accounts/local/deployments/default"

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 from gateway_harness import Message, Peer, Stage, get, post, respond_ok, run, staged
 
-from midstream.http1 import ClientConnection, Exchange
-from midstream.http_budget import Bounds, Budget
-from midstream.http_message import Limits, Request
-from midstream.launch.child import return_memory
+from midstream.http.budget import Bounds, Budget
+from midstream.http.http1 import ClientConnection, Exchange
+from midstream.http.message import Limits, Request
+from midstream.launch.channel import return_memory
 
 BODY = b"x" * 300_000
 BOUNDS = {

@@ -19,7 +19,7 @@ from gateway_harness import (
     staged,
 )
 
-from midstream.gateway.inference import HELD_BYTES_MAX
+from midstream.proxy.request import HELD_BYTES_MAX
 
 SESSION = "x-multi-turn-session-id: s1\r\n"
 UNAVAILABLE = b'{"error":{"message":"not ready","type":"replica_unavailable","code":"replica_unavailable","param":null}}'

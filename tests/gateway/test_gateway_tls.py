@@ -12,10 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from gateway_harness import Message, Peer, get, post, read_chunk, read_head, run, staged
 
-from midstream.config import GatewaySettings
-from midstream.errors import ConfigError
-from midstream.gateway.server import tls_context
-from midstream.gateway.wire import data_path
+from midstream.core.config import GatewaySettings
+from midstream.core.errors import ConfigError
+from midstream.proxy.server import tls_context
 
 
 def certificate(directory: Path, password: bytes | None = None) -> tuple[str, str]:
@@ -95,8 +94,3 @@ def test_a_certificate_that_cannot_be_used_says_which_and_why(tmp_path: Path) ->
     cert, key = certificate(tmp_path / "hidden", b"secret")
     with pytest.raises(ConfigError, match="needs a password"):
         tls_context(GatewaySettings(tls_cert=cert, tls_key=key))
-
-
-def test_encrypted_connections_are_not_a_wires() -> None:
-    assert data_path(GatewaySettings(tls_cert="c", tls_key="k")) == "python"
-    assert data_path(GatewaySettings(data_path="native")) == "native"

@@ -12,22 +12,22 @@ import httpx
 import pytest
 from gateway_harness import reconciler
 
-from midstream.errors import ConfigError
-from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.membership import (
+from midstream.api.app import control_app
+from midstream.core.errors import ConfigError
+from midstream.core.names import ServedNames
+from midstream.core.types import ReplicaEntry, ReplicaReport
+from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
+from midstream.fleet.membership import (
     Resolver,
     entries_of_settings,
     membership_routes,
     merged,
     replica_name,
 )
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.roster import Roster, Running, RunningReplica, Wanted, replica_count
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replicas import ReplicaSet
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
-from midstream.names import ServedNames
-from midstream.types import ReplicaEntry, ReplicaReport
+from midstream.proxy.metrics import GatewayMetrics
 
 A = "accounts/local"
 DEFAULT, B = f"{A}/deployments/default", f"{A}/deployments/b"
@@ -42,7 +42,7 @@ class Server:
         self.told = Wanted()
         self.now = 0.0
         self.deployments = Deployments(self._run_time(row))
-        self.roster = Roster(
+        self.desired_state = DesiredState(
             ledger,
             self.deployments,
             self._run_time,
@@ -51,7 +51,7 @@ class Server:
             monotonic=lambda: self.now,
         )
         routes = membership_routes(
-            ledger, self.deployments, allowed=("10.0.0.7", "other:1"), changed=self.roster.look_once
+            ledger, self.deployments, allowed=("10.0.0.7", "other:1"), changed=self.desired_state.look_once
         )
         app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
@@ -73,8 +73,8 @@ class Server:
             RunningReplica(name=r.name, deployment=r.deployment, url=f"http://{r.name}")
             for r in self.told.replicas
         ]
-        self.roster.running(Running(tuple(running)))
-        await self.roster.look_once()
+        self.desired_state.running(Running(tuple(running)))
+        await self.desired_state.look_once()
 
     async def ask(
         self, method: str, path: str = "", status: int = 200, deployment: str = DEFAULT, **body: Any
@@ -92,7 +92,7 @@ def serve(
         ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
         row = await ledger.ensure_deployment(DEFAULT, f"{A}/models/m", "file:///bucket", "ASYNC", 1)
         server = Server(ledger, row, settings or {})
-        await server.roster.look_once()
+        await server.desired_state.look_once()
         await server.look()
         async with server.http:
             await work(server)
@@ -157,7 +157,7 @@ def test_a_url_that_is_not_allowed_is_refused(tmp_path: Path, url: Any) -> None:
 def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         await server.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
-        await server.roster.look_once()
+        await server.desired_state.look_once()
         await server.ask("POST", url=FAR)
         for deployment in (DEFAULT, B):
             shown = await server.ask("POST", status=409, url=FAR, deployment=deployment)
@@ -287,7 +287,7 @@ def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(
     async def work(server: Server) -> None:
         nonlocal found
         changes: list[None] = []
-        server.roster.resolver = resolver = Resolver("replicas.local:80", lambda: changes.append(None))
+        server.desired_state.resolver = resolver = Resolver("replicas.local:80", lambda: changes.append(None))
         await resolver.look()
         await server.look()
         assert names(server) == ["replica-0", "10.0.0.1:80", "10.0.0.2:80", "::1:80"]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from midstream.core.types import Session
 from midstream.fleet.placement import ARRAYS_FROM, Candidate, Decision, Fleet, load_limit, stays
 from midstream.fleet.prefixes import Known
-from midstream.gateway.sessions import SessionTable
-from midstream.types import Session
+from midstream.fleet.sessions import SessionTable
 
 BOUND = 0.25
 sessions = st.tuples(st.sampled_from(["", "t1", "t2"]), st.text(min_size=1, max_size=8))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
 
-from midstream.gateway.poison import (
+from midstream.proxy.poison import (
     ALL_MAX,
     KEPT_S,
     LARGE_BYTES,

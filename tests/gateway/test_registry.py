@@ -3,10 +3,10 @@
 import pytest
 from gateway_harness import NAMES, reconciler
 
-from midstream.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.core.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.core.names import ServedNames
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.names import ServedNames
 
 A = "accounts/local"
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from gateway_harness import run
 
-from midstream.errors import ReplicaUnavailable
+from midstream.core.errors import ReplicaUnavailable
+from midstream.core.types import Desired, EngineStats, ReplicaReport
 from midstream.fleet.replicas import ReplicaSet
-from midstream.types import Desired, EngineStats, ReplicaReport
 
 
 class EventServer:
@@ -206,9 +206,9 @@ def test_a_refused_data_connection_counts_only_when_the_event_stream_is_gone_too
             watched.set.refused(watched.view)
             assert watched.view.report == report()
             server.drop()
-            [ear] = watched.set._ears.values()
-            assert ear.stream is not None
-            await asyncio.wait({ear.stream.ended})
+            [subscription] = watched.set._subscriptions.values()
+            assert subscription.stream is not None
+            await asyncio.wait({subscription.stream.ended})
             assert watched.view.report == report()
             watched.set.refused(watched.view)
             assert watched.view.report is None
@@ -227,7 +227,8 @@ def test_the_token_goes_with_every_call_and_shows_nowhere(caplog: pytest.LogCapt
                 await watched.set.send_desired(watched.view, Desired(snapshot="s1", generation=1))
             assert [head.count(b"\r\nx-midstream-token: very-secret\r\n") for head in server.heads] == [1, 1]
             assert (
-                "very-secret" not in f"{raised.value} {watched.set!r} {watched.view!r} {watched.set._ears!r}"
+                "very-secret"
+                not in f"{raised.value} {watched.set!r} {watched.view!r} {watched.set._subscriptions!r}"
             )
 
     run(main)

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from gateway_harness import Handler, Message, Peer, Stage, post, read_chunk, read_head, run, staged
 
-from midstream.gateway.resume import GATHERED_BYTES_MAX, UNFINISHED_BYTES_MAX, Passed
 from midstream.ledger import Signalled
+from midstream.proxy.resume import GATHERED_BYTES_MAX, UNFINISHED_BYTES_MAX, ResumeLog
 
 SESSION = "x-multi-turn-session-id: s1\r\n"
 OPENING = '{"id":"x","created":1,"seed":7,"prompts":"d"}'
@@ -377,12 +377,12 @@ def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> Non
         async with staged(handler, handler, unreachable_s=0.0) as stage:
             asked = asyncio.create_task(answer(stage))
             await stage.mocks[0].asked(1)
-            [exchange] = stage.gateway.proxy.upstream(stage.views[0]).exchanges
+            [request] = stage.gateway.proxy.upstream(stage.views[0]).requests
             for _ in range(1000):  # turns of the loop
-                if exchange._answered:
+                if request.answered:
                     break
                 await asyncio.sleep(0)
-            exchange.give_up("nothing was heard of it")
+            request.give_up("nothing was heard of it")
             assert await asked == WHOLE
 
     run(main)
@@ -491,47 +491,47 @@ def test_streams_that_tell_nothing_and_plain_responses_are_as_before() -> None:
 
 def test_what_passes_is_whole_chunks_and_what_they_tell_is_kept() -> None:
     for step in (1, 3, 7, 50, len(STREAM)):
-        passed, out = Passed(), b""
+        passed, out = ResumeLog(), b""
         data = STREAM + b"0\r\n\r\n"
         for at in range(0, len(data), step):
             new = passed.take(data[at : at + step])
             assert new.endswith(b"\r\n") or not new
             out += new
         assert out == data
-        told = passed.told()
+        told = passed.lines()
         assert told is not None
         assert told.decode().split("\n")[::5] == [OPENING, "0:104"], step
         assert told.endswith(b"\n0:104\nend\n")
 
 
 def test_a_long_stream_is_kept_by_what_it_tells_only() -> None:
-    passed = Passed()
+    passed = ResumeLog()
     passed.take(WRITES[0])
     event = framed(b": m 0:7\n\ndata: " + b"x" * 500 + b"\n\n")
     for _ in range(1000):
         assert passed.take(event) == event
         assert passed._size <= GATHERED_BYTES_MAX + len(event)
-    told = passed.told()
+    told = passed.lines()
     assert told is not None
     assert told.count(b"\n0:7") == 1000
 
 
 def test_an_event_too_long_to_hold_passes_and_is_not_resumable() -> None:
-    passed = Passed()
+    passed = ResumeLog()
     long = b"%x\r\n" % (2 * UNFINISHED_BYTES_MAX) + b"x" * (UNFINISHED_BYTES_MAX + 1)
     assert passed.take(WRITES[0] + long[:9]) == WRITES[0]
     assert passed.take(long[9:]) == long
     assert passed.take(b"more") == b"more"
-    assert passed.told() is None
+    assert passed.lines() is None
 
 
 def test_what_a_stream_tells_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.gateway.resume.TOLD_BYTES_MAX", 1000)
-    passed = Passed()
+    monkeypatch.setattr("midstream.proxy.resume.LINES_BYTES_MAX", 1000)
+    passed = ResumeLog()
     event = framed(b": m 0:7\n\ndata: " + b"x" * 500 + b"\n\n")
     for _ in range(500):
         assert passed.take(event) == event
-    assert passed.told() is None
+    assert passed.lines() is None
     assert passed.take(event[:-1]) == b"", "the client has whole events all the same"
 
 
@@ -548,9 +548,9 @@ def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves(mode: st
         async with staged(handler, handler) as stage:
             second = stage.views[1].report
             assert second is not None
-            wish = f"x-midstream-snapshot: base\r\nx-midstream-failover: {mode}\r\n"
+            constraint = f"x-midstream-snapshot: base\r\nx-midstream-failover: {mode}\r\n"
             stage.views[1].report = msgspec.structs.replace(second, snapshot="elsewhere")
-            client = asyncio.create_task(answer(stage, wish + "x-midstream-min-snapshot: base\r\n"))
+            client = asyncio.create_task(answer(stage, constraint + "x-midstream-min-snapshot: base\r\n"))
             await stage.mocks[0].asked(1)
             stage.views[1].report = msgspec.structs.replace(second, snapshot=there)
             placed.set()
@@ -589,8 +589,8 @@ def test_a_stream_with_nothing_computed_of_what_is_left_is_judged_anew(came: byt
             assert first is not None
             assert second is not None
             stage.views[0].report = msgspec.structs.replace(first, snapshot="v1")
-            wish = "x-midstream-min-snapshot: v1\r\nx-midstream-snapshot-wait: 0\r\n"
-            client = asyncio.create_task(answer(stage, wish))
+            constraint = "x-midstream-min-snapshot: v1\r\nx-midstream-snapshot-wait: 0\r\n"
+            client = asyncio.create_task(answer(stage, constraint))
             await stage.mocks[0].asked(1)
             stage.views[1].report = msgspec.structs.replace(second, snapshot=there)
             placed.set()

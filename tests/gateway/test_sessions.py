@@ -2,10 +2,10 @@
 
 import pytest
 
-from midstream.errors import InvalidRequest
-from midstream.gateway import sessions
-from midstream.gateway.auth import tenant_of
-from midstream.gateway.sessions import SessionTable, body_model, session_key
+from midstream.core.errors import InvalidRequest
+from midstream.fleet import sessions
+from midstream.fleet.sessions import SessionTable, body_model, session_key
+from midstream.proxy.auth import tenant_of
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import json
 import pytest
 from gateway_harness import Message, MockReplica, Peer, Stage, post, reconciler, respond_ok, run, staged
 
+from midstream.core.names import ServedNames
+from midstream.core.types import ReplicaReport
+from midstream.fleet.registry import Deployment
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
-from midstream.gateway.registry import Deployment
-from midstream.names import ServedNames
-from midstream.types import ReplicaReport
 
 A = "accounts/local"
 

@@ -13,29 +13,26 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from session_holders import until
 
-from midstream.errors import InvalidRequest, UnknownField
-from midstream.fleet.replicas import ReplicaSet
-from midstream.fleet.signal_order import KEPT, SignalOrder
-from midstream.fleet.view import ReplicaView
-from midstream.gateway import versions
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.versions import Admission, Verdict
-from midstream.gateway.workers import Follower, Leader
-from midstream.ledger import Signalled
-from midstream.types import BASE_SNAPSHOT, ReplicaReport
-from midstream.types import Stage as SwapStage
-from midstream.versions import (
+from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.core.types import BASE_SNAPSHOT, ReplicaReport
+from midstream.core.types import Stage as SwapStage
+from midstream.core.versions import (
     HEADER_ADMITTED,
     HEADER_REFUSED,
     NOTHING,
     Admitted,
     Refusal,
-    Wish,
+    VersionConstraint,
     as_header,
+    constraint_of_body,
+    constraint_of_headers,
     from_header,
-    wish_of_body,
-    wish_of_headers,
 )
+from midstream.fleet.signal_order import KEPT, SignalOrder
+from midstream.fleet.view import ReplicaView
+from midstream.ledger import Signalled
+from midstream.proxy import versions
+from midstream.proxy.versions import Verdict, VersionJudge
 
 
 def order_of(*snapshots: str, ready: Iterable[str] = ()) -> SignalOrder:
@@ -54,11 +51,15 @@ def view(snapshot: str, *, index: int = 0, usable: bool = True, **report: Any) -
 
 
 def who(
-    wish: Wish, order: SignalOrder, *serving: str, home: int | None = None, now: float = 0.0
+    constraint: VersionConstraint,
+    order: SignalOrder,
+    *serving: str,
+    home: int | None = None,
+    now: float = 0.0,
 ) -> list[str] | Verdict:
     """The snapshots of the replicas that may take the request, or what else is to be done with it."""
     views = [view(snapshot, index=index) for index, snapshot in enumerate(serving)]
-    admission = Admission(wish, order, 0.0)
+    admission = VersionJudge(constraint, order, 0.0)
     verdict = admission.judge(views, (), None if home is None else views[home], now)
     if verdict.action != "send":
         return verdict
@@ -69,94 +70,121 @@ ORDER = order_of("v1", "v2", "v3", "v4", ready=["v1", "v2", "v3"])
 
 
 @pytest.mark.parametrize(
-    ("wish", "serving", "taken_by"),
+    ("constraint", "serving", "taken_by"),
     [
-        (Wish(snapshot="v2"), "base v1 v2 v3", "v2"),
-        (Wish(snapshot="base"), "base v1", "base"),
-        (Wish(snapshot="elsewhere"), "v1 elsewhere", "elsewhere"),  # signalled by nobody, and it serves
-        (Wish(min_snapshot="v2"), "base v1 v2 v3 elsewhere", "v2 v3"),
-        (Wish(min_snapshot="base"), "base v1 elsewhere", "base v1"),
-        (Wish(min_snapshot="elsewhere"), "v1 elsewhere", "elsewhere"),
-        (Wish(max_staleness=0), "base v1 v2 v3", "v3"),
-        (Wish(max_staleness=0), "v2 v3 v4", "v4"),  # it serves somewhere: newer than what was ready
-        (Wish(max_staleness=1), "base v1 v2 v3 elsewhere", "v2 v3"),
-        (Wish(max_staleness=3), "base v1 v2 v3", "base v1 v2 v3"),
-        (Wish(min_snapshot="v2", max_staleness=1), "v1 v2 v3", "v2 v3"),
-        (Wish(min_snapshot="v3", max_staleness=2), "v1 v2 v3", "v3"),
-        (Wish(snapshot="v2", max_staleness=1), "v1 v2 v3", "v2"),
-        (Wish(snapshot="v2", min_snapshot="v1"), "v1 v2 v3", "v2"),
+        (VersionConstraint(snapshot="v2"), "base v1 v2 v3", "v2"),
+        (VersionConstraint(snapshot="base"), "base v1", "base"),
+        (
+            VersionConstraint(snapshot="elsewhere"),
+            "v1 elsewhere",
+            "elsewhere",
+        ),  # signalled by nobody, and it serves
+        (VersionConstraint(min_snapshot="v2"), "base v1 v2 v3 elsewhere", "v2 v3"),
+        (VersionConstraint(min_snapshot="base"), "base v1 elsewhere", "base v1"),
+        (VersionConstraint(min_snapshot="elsewhere"), "v1 elsewhere", "elsewhere"),
+        (VersionConstraint(max_staleness=0), "base v1 v2 v3", "v3"),
+        (
+            VersionConstraint(max_staleness=0),
+            "v2 v3 v4",
+            "v4",
+        ),  # it serves somewhere: newer than what was ready
+        (VersionConstraint(max_staleness=1), "base v1 v2 v3 elsewhere", "v2 v3"),
+        (VersionConstraint(max_staleness=3), "base v1 v2 v3", "base v1 v2 v3"),
+        (VersionConstraint(min_snapshot="v2", max_staleness=1), "v1 v2 v3", "v2 v3"),
+        (VersionConstraint(min_snapshot="v3", max_staleness=2), "v1 v2 v3", "v3"),
+        (VersionConstraint(snapshot="v2", max_staleness=1), "v1 v2 v3", "v2"),
+        (VersionConstraint(snapshot="v2", min_snapshot="v1"), "v1 v2 v3", "v2"),
     ],
 )
 def test_a_replica_may_take_a_request_when_all_it_asks_for_holds(
-    wish: Wish, serving: str, taken_by: str
+    constraint: VersionConstraint, serving: str, taken_by: str
 ) -> None:
-    assert who(wish, ORDER, *serving.split()) == taken_by.split()
+    assert who(constraint, ORDER, *serving.split()) == taken_by.split()
 
 
 @pytest.mark.parametrize(
-    ("wish", "serving", "verdict"),
+    ("constraint", "serving", "verdict"),
     [
-        (Wish(min_snapshot="v4"), "v3", Verdict("wait", 10.0)),  # what is desired will come
-        (Wish(snapshot="v4"), "v3", Verdict("wait", 10.0)),
-        (Wish(max_staleness=0), "v1", Verdict("wait", 10.0)),  # v3 was ready on a replica that is gone
-        (Wish(min_snapshot="v9"), "v3", Verdict("wait", 10.0)),  # its signal may be on the way
-        (Wish(snapshot="v2"), "v1 v3", Verdict("refuse")),  # it takes a signal for that
-        (Wish(snapshot="v2", wait_s=30), "v1 v3", Verdict("wait", 30.0)),  # but it may be waited for
-        (Wish(snapshot="v2", min_snapshot="v3"), "v2 v3", Verdict("refuse")),
-        (Wish(snapshot="v1", max_staleness=0), "v1 v3", Verdict("refuse")),
-        (Wish(min_snapshot="v4", wait_s=0), "v3", Verdict("refuse")),
+        (VersionConstraint(min_snapshot="v4"), "v3", Verdict("wait", 10.0)),  # what is desired will come
+        (VersionConstraint(snapshot="v4"), "v3", Verdict("wait", 10.0)),
+        (
+            VersionConstraint(max_staleness=0),
+            "v1",
+            Verdict("wait", 10.0),
+        ),  # v3 was ready on a replica that is gone
+        (VersionConstraint(min_snapshot="v9"), "v3", Verdict("wait", 10.0)),  # its signal may be on the way
+        (VersionConstraint(snapshot="v2"), "v1 v3", Verdict("refuse")),  # it takes a signal for that
+        (
+            VersionConstraint(snapshot="v2", wait_s=30),
+            "v1 v3",
+            Verdict("wait", 30.0),
+        ),  # but it may be waited for
+        (VersionConstraint(snapshot="v2", min_snapshot="v3"), "v2 v3", Verdict("refuse")),
+        (VersionConstraint(snapshot="v1", max_staleness=0), "v1 v3", Verdict("refuse")),
+        (VersionConstraint(min_snapshot="v4", wait_s=0), "v3", Verdict("refuse")),
     ],
 )
-def test_what_does_not_serve_is_waited_for_if_it_may_come(wish: Wish, serving: str, verdict: Verdict) -> None:
-    assert who(wish, ORDER, *serving.split()) == verdict
-    assert who(wish, ORDER, *serving.split(), now=100.0) == Verdict("refuse")
+def test_what_does_not_serve_is_waited_for_if_it_may_come(
+    constraint: VersionConstraint, serving: str, verdict: Verdict
+) -> None:
+    assert who(constraint, ORDER, *serving.split()) == verdict
+    assert who(constraint, ORDER, *serving.split(), now=100.0) == Verdict("refuse")
 
 
 def test_what_a_replica_is_loading_may_come_and_what_it_failed_on_may_not() -> None:
-    def verdict(wish: Wish, **report: Any) -> Verdict:
-        return Admission(wish, ORDER, 0.0).judge([view("v3", **report)], (), None, 0.0)
+    def verdict(constraint: VersionConstraint, **report: Any) -> Verdict:
+        return VersionJudge(constraint, ORDER, 0.0).judge([view("v3", **report)], (), None, 0.0)
 
-    assert verdict(Wish("v2"), stage=SwapStage.STAGING, target="v2") == Verdict("wait", 10.0)
-    assert verdict(Wish("v4"), stage=SwapStage.ERROR, target="v4") == Verdict("refuse")
-    assert verdict(Wish("v3"), stage=SwapStage.STAGED, target="v4", pinnable=False) == Verdict("refuse")
+    assert verdict(VersionConstraint("v2"), stage=SwapStage.STAGING, target="v2") == Verdict("wait", 10.0)
+    assert verdict(VersionConstraint("v4"), stage=SwapStage.ERROR, target="v4") == Verdict("refuse")
+    assert verdict(VersionConstraint("v3"), stage=SwapStage.STAGED, target="v4", pinnable=False) == Verdict(
+        "refuse"
+    )
     other_files = {"stage": SwapStage.STAGED, "target": "v3", "pinnable": False}
-    assert verdict(Wish("v3"), **other_files) == Verdict("wait", 10.0)
+    assert verdict(VersionConstraint("v3"), **other_files) == Verdict("wait", 10.0)
 
 
 def test_a_session_waits_a_while_for_its_home_and_no_longer() -> None:
-    wish = Wish(min_snapshot="v4")
-    assert who(wish, ORDER, "v3", "v4", home=0) == Verdict("wait", versions.HOME_WAIT_S)
-    assert who(wish, ORDER, "v3", "v4", home=0, now=versions.HOME_WAIT_S) == ["v4"]
-    assert who(wish, ORDER, "v3", "v4", home=1) == ["v4"]
-    assert who(Wish(min_snapshot="v4", wait_s=0.5), ORDER, "v3", "v4", home=0) == Verdict("wait", 0.5)
-    assert who(Wish(min_snapshot="v4", wait_s=0), ORDER, "v3", "v4", home=0) == ["v4"]
-    assert who(Wish("v3"), ORDER, "v4", "v3", home=0) == ["v3"], "its home goes to v4 or stays"
+    constraint = VersionConstraint(min_snapshot="v4")
+    assert who(constraint, ORDER, "v3", "v4", home=0) == Verdict("wait", versions.HOME_WAIT_S)
+    assert who(constraint, ORDER, "v3", "v4", home=0, now=versions.HOME_WAIT_S) == ["v4"]
+    assert who(constraint, ORDER, "v3", "v4", home=1) == ["v4"]
+    assert who(VersionConstraint(min_snapshot="v4", wait_s=0.5), ORDER, "v3", "v4", home=0) == Verdict(
+        "wait", 0.5
+    )
+    assert who(VersionConstraint(min_snapshot="v4", wait_s=0), ORDER, "v3", "v4", home=0) == ["v4"]
+    assert who(VersionConstraint("v3"), ORDER, "v4", "v3", home=0) == ["v3"], "its home goes to v4 or stays"
 
 
 def test_nobody_who_is_usable_or_untried_is_no_matter_of_snapshots() -> None:
-    admission = Admission(Wish(min_snapshot="v4"), ORDER, 0.0)
+    admission = VersionJudge(VersionConstraint(min_snapshot="v4"), ORDER, 0.0)
     assert admission.judge([view("v4", usable=False)], (), None, 0.0) == Verdict("send")
     assert admission.judge([view("v4")], ("replica-0",), None, 0.0) == Verdict("send")
 
 
 def test_the_last_signal_of_a_snapshot_gives_it_its_place() -> None:
     order = order_of("v1", "v2", "v3", ready=["v1", "v2"])
-    assert (order.desired, who(Wish(min_snapshot="v2"), order, "v1", "v2")) == ("v3", ["v2"])
+    assert (order.desired, who(VersionConstraint(min_snapshot="v2"), order, "v1", "v2")) == ("v3", ["v2"])
     order.learn([Signalled("v1", 4, False)])  # rolled back
-    assert (order.desired, who(Wish(min_snapshot="v2"), order, "v1", "v2")) == ("v1", ["v1", "v2"])
-    assert who(Wish(max_staleness=0), order, "v2", "v3") == ["v3"], "it serves nowhere since it was signalled"
+    assert (order.desired, who(VersionConstraint(min_snapshot="v2"), order, "v1", "v2")) == (
+        "v1",
+        ["v1", "v2"],
+    )
+    assert who(VersionConstraint(max_staleness=0), order, "v2", "v3") == ["v3"], (
+        "it serves nowhere since it was signalled"
+    )
     order.ready("v1", 1)
-    assert who(Wish(max_staleness=0), order, "v2") == ["v2"], "what was ready before the signal"
+    assert who(VersionConstraint(max_staleness=0), order, "v2") == ["v2"], "what was ready before the signal"
     order.ready("v1", 4)
-    assert who(Wish(max_staleness=2), order, "v2", "v3") == ["v2", "v3"]
-    assert who(Wish(max_staleness=1), order, "v2", "v3") == ["v3"]
+    assert who(VersionConstraint(max_staleness=2), order, "v2", "v3") == ["v2", "v3"]
+    assert who(VersionConstraint(max_staleness=1), order, "v2", "v3") == ["v3"]
     assert order.between(0, 4) == 3
 
 
 def test_the_newest_is_named_also_when_what_was_ready_was_signalled_again() -> None:
     order = order_of("v1", "v2", ready=["v1", "v2"])
     order.learn([Signalled("v2", 3, False)])
-    admission = Admission(Wish("v9", wait_s=0), order, 0.0)
+    admission = VersionJudge(VersionConstraint("v9", wait_s=0), order, 0.0)
     views = [view("base")]
     assert admission.judge(views, (), None, 0.0) == Verdict("refuse")
     assert admission.refusal(views).body()["newest"] == "v1"
@@ -166,7 +194,7 @@ def test_a_reset_forgets_all_signals_and_the_base_weights_come_first_again() -> 
     order = order_of("v1", "v2", ready=["v1", "v2"])
     order.learn([Signalled("v9", 7, False)], reset=6)
     assert [order.position(name) for name in (BASE_SNAPSHOT, "v1", "v2", "v9")] == [0, None, None, 7]
-    assert who(Wish(max_staleness=0), order, "base", "v2") == ["base"]
+    assert who(VersionConstraint(max_staleness=0), order, "base", "v2") == ["base"]
     order.learn([Signalled("v10", 8, True)], reset=6)
     assert (order.desired, order.between(0, 8)) == ("v10", 2)
 
@@ -192,45 +220,28 @@ def test_the_order_is_that_of_last_signals_however_it_was_learnt(
 
 def test_only_so_many_signals_are_kept_and_the_base_weights_always() -> None:
     order = order_of(*(f"v{number}" for number in range(KEPT + 5)))
-    assert len(order.told()) == KEPT
     assert [order.position(name) for name in ("base", "v4", "v5")] == [0, None, 6]
 
 
-def test_the_order_reaches_gateway_processes_that_have_no_ledger() -> None:
-    def deployments() -> Deployments:
-        return Deployments(Deployment(NAMES, ReplicaSet(()), None))
-
-    here, there = deployments(), deployments()
-    follower = Follower(there, lambda state: here.default, lambda deployment: None, lambda deployment: None)
-    leader = Leader(here, follower.take)
-    here.default.order.learn(order_of("v1", "v2", ready=["v1"]).told())
-    leader.push()
-    order = there.default.order
-    assert [order.position(name) for name in ("v1", "v2", order.desired)] == [1, 2, 2]
-    assert order.newest(()) == 1
-    sent = leader.state.number
-    leader.push()
-    assert leader.state.number == sent, "nothing changed"
-    here.default.order.learn((), reset=3)
-    leader.push()
-    assert (order.position("v2"), order.desired) == (None, BASE_SNAPSHOT)
+# -- constraints as they are written
 
 
-# -- wishes as they are written
-
-
-def test_a_wish_means_the_same_in_headers_and_in_a_body() -> None:
+def test_a_version_constraint_means_the_same_in_headers_and_in_a_body() -> None:
     headers = {
         b"x-midstream-snapshot": b"a/b",
         b"x-midstream-min-snapshot": "h\u00e9".encode(),
         b"x-midstream-max-staleness": b"3",
         b"x-midstream-snapshot-wait": b"1.5",
     }
-    wish = Wish("a/b", "h\u00e9", 3, 1.5)
-    assert wish_of_headers(headers) == wish
+    constraint = VersionConstraint("a/b", "h\u00e9", 3, 1.5)
+    assert constraint_of_headers(headers) == constraint
     body = {"snapshot": "a/b", "min_snapshot": "h\u00e9", "max_staleness": 3, "wait": 1.5}
-    assert wish_of_body(body) == wish
-    assert (wish_of_headers({b"x-session-id": b"k"}), wish_of_body(None), wish_of_body({})) == (
+    assert constraint_of_body(body) == constraint
+    assert (
+        constraint_of_headers({b"x-session-id": b"k"}),
+        constraint_of_body(None),
+        constraint_of_body({}),
+    ) == (
         None,
         NOTHING,
         NOTHING,
@@ -238,7 +249,7 @@ def test_a_wish_means_the_same_in_headers_and_in_a_body() -> None:
     for told in (Admitted("h\u00e9\n", pinned=True), Admitted("x", body=True)):
         assert from_header(as_header(told), Admitted) == told
         assert as_header(told).isascii()
-    refusal = Refusal("v1", False, wish)
+    refusal = Refusal("v1", False, constraint)
     assert from_header(as_header(refusal), Refusal) == refusal
 
 
@@ -262,40 +273,40 @@ def test_a_wish_means_the_same_in_headers_and_in_a_body() -> None:
 )
 def test_a_header_that_says_nothing_sensible_is_refused_by_its_name(name: str, value: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        wish_of_headers({f"x-midstream-{name}".encode(): value})
+        constraint_of_headers({f"x-midstream-{name}".encode(): value})
     assert caught.value.param == f"x-midstream-{name}"
 
 
 def test_headers_and_body_may_complete_but_not_contradict_each_other() -> None:
-    both = Wish(min_snapshot="v1").with_(Wish(max_staleness=2, min_snapshot="v1"))
-    assert both == Wish(min_snapshot="v1", max_staleness=2)
+    both = VersionConstraint(min_snapshot="v1").with_(VersionConstraint(max_staleness=2, min_snapshot="v1"))
+    assert both == VersionConstraint(min_snapshot="v1", max_staleness=2)
     with pytest.raises(InvalidRequest, match="x-midstream-max-staleness: the request asks for 1 and for 2"):
-        Wish(max_staleness=1).with_(both)
+        VersionConstraint(max_staleness=1).with_(both)
     with pytest.raises(UnknownField, match=r"field: 'midstream\.minimum'"):
-        wish_of_body({"minimum": "v1"})
+        constraint_of_body({"minimum": "v1"})
 
 
 # -- through the gateway
 
 
 class Versioned:
-    """A replica's side of it: serves `snapshot`, refuses what its gateway judged by another, as replica/pins.py does."""
+    """A replica's side of it: serves `snapshot`, refuses what its gateway judged by another, as swap/pins.py does."""
 
     def __init__(self, snapshot: str) -> None:
         self.snapshot = snapshot
-        self.wish = NOTHING  # what bodies ask for
+        self.constraint = NOTHING  # what bodies ask for
         self.admitted: list[Admitted | None] = []
 
     async def __call__(self, request: Message, peer: Peer) -> None:
         given = request.headers.get(HEADER_ADMITTED)
         admitted = None if given is None else from_header(given, Admitted)
         self.admitted.append(admitted)
-        expected = {self.wish.snapshot, admitted.snapshot if admitted else None} - {None}
-        judged = not self.wish.relative or (admitted is not None and admitted.body)
+        expected = {self.constraint.snapshot, admitted.snapshot if admitted else None} - {None}
+        judged = not self.constraint.relative or (admitted is not None and admitted.body)
         if judged and not expected - {self.snapshot}:
             peer.respond(json.dumps({"snapshot": self.snapshot}).encode())
             return
-        refusal = Refusal(self.snapshot, wish=self.wish)
+        refusal = Refusal(self.snapshot, constraint=self.constraint)
         peer.respond(b"{}", "409 Conflict", f"{HEADER_REFUSED}: {as_header(refusal)}\r\nretry-after: 1\r\n")
 
 
@@ -515,11 +526,11 @@ def test_what_a_body_asks_for_is_told_by_the_replica_that_reads_it() -> None:
             serve(stage, 0, "v1")
             serve(stage, 1, "v2")
             for mock in mocks:
-                mock.wish = Wish(min_snapshot="v2")
+                mock.constraint = VersionConstraint(min_snapshot="v2")
             assert {await served(stage, post()) for _ in range(4)} == {("replica-1", "v2")}
             assert await served(stage, asking(max_staleness=0)) == ("replica-1", "v2")
             for mock in mocks:
-                mock.wish = Wish(snapshot="v1")
+                mock.constraint = VersionConstraint(snapshot="v1")
             assert {await served(stage, post()) for _ in range(4)} == {("replica-0", "v1")}
             homes = {key: await home_of(stage, mocks, key) for key in map(str, range(50))}
             key = next(key for key, home in homes.items() if home == "replica-1")
@@ -531,12 +542,12 @@ def test_what_a_body_asks_for_is_told_by_the_replica_that_reads_it() -> None:
 
     async def home_of(stage: Stage, mocks: list[Versioned], key: str) -> str:
         """Where the session lives from now on."""
-        wishes = [mock.wish for mock in mocks]
+        constraints = [mock.constraint for mock in mocks]
         for mock in mocks:
-            mock.wish = NOTHING
+            mock.constraint = NOTHING
         replica, _ = await served(stage, asking(session=key))
-        for mock, wish in zip(mocks, wishes, strict=True):
-            mock.wish = wish
+        for mock, constraint in zip(mocks, constraints, strict=True):
+            mock.constraint = constraint
         return replica
 
     run(main)
@@ -595,7 +606,7 @@ def test_what_a_body_asks_for_counts_while_its_request_waits() -> None:
 
 def test_a_report_that_overtakes_a_refusal_is_believed() -> None:
     mock = Versioned("v1")
-    mock.wish = Wish(snapshot="v2")
+    mock.constraint = VersionConstraint(snapshot="v2")
 
     async def main() -> None:
         async def swaps_meanwhile(request: Message, peer: Peer) -> None:
@@ -621,11 +632,11 @@ def test_a_session_whose_first_request_did_not_fit_begins_where_it_fits() -> Non
             serve(stage, 0, "v1")
             serve(stage, 1, "v2")
             for mock in mocks:
-                mock.wish = Wish(snapshot="v1")
+                mock.constraint = VersionConstraint(snapshot="v1")
             for number in range(8):
                 assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1")
             for mock in mocks:
-                mock.wish = NOTHING
+                mock.constraint = NOTHING
             for number in range(8):
                 assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1"), "its home"
 

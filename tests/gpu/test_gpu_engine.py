@@ -16,12 +16,12 @@ from engine_helpers import request, run
 from test_models import write_model
 from transformers import AutoModelForCausalLM
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import SamplingParams
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.digest import digest, kind
-from midstream.engine.embedded.runner import dispose
+from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, score
-from midstream.types import SamplingParams
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},

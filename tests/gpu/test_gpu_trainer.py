@@ -10,10 +10,10 @@ import torch
 from test_models import write_model
 from trainer_helpers import base_of, logprobs, new_model, request, text
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
-from midstream.tinker.trainer.checkpoints import export_weights, load_state, save_state
-from midstream.tinker.types import AdamParams, LoraConfig
+from midstream.trainer.checkpoints import export_weights, load_state, save_state
+from midstream.trainer.types import AdamParams, LoraConfig
 
 DATA = [
     text("A rollout of some bytes", weights=1.0),

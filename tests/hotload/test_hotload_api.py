@@ -10,18 +10,18 @@ from typing import Any
 import httpx
 import pytest
 
-from midstream.errors import SnapshotError
+from midstream.api import hotload
+from midstream.api.app import control_app
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.core.errors import SnapshotError
+from midstream.core.names import ServedNames
+from midstream.core.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway import hotload
-from midstream.gateway.app import control_app
-from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
 from midstream.ledger import Death, Ledger, sqlite_url
-from midstream.names import ServedNames
-from midstream.snapshots.store import snapshot_fingerprint
-from midstream.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.snapshots.store.listing import snapshot_fingerprint
 
 MODEL = "accounts/local/models/tiny-moe"
 DEPLOYMENT = "accounts/local/deployments/default"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from test_hotload_api import DEPLOYMENT, MODEL, Server, failed, ready, serve
 
-from midstream.gateway.app import control_app
-from midstream.gateway.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.gateway.metrics import GatewayMetrics
+from midstream.api.app import control_app
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.core.types import SnapshotFiles, Stage
 from midstream.ledger import Disagreement
-from midstream.snapshots.store import snapshot_fingerprint
-from midstream.types import SnapshotFiles, Stage
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.snapshots.store.listing import snapshot_fingerprint
 
 HINT_PATH = f"{HOT_LOAD_PATH}/hint"
 LEDGER_PATH = f"/v1/{DEPLOYMENT}/ledger"

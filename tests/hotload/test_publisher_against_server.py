@@ -10,17 +10,17 @@ import httpx
 import numpy as np
 import pytest
 
+from midstream.api.app import control_app
+from midstream.api.hotload import hotload_routes
 from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher, Status
+from midstream.core.names import ServedNames
+from midstream.core.types import ReplicaReport, Stage, Transition
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.hotload import hotload_routes
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
 from midstream.ledger import Ledger, sqlite_url
-from midstream.names import ServedNames
+from midstream.proxy.metrics import GatewayMetrics
 from midstream.snapshots.identity import file_url_path
-from midstream.types import ReplicaReport, Stage, Transition
 
 MODEL = "accounts/local/models/tiny-moe"
 DEPLOYMENT = "accounts/local/deployments/default"

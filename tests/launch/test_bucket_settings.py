@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 import pytest
 
-from midstream.config import Settings, load_settings
-from midstream.errors import ConfigError
-from midstream.launch.local import bucket_url
+from midstream.core.config import Settings, load_settings
+from midstream.core.errors import ConfigError
+from midstream.launch.supervisor import bucket_url
 
 
 def test_a_local_buckets_directory_is_made(tmp_path: Path) -> None:

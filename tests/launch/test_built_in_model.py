@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.config import Settings
+from midstream.core.config import Settings
 from midstream.launch.models import known_models, model_directory
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 from midstream.launch.replica import alone
 
 HOLDER = """

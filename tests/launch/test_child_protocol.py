@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from midstream.launch.process import Child, StartFailed
+from midstream.core import config
+from midstream.launch import channel, process, supervisor
+from midstream.launch.process import Child, Conversation, StartFailed
+from midstream.launch.specs import Listening, ReplicaSpec
 
 
 class Script(msgspec.Struct):
@@ -25,17 +33,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module that reads its settings as a real child does and runs the code in them."""
     (tmp_path / "scripted_child.py").write_text(
         "import json, sys, os, time\n"
-        "from midstream.launch.child import Announcer, Listening\n"
+        "from midstream.launch.channel import Channel; from midstream.launch.specs import Listening\n"
         "spec = json.loads(sys.stdin.readline())\n"
         "exec(spec['code'])\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return "scripted_child"
 
 
-READY = (
-    "say = Announcer(); print('noise'); os.write(1, b'x' * 300000); say(Listening(port=7)); sys.stdin.read()"
-)
+READY = "say = Channel().send; print('noise'); os.write(1, b'x' * 300000); say(Listening(port=7)); sys.stdin.read()"
 
 
 def test_a_child_may_print_as_much_as_it_likes_before_and_after_it_answers(module: str) -> None:
@@ -55,7 +61,7 @@ class Settings(msgspec.Struct):
 
 BIND = """
 import socket
-say = Announcer()
+say = Channel().send
 try:
     sock = socket.create_server(("127.0.0.1", spec["port"]))
 except OSError as error:
@@ -98,7 +104,7 @@ def test_a_free_port_is_kept_until_somebody_else_has_it(module: str, movable: bo
     ("code", "reason"),
     [
         ("sys.exit(3)", "noisy ended while starting"),
-        ("Announcer()(Listening(error='no such model'))", "noisy: no such model"),
+        ("Channel().send(Listening(error='no such model'))", "noisy: no such model"),
         ("print('hello'); sys.stdout.flush()", "noisy said b'hello"),
     ],
 )
@@ -120,21 +126,20 @@ def test_a_child_that_dies_is_started_again_and_one_that_ignores_a_stop_is_kille
         )
         child = Child("stubborn", module, Script(stubborn))
         await child.start()
-        process = child._process
-        assert process is not None
+        first = child.pid
+        assert first is not None
         supervised = asyncio.create_task(child.supervise())
-        os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
-        while child._process is process:  # noqa: ASYNC110 - the supervisor works on its own
+        os.kill(first, signal.SIGKILL)
+        while child.pid == first:  # noqa: ASYNC110 - the supervisor works on its own
             await asyncio.sleep(0)
-        assert child._process.pid != process.pid
         supervised.cancel()
         await asyncio.wait((supervised,))
-        again = child._process
+        again = child.pid
+        assert again is not None
         await child.stop(grace_s=0.2)
-        assert again.returncode is not None
+        assert not child.running
         with pytest.raises(ProcessLookupError):
-            os.kill(again.pid, 0)
+            os.kill(again, 0)
 
     asyncio.run(main())
 
@@ -162,8 +167,8 @@ def test_what_a_child_started_ends_with_it_however_it_ends(module: str, tmp_path
         child = Child("parent", module, Script(LEAVES_ONE_BEHIND.format(note=str(note), on_stop=on_stop)))
         await child.start()
         supervised = asyncio.create_task(child.supervise(lambda why: again.set()))
-        assert child._process is not None
-        os.kill(child._process.pid, signal.SIGKILL)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
         await again.wait()
         first, second = note.read_text().split()
         supervised.cancel()
@@ -183,10 +188,140 @@ def test_settings_never_show_in_the_process_list(module: str) -> None:
     async def main() -> None:
         child = Child("quiet", module, Script(READY + " # secret-token"))
         await child.start()
-        assert child._process is not None
-        shown = {name: published(child._process.pid, name) for name in ("cmdline", "environ")}
+        assert child.pid is not None
+        shown = {name: published(child.pid, name) for name in ("cmdline", "environ")}
         assert b"quiet" in shown["cmdline"]
         assert b"secret-token" not in shown["cmdline"] + shown["environ"]
         await child.stop(grace_s=10)
 
     asyncio.run(main())
+
+
+#: It ends before its last line is in the pipe: a process that it leaves behind writes it, once the file is there.
+LEAVES_A_LINE_BEHIND = """
+channel = Channel()
+channel.send(Listening(port=7))
+if os.fork() == 0:
+    os.setsid()
+    while not os.path.exists({go!r}):
+        time.sleep(0.01)
+    channel.send(Listening(port=8))
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_the_last_lines_of_a_child_are_heard_before_its_end_is_reported(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    """The last report of a gateway counts. A pipe that somebody holds open is not waited for without end."""
+    monkeypatch.setattr(process, "LAST_LINES_S", 60.0 if in_time else 0.1)
+    go = tmp_path / "go"
+    events: list[str] = []
+
+    async def main() -> None:
+        script = Script(LEAVES_A_LINE_BEHIND.format(go=str(go)))
+        child = Child("child", module, script, Conversation(lambda line: events.append("line")))
+        await child.start()
+        while child.running:  # noqa: ASYNC110 - the process ends by itself
+            await asyncio.sleep(0.01)
+        ended = asyncio.Event()
+        supervised = asyncio.create_task(child.supervise(on_ended=ended.set))
+        if in_time:
+            await asyncio.sleep(0)
+            go.touch()
+        await ended.wait()
+        events.append("end")
+        supervised.cancel()
+        await asyncio.wait((supervised,))
+        go.touch()
+        assert child._life is not None
+        while not child._life.process._transport.is_closing():  # type: ignore[attr-defined] # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert events == (["line", "end"] if in_time else ["end"])
+
+
+class PlayedChannel(channel.Channel):
+    """A channel without pipes. sent: every message."""
+
+    def __init__(self) -> None:
+        self.answered = False
+        self.sent: list[msgspec.Struct] = []
+
+    def receive(self, kind: type[Any]) -> Any:
+        return SimpleNamespace(log_level="info")
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.answered = True
+        self.sent.append(message)
+
+
+@pytest.fixture
+def played_channel(monkeypatch: pytest.MonkeyPatch) -> PlayedChannel:
+    made = PlayedChannel()
+    monkeypatch.setattr(channel, "Channel", lambda: made)
+    monkeypatch.setattr(channel, "raise_file_limit", lambda: None)
+    monkeypatch.setattr(channel, "configure_logging", lambda process, level: None)
+    return made
+
+
+def test_what_a_child_holds_is_let_go_when_its_threads_have_ended(played_channel: PlayedChannel) -> None:
+    order: list[str] = []
+    may_end = threading.Event()
+
+    @contextlib.contextmanager
+    def holding(spec: ReplicaSpec) -> Iterator[None]:
+        yield
+        order.append("let go")
+
+    def write() -> None:
+        may_end.wait()
+        order.append("written")
+
+    async def serve(spec: ReplicaSpec, channel: channel.Channel) -> None:
+        asyncio.get_running_loop().run_in_executor(None, write)
+        threading.Timer(0.05, may_end.set).start()
+
+    assert channel.run_child("replica", ReplicaSpec, serve, around=holding) == 0
+    assert order == ["written", "let go"]
+
+
+def test_an_error_is_the_answer_of_a_child_that_has_not_answered_and_else_a_line_of_its_log(
+    played_channel: PlayedChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def serve(spec: ReplicaSpec, channel: channel.Channel) -> None:
+        if not played_channel.sent:
+            raise OSError("no such address")
+        raise OSError("too many open files")
+
+    assert channel.run_child("replica", ReplicaSpec, serve) == 1
+    assert channel.run_child("replica", ReplicaSpec, serve) == 1
+    assert played_channel.sent == [Listening(error="no such address")]
+    assert "too many open files" in caplog.text
+
+
+def test_a_signal_that_comes_while_a_supervisor_is_made_stops_it_in_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    closed = []
+
+    class Made:
+        def __init__(self, *given: object) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        async def serve(self, on_ready: object) -> None:
+            await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            closed.append(True)
+
+        async def restart_gateways(self) -> None: ...
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(supervisor, "Supervisor", Made)
+    settings = config.Settings(state_dir=str(tmp_path))
+    (tmp_path / supervisor.LOCK).touch()
+    asyncio.run(asyncio.wait_for(supervisor.run(settings, "m", {}, print, cast("Any", None)), 60))
+    assert closed == [True]

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from midstream.config import GatewaySettings, Settings
-from midstream.errors import ConfigError
+from midstream.core.config import GatewaySettings, Settings
+from midstream.core.errors import ConfigError
 from midstream.launch import gateway
-from midstream.launch.child import GatewaySpec
 from midstream.launch.gateway import default_deployment, first_answer
 from midstream.launch.models import known_models, model_directory
+from midstream.launch.specs import GatewaySpec
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable, sqlite_url
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.config import EngineSettings, Settings, VllmSettings
-from midstream.engine.embedded.process import EmbeddedEngine
+from midstream.core.config import EngineSettings, Settings, VllmSettings
+from midstream.core.errors import ConfigError
+from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.engine.vllm.engine import VllmEngine
-from midstream.errors import ConfigError
 from midstream.launch import engines
-from midstream.launch.child import ReplicaSpec
 from midstream.launch.engines import engine_fields, make_engine, number_of, requests_max
+from midstream.launch.specs import ReplicaSpec
 
 
 def spec(folder: Path, **more: object) -> ReplicaSpec:

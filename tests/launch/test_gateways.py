@@ -8,29 +8,42 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from midstream.gateway.roster import Running, RunningReplica, Wanted, WantedReplica
+from midstream.fleet.desired_state import Running, RunningReplica, Wanted, WantedReplica
+from midstream.fleet.tally import GatewayReport, Siblings, Tally
 from midstream.launch.gateways import Gateways, union
-from midstream.launch.process import StartFailed, Supervised, ignore
+from midstream.launch.process import Conversation, StartFailed, Supervised, ignore
+from midstream.launch.specs import Listening
 
 
 def replica(name: str, model: str = "m") -> WantedReplica:
     return WantedReplica(name=name, deployment="d", model=model)
 
 
-def line(*names: str) -> bytes:
-    return msgspec.json.encode(Wanted(tuple(map(replica, names))))
+def line(*names: str, report: GatewayReport | None = None) -> bytes:
+    return msgspec.json.encode(Wanted(tuple(map(replica, names)), report))
+
+
+def counted(boot: str, requests: int, *, changes: int = 0, ready: bool = True) -> GatewayReport:
+    tally = Tally(
+        requests=[("completions", 200, requests)],
+        counters={"routes": {"new": requests}},
+        histograms={"total_s": {"completions": ([requests, 1], 0.5)}},
+    )
+    return GatewayReport(boot=boot, listening=True, ready=ready, changes=changes, tally=tally)
 
 
 class Played(Supervised):
     """A gateway whose ends and starts are the test's."""
 
-    def __init__(self, name: str, on_line: Callable[[bytes], None], greeting: Callable[[], Running]) -> None:
+    def __init__(self, name: str, conversation: Conversation) -> None:
+        assert conversation.on_line is not None
+        assert conversation.greeting is not None
         self.name, self.host, self.port = name, "127.0.0.1", 1
-        self._on_line, self._greeting = on_line, greeting
+        self._on_line, self._greeting = conversation.on_line, conversation.greeting
         self.told: list[msgspec.Struct] = []
         self.may_start = asyncio.Event()
         self.ends = asyncio.Event()
-        self.fails: str | None = None
+        self.fails: Exception | None = None
         self.stopped = False
 
     @property
@@ -40,7 +53,7 @@ class Played(Supervised):
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
         await self.may_start.wait()
         if self.fails is not None:
-            raise StartFailed(self.fails)
+            raise self.fails
         self.may_start.clear()
         self.told.append(self._greeting())
 
@@ -49,11 +62,21 @@ class Played(Supervised):
         self.ends.clear()
         return "was ended"
 
-    def says(self, *names: str) -> None:
-        self._on_line(line(*names))
+    def says(self, *names: str, report: GatewayReport | None = None) -> None:
+        self._on_line(line(*names, report=report))
+
+    @property
+    def siblings(self) -> Siblings:
+        """As it was told last."""
+        last = self.told[-1]
+        assert isinstance(last, Running)
+        return last.siblings
 
     def says_half(self, *names: str) -> None:
-        self._on_line(line(*names)[:-5])
+        self.hears(line(*names)[:-5])
+
+    def hears(self, said: bytes) -> None:
+        self._on_line(said)
 
     def tell(self, message: msgspec.Struct) -> None:
         self.told.append(message)
@@ -74,8 +97,8 @@ class Bed:
         self.members: list[Played] = []
         self.gateways = Gateways(self._make, count, self._want, lambda: RUNNING)
 
-    def _make(self, *arguments: object) -> Supervised:
-        self.members.append(Played(*arguments))  # type: ignore[arg-type]
+    def _make(self, name: str, conversation: Conversation) -> Supervised:
+        self.members.append(Played(name, conversation))
         return self.members[-1]
 
     def _want(self, wanted: Wanted) -> None:
@@ -205,9 +228,32 @@ def test_one_that_is_up_is_started_again_also_while_another_waits_for_its_node()
     played(2, scene)
 
 
+def test_the_error_of_a_gateway_is_no_list_of_replicas() -> None:
+    async def scene(bed: Bed) -> None:
+        supervising = await bed.started()
+        [gateway] = bed.members
+        gateway.says("a")
+        gateway.hears(msgspec.json.encode(Listening(error="too many open files")))
+        assert bed.wanted == [["a"]]
+        supervising.cancel()
+
+    played(1, scene)
+
+
+def test_a_bug_in_a_start_is_raised_and_not_waited_for() -> None:
+    async def scene(bed: Bed) -> None:
+        bed.members[0].fails = RuntimeError("a bug")
+        bed.members[0].may_start.set()
+        with pytest.raises(RuntimeError, match="a bug"):
+            await bed.gateways.start()
+        await bed.gateways.stop(1.0)
+
+    played(2, scene)
+
+
 def test_one_that_cannot_start_is_the_failure_of_all_and_all_are_stopped_and_told() -> None:
     async def scene(bed: Bed) -> None:
-        bed.members[1].fails = "gateway-1: no such port"
+        bed.members[1].fails = StartFailed("gateway-1: no such port")
         bed.members[1].may_start.set()
         with pytest.raises(StartFailed, match="no such port"):
             await bed.gateways.start()
@@ -222,3 +268,56 @@ def test_one_that_cannot_start_is_the_failure_of_all_and_all_are_stopped_and_tol
 def test_of_a_replica_that_two_describe_otherwise_the_first_counts() -> None:
     both = union([Wanted((replica("a"), replica("b"))), Wanted((replica("b", "other"), replica("c")))])
     assert both == Wanted((replica("a"), replica("b"), replica("c")))
+
+
+def test_each_gateway_is_told_what_the_others_counted_and_how_many_are_ready() -> None:
+    async def scene(bed: Bed) -> None:
+        supervising = await bed.started()
+        one, two, three = bed.members
+        one.says("a", report=counted("b1", 5))
+        two.says("a", report=counted("b2", 7, ready=False))
+        assert one.siblings.tally.requests == [("completions", 200, 7)]
+        assert (one.siblings.listening, one.siblings.ready) == (1, 0)
+        assert two.siblings.tally.requests == [("completions", 200, 5)]
+        three.says("a", report=counted("b3", 1, changes=1))
+        assert two.siblings.tally.counters == {"routes": {"new": 6}}
+        assert two.siblings.tally.histograms == {"total_s": {"completions": ([6, 2], 1.0)}}
+        assert (one.siblings.changes, three.siblings.changes) == (1, 0)
+        said = len(one.told)
+        three.says("a", report=counted("b3", 1, changes=1))
+        assert len(one.told) == said, "nothing changed"
+        supervising.cancel()
+
+    played(3, scene)
+
+
+def test_what_a_gateway_counted_stays_counted_once_when_it_ends_or_is_replaced() -> None:
+    async def scene(bed: Bed) -> None:
+        supervising = await bed.started()
+        one, two = bed.members
+        two.says("a", report=counted("b2", 1))
+        one.says("a", report=counted("b1", 5))
+        one.ends.set()
+        await until(lambda: two.siblings.listening == 0)
+        assert two.siblings.tally.requests == [("completions", 200, 5)]
+        one.says("a", report=counted("b1", 6))  # said before its end, and heard after it
+        one.may_start.set()
+        await until(lambda: not one.may_start.is_set())
+        assert two.siblings.tally.requests == [("completions", 200, 5)]
+        one.says("a", report=counted("b3", 2))
+        assert two.siblings.tally.requests == [("completions", 200, 7)]
+        assert one.siblings.tally.requests == [("completions", 200, 6)], "its own earlier process's, too"
+        one.on_retiring(7, line("a", report=counted("b3", 2)))
+        assert one.siblings.tally.requests == [("completions", 200, 8)], (
+            "for its successor, which is told as it is"
+        )
+        one.says("a", report=counted("b4", 1))
+        one.on_retiring(7, line("a", report=counted("b3", 3)))
+        assert one.siblings.tally.requests == [("completions", 200, 9)]
+        assert two.siblings.tally.requests == [("completions", 200, 9)]
+        one.on_retiring(7, None)
+        assert two.siblings.tally.requests == [("completions", 200, 9)]
+        assert two.siblings.listening == 1
+        supervising.cancel()
+
+    played(2, scene)

@@ -9,9 +9,9 @@ import pytest
 
 SAYS = """
 import logging
-from midstream.launch.child import configure_logging
+from midstream.launch.channel import configure_logging
 configure_logging("gateway", "{level}")
-for name in ("midstream.gateway.proxy", "uvicorn.error", "httpx"):
+for name in ("midstream.proxy.proxy", "uvicorn.error", "httpx"):
     for level in ("debug", "info", "warning", "error"):
         getattr(logging.getLogger(name), level)(level)
 """
@@ -34,4 +34,4 @@ def test_a_level_holds_for_every_logger(level: str, ours: set[str], others: set[
         _, _, process, name, logger, _ = line.split()
         assert process == "gateway"
         levels.setdefault(logger.rstrip(":"), set()).add(name)
-    assert levels == {"midstream.gateway.proxy": ours, "uvicorn.error": others, "httpx": others}
+    assert levels == {"midstream.proxy.proxy": ours, "uvicorn.error": others, "httpx": others}

@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from midstream.config import Settings, TinkerSettings
-from midstream.gateway.roster import Running
-from midstream.launch import local
-from midstream.launch.child import GatewaySpec, ReplicaSpec
-from midstream.launch.local import Supervisor, lacking
-from midstream.launch.process import HostUnwell, Supervised, ignore
+from midstream.core.config import Settings, TinkerSettings
+from midstream.launch import supervisor as supervisor_module
+from midstream.launch.process import Conversation, HostUnwell, Supervised, ignore
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
+from midstream.launch.supervisor import Supervisor, lacking
 
 
 def health(*deployments: tuple[int, int, list[str]], ready: int = 1) -> dict[str, Any]:
@@ -67,21 +66,19 @@ class Fake(Supervised):
     def renew(self) -> None: ...
 
 
-class Places:
+class FakeLauncher:
     def __init__(self, port: int) -> None:
         self.port = port
 
     async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
         return Fake(spec.name, 1, 0)
 
-    def gateway(
-        self, name: str, spec: GatewaySpec, on_line: Callable[[bytes], None], greeting: Callable[[], Running]
-    ) -> Supervised:
+    def gateway(self, name: str, spec: GatewaySpec, conversation: Conversation) -> Supervised:
         return Fake(name, self.port, 3)
 
-    def clean(self, replica: str, others: Set[str]) -> None: ...
+    def remove_caches(self, replica: str, others: Set[str]) -> None: ...
 
-    def forget_strange(self, wanted: Set[str]) -> Callable[[], None]:
+    def set_strange_caches_aside(self, wanted: Set[str]) -> Callable[[], None]:
         return lambda: None
 
 
@@ -107,7 +104,7 @@ async def answering(answers: list[dict[str, Any] | None]) -> AsyncIterator[int]:
 def test_a_server_waits_for_its_gateways_host_and_says_once_what_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(local, "NOT_READY_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "NOT_READY_S", 0.0)
     settings = Settings(state_dir=str(tmp_path), tinker=TinkerSettings(enabled=False))
 
     async def main() -> str:
@@ -117,7 +114,7 @@ def test_a_server_waits_for_its_gateways_host_and_says_once_what_it_lacks(
         async with answering([None, None, busy, some, some, health((1, 1, []))]) as port:
             models = {"tiny-moe": tmp_path / "models" / "tiny-moe"}
             models["tiny-moe"].mkdir(parents=True)
-            supervisor = Supervisor(settings, "tiny-moe", models, Places(port))
+            supervisor = Supervisor(settings, "tiny-moe", models, FakeLauncher(port))
             serving = asyncio.create_task(supervisor.serve(lines.put_nowait))
             said = asyncio.create_task(lines.get())
             await asyncio.wait((serving, said), timeout=60, return_when="FIRST_COMPLETED")

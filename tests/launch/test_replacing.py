@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from midstream.launch import process
-from midstream.launch.process import Child, StartFailed
+from midstream.launch.process import Child, Conversation, StartFailed
 
 
 class Script(msgspec.Struct):
@@ -23,17 +23,18 @@ class Script(msgspec.Struct):
     takes_over: str | None = None
 
 
-class Told(msgspec.Struct):
+class Message(msgspec.Struct):
     what: str
 
 
 MODULE = """
 import json, os, sys
-from midstream.launch.child import Accepting, Announcer, Listening
+from midstream.launch.channel import Channel
+from midstream.launch.specs import Accepting, Listening
 spec = json.loads(sys.stdin.readline())
 def note(text):
     with open(spec["log"], "a") as log: log.write(text + "\\n")
-say = Announcer()
+say = Channel().send
 exec(spec["code"])
 """
 #: The first one offers; what takes over says so; each notes what it hears, and one that is told "done" ends by itself.
@@ -54,11 +55,11 @@ note(f"{number} ends")
 #: Each says something before it takes over, and ends when it is told to.
 SPEAKS = """
 import msgspec
-class Told(msgspec.Struct):
+class Message(msgspec.Struct):
     what: str
 number = int(spec["takes_over"] or 0) + 1
 say(Listening(port=7, offer=str(number)))
-say(Told(f"of {number}"))
+say(Message(f"of {number}"))
 if number > 1:
     {TAKES}
 for line in sys.stdin:
@@ -74,7 +75,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Child
 
     def child(takes: str = "say(Accepting())") -> Child:
         spec = Script(PLAYS.replace("{TAKES}", takes), str(tmp_path / "log"))
-        return Child("child", "scripted_successor", spec, greeting=lambda: Told("hello"))
+        return Child("child", "scripted_successor", spec, Conversation(greeting=lambda: Message("hello")))
 
     return child
 
@@ -109,13 +110,13 @@ def test_a_replaced_process_ends_by_itself_and_is_not_started_again(
         supervising = asyncio.create_task(child.supervise(restarts.append))
         await child.replace(60.0)
         assert child.offer == "2"
-        child.tell(Told("more"))
+        child.tell(Message("more"))
         await noted(tmp_path, "1 hears more")
         await noted(tmp_path, "2 hears more")
         await child.replace(60.0)
-        child.tell(Told("1 is done"))
+        child.tell(Message("1 is done"))
         await noted(tmp_path, "1 ends")
-        child.tell(Told("2 is done"))
+        child.tell(Message("2 is done"))
         lines = await noted(tmp_path, "2 ends")
         assert [line for line in lines if "starts" in line] == [
             "1 starts at 0",
@@ -124,7 +125,7 @@ def test_a_replaced_process_ends_by_itself_and_is_not_started_again(
         ]
         assert restarts == []
         assert child.running
-        child.tell(Told("3 is done"))
+        child.tell(Message("3 is done"))
         await noted(tmp_path, "3 ends")
         lines = await noted(tmp_path, "1 starts at 7")
         assert lines.count("1 starts at 7") == 1, "who ends and was not replaced is started again"
@@ -153,7 +154,7 @@ def test_who_cannot_take_over_leaves_the_old_one_in_place(
         with pytest.raises(StartFailed, match=why):
             await child.replace(60.0)
         assert (child.offer, child.running) == ("1", True)
-        child.tell(Told("more"))
+        child.tell(Message("more"))
         await noted(tmp_path, "1 hears more")
         assert not supervising.done()
         supervising.cancel()
@@ -170,14 +171,14 @@ def test_what_a_replaced_process_said_counts_until_it_has_ended(
         heard: list[tuple[int, str | None]] = []
 
         def hear(pid: int, line: bytes | None) -> None:
-            heard.append((pid, None if line is None else msgspec.json.decode(line, type=Told).what))
+            heard.append((pid, None if line is None else msgspec.json.decode(line, type=Message).what))
 
         spec = msgspec.structs.replace(cast(Script, make()._spec), code=SPEAKS.replace("{TAKES}", takes))
-        child = Child("child", "scripted_successor", spec, on_line=functools.partial(hear, 0))
+        child = Child("child", "scripted_successor", spec, Conversation(functools.partial(hear, 0)))
         child.on_retiring = hear
         await child.start()
-        assert child._process is not None
-        first = child._process.pid
+        assert child.pid is not None
+        first = child.pid
         await until(lambda: bool(heard))
         if takes == "sys.exit(1)":
             with pytest.raises(StartFailed):
@@ -186,7 +187,7 @@ def test_what_a_replaced_process_said_counts_until_it_has_ended(
         else:
             await child.replace(60.0)
             assert heard == [(0, "of 1"), (first, "of 1"), (0, "of 2")]
-            child.tell(Told("1 is done"))
+            child.tell(Message("1 is done"))
             await until(lambda: len(heard) > 3)
             assert heard[3:] == [(first, None)]
         await child.stop(10)

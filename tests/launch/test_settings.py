@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from midstream.config import GatewaySettings, KeySettings, load_settings
-from midstream.errors import ConfigError
+from midstream.core.config import GatewaySettings, KeySettings, load_settings
+from midstream.core.errors import ConfigError
 
 
 def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:

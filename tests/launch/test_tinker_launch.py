@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from midstream.config import GatewaySettings, Settings, TinkerSettings
-from midstream.errors import ConfigError
-from midstream.launch.child import TinkerSpec
+from midstream.core.config import GatewaySettings, Settings, TinkerSettings
+from midstream.core.errors import ConfigError
 from midstream.launch.local import gateway_url, own_address
+from midstream.launch.specs import TinkerSpec
 from midstream.launch.tinker import max_context, served_model, trainer_start
 
 SPEC = TinkerSpec(

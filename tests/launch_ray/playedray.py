@@ -14,14 +14,14 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from midstream.launch import ray_child
-from midstream.launch.child import Listening
 from midstream.launch.ray_actor import ChildActor
+from midstream.launch.specs import Listening
 
 DEADLINE_S = 30.0
 UNAVAILABLE = ActorUnavailableError("the connection broke", None)
 
 
-class Told:
+class Recorded:
     """In place of the child's process."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Actor(ChildActor):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.child = Told()
+        self.child = Recorded()
         self.over = asyncio.Event()
         self.answer = Listening(port=7)
 

@@ -18,6 +18,10 @@ from typing import Any
 
 import httpx
 
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+
+from serving import with_built_in_model
+
 READY = re.compile(
     r"midstream ready on (https?://[^(]+) \((\d+) replicas, model (\S+), deployment (\S+)\)(.*)"
 )
@@ -164,6 +168,7 @@ def serving(
     path.mkdir(parents=True, exist_ok=True)
     (path / "midstream.toml").write_text(config or "[ray]\nresources = {slot = 1}\n")
     log = path / "serve.log"
+    with_built_in_model(path / "state")
     command = [sys.executable, "-m", "midstream.cli", "serve", "--launcher", "ray", "--port", "0"]
     command += ["--ray-address", nodes.address, "--state-dir", str(path / "state")]
     command += ["--config", str(path / "midstream.toml"), *arguments]

@@ -19,13 +19,13 @@ import ray
 from playedray import DEADLINE_S, UNAVAILABLE, Actor, Cluster, until
 from ray.exceptions import ActorDiedError, RayActorError, RaySystemError, RayTaskError
 
-from midstream.config import EngineSettings, GatewaySettings
+from midstream.core.config import EngineSettings, GatewaySettings
 from midstream.launch import ray_child
-from midstream.launch.child import GatewaySpec, Listening, ReplicaSpec
-from midstream.launch.process import Child, HostUnwell, StartFailed
+from midstream.launch.process import Child, Conversation, HostUnwell, StartFailed
 from midstream.launch.ray_actor import ChildActor
-from midstream.launch.ray_child import Conversation, RayChild
+from midstream.launch.ray_child import RayChild
 from midstream.launch.ray_demand import Demand
+from midstream.launch.specs import GatewaySpec, Listening, ReplicaSpec
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -167,7 +167,7 @@ def test_where_it_could_not_start_keeps_its_room_until_another_group_has_some(cl
         with pytest.raises(StartFailed):
             await child().start()
         cluster.answer = Listening(port=7)
-        again = child()  # a crew makes a new one for each attempt
+        again = child()  # ReplicaProcesses makes a new one for each attempt
         await again.start()
         first, second = cluster.names
         calls = [call for call in cluster.calls if call.split()[0] in ("create", "wait", "remove")]

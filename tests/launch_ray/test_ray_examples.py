@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from midstream.config import Settings, load_settings
+from midstream.core.config import Settings, load_settings
 
 RAY = Path(__file__).parents[2] / "examples" / "ray"
 

@@ -13,13 +13,13 @@ import pytest
 import ray
 from ray.exceptions import RaySystemError
 
-from midstream.config import EngineSettings, RaySettings, Settings
-from midstream.errors import ConfigError
-from midstream.launch import ray_cluster
+from midstream.core.config import EngineSettings, RaySettings, Settings
+from midstream.core.errors import ConfigError
+from midstream.launch import ray_launcher
 from midstream.launch.caches import held
-from midstream.launch.child import ReplicaSpec
 from midstream.launch.ray_actor import on_node
-from midstream.launch.ray_cluster import RayPlaces, is_loopback
+from midstream.launch.ray_launcher import RayLauncher, is_loopback
+from midstream.launch.specs import ReplicaSpec
 
 
 def spec(name: str, model_dir: Path, state: Path) -> ReplicaSpec:
@@ -67,7 +67,7 @@ def test_loopback_is_seen_by_whatever_name(monkeypatch: pytest.MonkeyPatch) -> N
             raise socket.gaierror(socket.EAI_NONAME, "not known")
         return [(0, 0, 0, "", (address, 0)) for address in found.get(host, [host])]
 
-    monkeypatch.setattr(ray_cluster.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(ray_launcher.socket, "getaddrinfo", getaddrinfo)
     hosts = (
         "127.0.0.1",
         "127.0.0.7",
@@ -87,35 +87,35 @@ def test_a_placed_gateway_that_only_its_own_node_would_reach_is_refused(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [{"NodeManagerAddress": address, "Alive": True} for address in ("127.0.0.2", "10.0.0.7")]
-    monkeypatch.setattr(ray_cluster, "_connect", lambda settings: None)
+    monkeypatch.setattr(ray_launcher, "_connect", lambda settings: None)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     settings = Settings(host=host, state_dir=str(tmp_path), ray=RaySettings(gateway=True))
     with pytest.raises(ConfigError, match=rf"--host {host}: .* other nodes \(e\.g\. 10\.0\.0\.7\) reach"):
-        RayPlaces(settings, "s3://bucket")
+        RayLauncher(settings, "s3://bucket")
     nodes.pop()
-    RayPlaces(settings, "s3://bucket")
+    RayLauncher(settings, "s3://bucket")
 
 
 def test_several_gateways_on_several_machines_need_one_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [{"NodeManagerAddress": address, "Alive": True} for address in ("127.0.0.2", "10.0.0.7")]
-    monkeypatch.setattr(ray_cluster, "_connect", lambda settings: None)
+    monkeypatch.setattr(ray_launcher, "_connect", lambda settings: None)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
 
-    def places(database: str) -> RayPlaces:
+    def launcher(database: str) -> RayLauncher:
         several = RaySettings(gateway=True, gateways=2, gateway_resources={"gateway": 1})
         settings = Settings(host="0.0.0.0", state_dir=str(tmp_path), database=database, ray=several)
-        return RayPlaces(settings, "s3://bucket")
+        return RayLauncher(settings, "s3://bucket")
 
     for database in ("postgresql://h/d", "postgresql+psycopg://h/d"):
-        places(database)
+        launcher(database)
     with pytest.raises(
         ConfigError, match=r"ray\.gateways above 1 needs one database .* \(e\.g\. 10\.0\.0\.7\)"
     ):
-        places("sqlite:////shared/ledger.db")
+        launcher("sqlite:////shared/ledger.db")
     nodes.pop()
-    places("sqlite:////shared/ledger.db")
+    launcher("sqlite:////shared/ledger.db")
 
 
 def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
@@ -124,22 +124,22 @@ def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
     def unwell(*arguments: object, **more: object) -> None:
         raise RaySystemError("the head is gone")
 
-    monkeypatch.setattr(ray_cluster, "_connect", lambda settings: None)
+    monkeypatch.setattr(ray_launcher, "_connect", lambda settings: None)
     monkeypatch.setattr(ray, "nodes", unwell)
-    places = RayPlaces(Settings(state_dir=str(tmp_path)), "s3://bucket")
-    places.clean("b-replica-0", set())
-    places.forget_strange({"replica-0"})()
+    launcher = RayLauncher(Settings(state_dir=str(tmp_path)), "s3://bucket")
+    launcher.remove_caches("b-replica-0", set())
+    launcher.set_strange_caches_aside({"replica-0"})()
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "ab" * 28, "Alive": True}])
     monkeypatch.setattr(ray, "remote", unwell)
-    places.clean("b-replica-0", set())
+    launcher.remove_caches("b-replica-0", set())
     monkeypatch.setattr(ray, "nodes", list)
-    places.clean("b-replica-0", set())  # no node is left
+    launcher.remove_caches("b-replica-0", set())  # no node is left
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
     assert "the head is gone" in caplog.text
 
 
 def test_lines_of_several_replicas_are_not_merged() -> None:
-    code = "import midstream.launch.ray_cluster; from ray._private import ray_constants as c; print(c.RAY_DEDUP_LOGS)"
+    code = "import midstream.launch.ray_launcher; from ray._private import ray_constants as c; print(c.RAY_DEDUP_LOGS)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )

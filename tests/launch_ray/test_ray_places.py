@@ -12,11 +12,11 @@ import httpx
 import pytest
 from raycluster import Nodes, RayServer, kill, serving, until
 
-from midstream.config import EngineSettings, RaySettings, load_settings
-from midstream.errors import ConfigError
-from midstream.launch.child import ReplicaSpec
+from midstream.core.config import EngineSettings, RaySettings, load_settings
+from midstream.core.errors import ConfigError
 from midstream.launch.ray_actor import on_node
 from midstream.launch.ray_demand import gateway_demand, replica_demand, waiting_for
+from midstream.launch.specs import ReplicaSpec
 
 pytestmark = pytest.mark.variant
 

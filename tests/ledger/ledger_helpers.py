@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from midstream.core.types import Stage, Transition
 from midstream.ledger import Fleet, Ledger, Signal
-from midstream.types import Stage, Transition
 
 DEPLOYMENT = "accounts/local/deployments/default"
 MODEL = "accounts/local/models/tiny-moe"

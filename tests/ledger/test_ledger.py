@@ -9,9 +9,9 @@ import sys
 import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, opened, signal
 
-from midstream.errors import ConfigError, NotFound
+from midstream.core.errors import ConfigError, NotFound
+from midstream.core.types import Desired, Stage
 from midstream.ledger import Death, Disagreement, Ledger, Signal, stronger_reset
-from midstream.types import Desired, Stage
 
 
 def test_nothing_is_desired_before_the_first_signal(url: str) -> None:
@@ -360,7 +360,7 @@ def die(conn, cursor, text, parameters, context, many):
         left -= 1
         if left < 0:
             os._exit(9)
-sa.event.listen(ledger._core.database.engine, "before_cursor_execute", die)
+sa.event.listen(ledger._database.engine, "before_cursor_execute", die)
 asyncio.run(ledger.signal({DEPLOYMENT!r}, Signal(identity="b", url="file:///bucket/b")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)

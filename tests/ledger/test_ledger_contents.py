@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from midstream.errors import SnapshotRefused
+from midstream.core.errors import SnapshotRefused
+from midstream.core.types import Content, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
 from midstream.ledger import Ledger, Signal
 from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, contents, weights
-from midstream.types import Content, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
 
 DEPLOYMENT = "accounts/a/deployments/d"
 ONE: Content = (FileContent("config.json", 2, "1" * 64), FileContent("model.safetensors", 9, "2" * 64))

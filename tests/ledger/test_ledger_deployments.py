@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ledger_helpers import DEPLOYMENT, moved, on_ledger, signal
 
-from midstream.errors import Conflict, NotFound
+from midstream.core.errors import Conflict, NotFound
+from midstream.core.types import Desired, Stage
 from midstream.ledger import Death, Disagreement, Ledger, Signalled
-from midstream.types import Desired, Stage
 
 OTHER = "accounts/local/deployments/other"
 

@@ -17,7 +17,7 @@ import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, on_ledger, opened, signal
 from postgres import PASSWORD, Postgres
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 from midstream.ledger import Ledger, LedgerUnavailable
 
 pytestmark = pytest.mark.slow
@@ -121,7 +121,7 @@ def test_what_a_url_asks_for_holds_and_its_secrets_are_shown_nowhere(
     url = f"{user}{rest}?password={PASSWORD}&options=-csearch_path%3Dapart%20-cstatement_timeout%3D43210"
     with opened(url) as ledger:
         assert PASSWORD not in repr(ledger)
-        with ledger._core.database.read() as db:
+        with ledger._database.read() as db:
             assert db.exec_driver_sql("SHOW statement_timeout").scalar() == "43210ms"
             assert db.exec_driver_sql("SHOW lock_timeout").scalar() == "10s"
     with psycopg.connect(postgres_url) as db:
@@ -184,7 +184,7 @@ def test_a_database_that_says_nothing_any_more_holds_up_nobody(
         await signal(ledger, "a")
         wire.silent()
         with monkeypatch.context() as patch:
-            patch.setattr("midstream.ledger.ANSWER_S", 1.0)
+            patch.setattr("midstream.ledger.ledger.ANSWER_S", 1.0)
             asked = [asyncio.create_task(ledger.state(DEPLOYMENT)) for _ in range(3)]
             await asyncio.wait(asked)
         for task in asked:
@@ -196,7 +196,7 @@ def test_a_database_that_says_nothing_any_more_holds_up_nobody(
                 break
         assert (await signal(ledger, "b")).changed
         wire.silent()
-        monkeypatch.setattr("midstream.ledger.ANSWER_S", 1.0)
+        monkeypatch.setattr("midstream.ledger.ledger.ANSWER_S", 1.0)
         with pytest.raises(LedgerUnavailable):
             await ledger.state(DEPLOYMENT)
 
@@ -208,7 +208,7 @@ def test_one_reading_sees_one_moment(postgres_url: str) -> None:
 
     async def work(ledger: Ledger) -> None:
         await signal(ledger, "a")
-        with ledger._core.database.read() as db:
+        with ledger._database.read() as db:
             from midstream.ledger import deployments
 
             before = deployments.find(db, DEPLOYMENT)

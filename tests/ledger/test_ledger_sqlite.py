@@ -10,9 +10,9 @@ import pytest
 import sqlalchemy as sa
 from ledger_helpers import DEPLOYMENT, moved, on_ledger, opened, signal
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
+from midstream.core.types import Stage
 from midstream.ledger import Ledger, LedgerUnavailable, database, schema, sqlite_url
-from midstream.types import Stage
 
 
 def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
 
         for identity in ("a", "b"):
             await signal(ledger, identity)
-        sa.event.listen(ledger._core.database.engine, "before_cursor_execute", note)
+        sa.event.listen(ledger._database.engine, "before_cursor_execute", note)
         await ledger.state(DEPLOYMENT)
         await ledger.boot_history(DEPLOYMENT, "replica-0", "new")
         await ledger.record(DEPLOYMENT, "replica-0", "new", [moved(0, "b", 2, Stage.IDLE)])
@@ -103,12 +103,12 @@ def test_what_is_no_ledger_is_a_configuration_error(tmp_path: Path) -> None:
 
 def test_a_commit_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:
     full = 2  # in SQLite's words: every commit waits for the disk
-    with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._core.database.write() as db:
+    with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._database.write() as db:
         assert db.execute(sa.text("PRAGMA synchronous")).scalar_one() == full
 
 
 def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
-    with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._core.database.engine.begin() as db:
+    with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._database.engine.begin() as db:
         assert db.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"
         assert db.execute(sa.text("PRAGMA foreign_keys")).scalar_one() == 1
         with pytest.raises(sa.exc.IntegrityError):

@@ -106,9 +106,8 @@ def command(mutation: Mutation, tier: str, whole: bool, report: Path) -> list[st
     if whole:
         return ["make", TIERS[tier], f"TEST_ARGS={shlex.join(told)}"]
     limits = [f"--timeout={TEST_S_MAX}", "--timeout-method=signal"]
-    marked = ["--tier", tier] if (ROOT / "tests" / "tiers.py").exists() else []
     tests = [str(ROOT / "tests" / test) for test in mutation.tests]
-    return [sys.executable, "-m", "pytest", "-q", *told, *limits, *marked, *tests]
+    return [sys.executable, "-m", "pytest", "-q", *told, *limits, "--tier", tier, *tests]
 
 
 def run_tests(argv: Sequence[str], work: Path, sources: Path, limit_s: float, log: Path) -> bool:

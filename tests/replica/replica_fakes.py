@@ -15,15 +15,9 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from midstream.engine.base import Engine, EngineDied, StagingFailed
-from midstream.errors import SnapshotCorrupt
-from midstream.names import ServedNames
-from midstream.replica.chat import TextModel
-from midstream.replica.replica import Bounds, Replica
-from midstream.replica.runner import SnapshotSource
-from midstream.replica.server import ReplicaServer
-from midstream.replica.service import Outside
-from midstream.types import (
+from midstream.core.errors import SnapshotCorrupt
+from midstream.core.names import ServedNames
+from midstream.core.types import (
     BASE_SNAPSHOT,
     NEAR_ROUTER,
     Desired,
@@ -37,6 +31,12 @@ from midstream.types import (
     TokenRecord,
     TopLogprob,
 )
+from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.replica.replica import Bounds, Replica
+from midstream.replica.server import ReplicaServer
+from midstream.replica.service import Outside
+from midstream.replica.swap.source import SnapshotSource
+from midstream.replica.text.chat import TextModel
 
 MODEL = "accounts/local/models/tiny"
 DEPLOYMENT = "accounts/local/deployments/default"
@@ -49,7 +49,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    from midstream.replica.text import BYTE_ALPHABET
+    from midstream.replica.text.vocabulary import BYTE_ALPHABET
 
     vocab = dict(BYTE_ALPHABET.items()) | {"he": HE}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e")]))
@@ -366,7 +366,7 @@ class Running:
 
     async def swapped(self, snapshot: str, **more: Any) -> None:
         await self.swap(snapshot, **more)
-        await self.until(lambda: self.replica.runner.machine.serving == snapshot)
+        await self.until(lambda: self.replica.driver.machine.serving == snapshot)
 
 
 def make_replica(

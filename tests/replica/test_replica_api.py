@@ -14,8 +14,8 @@ import pytest
 from msgspec.structs import replace
 from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
 
-from midstream.sse import event as sse_event
-from midstream.types import (
+from midstream.core.sse import event as sse_event
+from midstream.core.types import (
     NEAR_ROUTER,
     NEAR_TOP_P,
     GenerateRequest,
@@ -806,7 +806,7 @@ def test_a_desired_snapshot_is_taken_once_however_often_it_is_sent(tmp_path: Pat
         for _ in range(3):
             answer = await here.http.post("/replica/desired", json=body)
             assert (answer.status_code, answer.json()["generation"]) == (202, 7)
-        await here.until(lambda: here.replica.runner.machine.serving == "v1")
+        await here.until(lambda: here.replica.driver.machine.serving == "v1")
         await here.http.post("/replica/desired", json=body)
         assert here.engine.calls == ["stage v1 v1", "commit v1"]
 

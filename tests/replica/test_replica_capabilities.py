@@ -12,9 +12,9 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running
 from test_replica_tool_api import TOOLS, write_tool_model
 
-from midstream.replica.admission import Door
-from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME
-from midstream.types import ENGINE_FEATURES, EngineCard, GenerateRequest, ReplicaReport
+from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME
+from midstream.core.types import ENGINE_FEATURES, EngineCard, GenerateRequest, ReplicaReport
+from midstream.replica.gate import Door
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}

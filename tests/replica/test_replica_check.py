@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from replica_fakes import FakeEngine, FakeSource, make_replica
 
+from midstream.core.types import BASE_SNAPSHOT, Desired, GenerationEvent, ModelInfo, SnapshotCheck, Stage
 from midstream.engine.base import StagingFailed
-from midstream.replica.admission import Door
-from midstream.replica.check import Checker, NotSound, canary_prompt
+from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
-from midstream.types import BASE_SNAPSHOT, Desired, GenerationEvent, ModelInfo, SnapshotCheck, Stage
+from midstream.replica.swap.check import Checker, NotSound, canary_prompt
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 NAN = math.nan
@@ -43,7 +43,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 async def at(replica: Replica, snapshot: str, stage: Stage) -> None:
     """`snapshot` serves and its last stage was that one."""
-    machine = replica.runner.machine
+    machine = replica.driver.machine
     await until(replica, lambda: (machine.serving, machine.stage) == (snapshot, stage) and not machine.behind)
 
 

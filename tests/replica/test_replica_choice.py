@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replica_fakes import IM_END, byte_tokenizer
 
-from midstream.replica.choice import Choice, Piece
-from midstream.replica.text import StopStrings, Vocabulary
-from midstream.types import TokenRecord
+from midstream.core.types import TokenRecord
+from midstream.replica.response.choice import Choice, Piece
+from midstream.replica.text.vocabulary import StopStrings, Vocabulary
 
 VOCABULARY = Vocabulary(byte_tokenizer())
 

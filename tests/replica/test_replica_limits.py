@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
 
+from midstream.core.errors import Overloaded, ReplicaUnavailable, SnapshotTransition
+from midstream.core.types import GenerateRequest, GenerationEvent
 from midstream.engine.base import EngineDied
-from midstream.errors import Overloaded, ReplicaUnavailable, SnapshotTransition
-from midstream.replica.admission import Door, Gate
-from midstream.types import GenerateRequest, GenerationEvent
+from midstream.replica.gate import Door, Gate
 
 Scenario = Callable[[Running], Awaitable[None]]
 

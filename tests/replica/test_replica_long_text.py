@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from replica_fakes import MODEL, FakeEngine, Running, byte_tokenizer, running, write_tokenizer
 from tokenizers import AddedToken
 
-from midstream.errors import InvalidRequest, Overloaded
-from midstream.replica import textjobs
-from midstream.replica.chat import PIECE_CHARACTERS, TextModel
-from midstream.replica.schema import VALUES_MAX, parse_chat, parse_completion
-from midstream.replica.textjobs import Leave, Left, TextJobs
+from midstream.core.errors import InvalidRequest, Overloaded
+from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
+from midstream.replica.text import jobs as textjobs
+from midstream.replica.text.chat import PIECE_CHARACTERS, TextModel
+from midstream.replica.text.jobs import Leave, Left, TextJobs
 
 Scenario = Callable[[Running], Awaitable[None]]
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running, sse
 
-from midstream.types import Stage
-from midstream.versions import HEADER_ADMITTED, HEADER_REFUSED, Admitted, as_header
+from midstream.core.types import Stage
+from midstream.core.versions import HEADER_ADMITTED, HEADER_REFUSED, Admitted, as_header
 
 DEADLINE_S = 120
 
@@ -120,7 +120,7 @@ async def test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_se
         await here.swap("v1")
         await here.until(lambda: not here.replica.report().pinnable)
         told = await refused(here, model=f"{MODEL}@base")
-        assert told == {"serving": "base", "pinnable": False, "wish": {"snapshot": "base"}}
+        assert told == {"serving": "base", "pinnable": False, "constraint": {"snapshot": "base"}}
         assert (await refused(here, admitted("base", pinned=True)))["pinnable"] is False
         answer = await here.http.post("/v1/completions", json=BODY | {"max_tokens": 2})
         assert labels(answer.text) == ["base"] * 2
@@ -162,7 +162,7 @@ async def test_a_pinned_plain_request_that_outlasts_the_drain_is_a_409(tmp_path:
         assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
         assert "is replaced by 'v1'" in answer.json()["error"]["message"]
         told = json.loads(answer.headers[HEADER_REFUSED])  # its gateway may ask another replica
-        assert told == {"serving": "base", "pinnable": False, "wish": {"snapshot": "base"}}
+        assert told == {"serving": "base", "pinnable": False, "constraint": {"snapshot": "base"}}
 
 
 @in_a_loop
@@ -221,13 +221,15 @@ async def test_a_sync_swap_lets_pinned_streams_end_too(tmp_path: Path) -> None:
 @in_a_loop
 async def test_what_takes_the_order_of_signals_is_left_to_the_gateway(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
-        for wish in ({"min_snapshot": "v1"}, {"max_staleness": 0, "wait": 2}):
-            told = await refused(here, midstream=wish)
-            renamed = {"wait_s" if name == "wait" else name: value for name, value in wish.items()}
-            assert told == {"serving": "base", "wish": renamed}
-            assert await refused(here, admitted("base"), midstream=wish) == told, "judged without the body"
+        for constraint in ({"min_snapshot": "v1"}, {"max_staleness": 0, "wait": 2}):
+            told = await refused(here, midstream=constraint)
+            renamed = {"wait_s" if name == "wait" else name: value for name, value in constraint.items()}
+            assert told == {"serving": "base", "constraint": renamed}
+            assert await refused(here, admitted("base"), midstream=constraint) == told, (
+                "judged without the body"
+            )
             answer = await here.http.post(
-                "/v1/completions", json=BODY | {"midstream": wish}, headers=admitted("base", body=True)
+                "/v1/completions", json=BODY | {"midstream": constraint}, headers=admitted("base", body=True)
             )
             assert labels(answer.text) == ["base"] * 6
 
@@ -244,7 +246,7 @@ async def test_a_request_is_served_only_by_the_snapshot_that_its_gateway_judged_
         )
         await here.until(lambda: here.replica.gate.waiting == 2)
         here.engine.commit_gate.set()
-        assert await asked == {"serving": "v1", "wish": {}}
+        assert await asked == {"serving": "v1", "constraint": {}}
         assert labels((await wanted).text) == ["v1"] * 6
 
 
@@ -266,7 +268,7 @@ async def test_a_request_is_served_only_by_the_snapshot_that_its_gateway_judged_
     ],
 )
 @in_a_loop
-async def test_a_wish_that_cannot_be_understood_is_refused_by_its_name(
+async def test_a_version_constraint_that_cannot_be_understood_is_refused_by_its_name(
     tmp_path: Path, given: Any, param: str
 ) -> None:
     async with running(tmp_path, FakeEngine()) as here:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from replica_fakes import DEPLOYMENT, IM_END, MODEL, ids, write_tokenizer
 
-from midstream.errors import ConfigError, InvalidRequest, NotFound, UnknownField
-from midstream.names import ServedNames
-from midstream.replica.admission import DRAIN_TIMEOUT_S, patience
-from midstream.replica.chat import TextModel
-from midstream.replica.checked import (
+from midstream.core.errors import ConfigError, InvalidRequest, NotFound, UnknownField
+from midstream.core.names import ServedNames
+from midstream.core.types import ModelInfo
+from midstream.replica.gate import DRAIN_TIMEOUT_S, wait_timeout_s
+from midstream.replica.request.checked import (
     Prompt,
     check,
     check_messages,
@@ -19,8 +19,8 @@ from midstream.replica.checked import (
     seed_of_prompt,
     split_prompts,
 )
-from midstream.replica.schema import parse_chat, parse_completion
-from midstream.types import ModelInfo
+from midstream.replica.request.schema import parse_chat, parse_completion
+from midstream.replica.text.chat import TextModel
 
 MOE = ModelInfo(max_model_len=100, vocab_size=300, moe_layers=2, top_k=2, num_experts=8, eos_token_ids=(7,))
 DENSE = ModelInfo(max_model_len=100, vocab_size=300)
@@ -313,6 +313,6 @@ def test_the_model_is_known_by_its_resource_its_name_and_its_deployment() -> Non
 
 
 def test_the_drain_timeout_header_is_a_number_of_seconds() -> None:
-    assert (patience(None), patience("0"), patience("2.5")) == (DRAIN_TIMEOUT_S, 0.0, 2.5)
+    assert (wait_timeout_s(None), wait_timeout_s("0"), wait_timeout_s("2.5")) == (DRAIN_TIMEOUT_S, 0.0, 2.5)
     for value in ("soon", "-1", "nan", "inf"):
-        assert refusal(patience, value)[1] == "x-fireworks-hot-load-drain-timeout"
+        assert refusal(wait_timeout_s, value)[1] == "x-fireworks-hot-load-drain-timeout"

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running, sse
 
-from midstream.http1 import ClientConnection
+from midstream.core.types import HEADER_TOKEN
+from midstream.http.http1 import ClientConnection
 from midstream.replica.app import Outbox
-from midstream.types import HEADER_TOKEN
 
 BODY = b'{"model":"%b","prompt":"a","max_tokens":3,"stream":true}' % MODEL.encode()
 

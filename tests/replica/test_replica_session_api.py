@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
+from midstream.core.types import HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
 from midstream.replica import app
-from midstream.types import HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
 
 
 async def turn(here: Running, key: str | None, tenant: str = "", placed: int | None = None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from midstream.core.types import HEADER_PLACED, TURN_MEASURES, Session, SessionsReport
 from midstream.replica import sessions as module
 from midstream.replica.sessions import Feed, Sessions, stamp_of
-from midstream.types import HEADER_PLACED, TURN_MEASURES, Session, SessionsTold
 
 A, B, C = ("", "a"), ("", "b"), ("t", "a")
 
@@ -33,7 +33,7 @@ def told(sessions: Sessions, feed: Feed) -> tuple[dict[Session, int], set[Sessio
     held: dict[Session, int] = {}
     closed: set[Session] = set()
     for line in sessions.told(feed):
-        said = msgspec.json.decode(line, type=SessionsTold)
+        said = msgspec.json.decode(line, type=SessionsReport)
         held |= dict(said.held)
         closed |= set(said.closed)
     return held, closed
@@ -62,7 +62,7 @@ def test_many_sessions_are_told_in_bounded_lines(monkeypatch: pytest.MonkeyPatch
     for number in range(10):
         one_turn(sessions, ("", f"s{number}"))
     with sessions.feed() as feed:
-        lines = [msgspec.json.decode(line, type=SessionsTold) for line in sessions.told(feed)]
+        lines = [msgspec.json.decode(line, type=SessionsReport) for line in sessions.told(feed)]
     assert [len(line.held) for line in lines] == [4, 4, 2]
     assert {key for line in lines for (_, key), _ in line.held} == {f"s{n}" for n in range(10)}
 

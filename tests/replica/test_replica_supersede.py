@@ -1,4 +1,4 @@
-"""A newer target, a cancelled runner, or a failure at every point of a swap: what is reported is what the engine serves."""
+"""A newer target, a cancelled driver, or a failure at every point of a swap: what is reported is what the engine serves."""
 
 import asyncio
 import logging
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from replica_fakes import FakeEngine, FakeSource, make_replica
 
-from midstream.replica import runner as runner_module
-from midstream.replica.admission import Door
+from midstream.core.types import BASE_SNAPSHOT, Desired, Stage, SwapTiming
+from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
-from midstream.replica.swap import Event
-from midstream.types import BASE_SNAPSHOT, Desired, Stage, SwapTiming
+from midstream.replica.swap import driver as driver_module
+from midstream.replica.swap.table import Event
 
 TICKS = range(6)
 Scenario = Callable[[Replica], Awaitable[None]]
@@ -52,7 +52,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 
 async def serves(replica: Replica, snapshot: str) -> None:
-    machine = replica.runner.machine
+    machine = replica.driver.machine
     await until(replica, lambda: machine.serving == snapshot and machine.stage is Stage.IDLE)
 
 
@@ -62,7 +62,7 @@ def attempts_left() -> list[str]:
 
 def check_agreement(replica: Replica, engine: FakeEngine, boot: str) -> None:
     """What the replica says of its swaps is what the engine did, in the same order."""
-    machine = replica.runner.machine
+    machine = replica.driver.machine
     done = [
         after.snapshot
         for before, after in zip(machine.transitions, list(machine.transitions)[1:], strict=False)
@@ -111,7 +111,7 @@ def test_a_target_that_is_withdrawn_and_comes_back_is_loaded_after_all(tmp_path:
             replica.desire(wanted("v2", 2))
             await tick(between)
             replica.desire(wanted("v1", 1))
-            machine = replica.runner.machine
+            machine = replica.driver.machine
             await until(replica, lambda: not machine.behind and machine.stage is Stage.IDLE)
             assert machine.serving == "v1"
             check_agreement(replica, engine, boot)
@@ -120,16 +120,16 @@ def test_a_target_that_is_withdrawn_and_comes_back_is_loaded_after_all(tmp_path:
 
 
 @pytest.mark.parametrize("commit", TICKS)
-def test_a_runner_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_half_done(
+def test_a_driver_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_half_done(
     tmp_path: Path, commit: int
 ) -> None:
     for after in range(commit + 16):
         engine, source = paced(2, commit, 2)
 
         async def scenario(replica: Replica, after: int = after, engine: FakeEngine = engine) -> None:
-            runner = replica._fresh_runner()
-            task = asyncio.create_task(runner.run())
-            runner.desire(wanted("v1", 1))
+            driver = replica._fresh_driver()
+            task = asyncio.create_task(driver.run())
+            driver.desire(wanted("v1", 1))
             await tick(after)
             task.cancel()
             await tick(1)
@@ -139,7 +139,7 @@ def test_a_runner_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_h
             assert task.cancelled()
             assert attempts_left() == []
             serving = "v1" if begun else BASE_SNAPSHOT
-            assert (engine.serving, runner.machine.serving) == (serving, serving)
+            assert (engine.serving, driver.machine.serving) == (serving, serving)
             assert replica.namespaces.admit(None) == len(engine.switches) == begun
             assert replica.gate.door is Door.OPEN
             await tick(20)
@@ -268,11 +268,11 @@ def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
     play(tmp_path, engine, Interrupted(), scenario)
 
 
-def test_a_bug_in_the_runner_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_driver_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
 
     async def scenario(replica: Replica) -> None:
-        boot, machine = replica.boot, replica.runner.machine
+        boot, machine = replica.boot, replica.driver.machine
 
         def broken(event: Event) -> None:
             raise ZeroDivisionError(event)
@@ -343,8 +343,8 @@ def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path
 def test_a_sync_swap_says_how_many_requests_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner_module, "DRAIN_LOG_EVERY_S", 0.0)
-    caplog.set_level(logging.INFO, runner_module.__name__)
+    monkeypatch.setattr(driver_module, "DRAIN_LOG_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO, driver_module.__name__)
     logged, emit = asyncio.Event(), caplog.handler.emit
 
     def watch(entry: logging.LogRecord) -> None:
@@ -414,7 +414,7 @@ def test_a_check_is_not_given_up_for_what_is_being_checked(tmp_path: Path) -> No
         assert replica.report().stage is Stage.CHECKING
         engine.check_gate.set()
         await until(
-            replica, lambda: replica.report().stage is Stage.IDLE and not replica.runner.machine.behind
+            replica, lambda: replica.report().stage is Stage.IDLE and not replica.driver.machine.behind
         )
         assert engine.switches == ["v1"]
         assert len(engine.canaries) == 2, "of the start and of v1"
@@ -426,7 +426,7 @@ def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytes
     engine, source = FakeEngine(), FakeSource()
 
     async def scenario(replica: Replica) -> None:
-        monkeypatch.setattr(runner_module, "CHECK_S_MAX", 0.0)
+        monkeypatch.setattr(driver_module, "CHECK_S_MAX", 0.0)
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().stage is Stage.ERROR and len(engine.switches) == 2)
@@ -456,7 +456,7 @@ def test_what_was_staged_in_vain_does_not_stay_in_the_engine(tmp_path: Path) -> 
 def test_nobody_is_woken_for_the_steps_of_an_async_switch_and_all_are_told_after_it(
     tmp_path: Path, transition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "QUIET_S", 600.0)
+    monkeypatch.setattr(driver_module, "QUIET_S", 600.0)
     engine, source = paced(stage=6, commit=6)
 
     async def scenario(replica: Replica) -> None:

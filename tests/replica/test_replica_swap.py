@@ -1,4 +1,4 @@
-"""The swap machine's table, and the runner that carries it out against a fake engine and a fake source."""
+"""The swap machine's table, and the driver that carries it out against a fake engine and a fake source."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from replica_fakes import FakeEngine, FakeSource, make_replica
 from tiers import examples
 
-from midstream.errors import ReplicaUnavailable, SnapshotTransition
-from midstream.replica.admission import Door, Gate
+from midstream.core.errors import ReplicaUnavailable, SnapshotTransition
+from midstream.core.types import BASE_SNAPSHOT, Desired, Stage
+from midstream.replica.gate import Door, Gate
 from midstream.replica.replica import Replica
-from midstream.replica.swap import MOVES, Event, IllegalMove, SwapMachine, mermaid
-from midstream.types import BASE_SNAPSHOT, Desired, Stage
+from midstream.replica.swap.table import MOVES, Event, IllegalMove, SwapMachine, mermaid
 
 LOADING = [Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED]
 AFTER_COMMIT = (Stage.COMMITTING, Stage.CHECKING)
@@ -200,7 +200,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 
 async def settled(replica: Replica) -> None:
-    machine = replica.runner.machine
+    machine = replica.driver.machine
     await until(replica, lambda: not machine.behind and machine.stage in (Stage.IDLE, Stage.ERROR))
 
 
@@ -255,7 +255,7 @@ def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Pat
         assert replica.report().error == "v1: tensor a.weight has shape [2], expected [3]"
         engine.refuse_stage = False
         replica.desire(wanted("v1", 1))
-        assert not replica.runner.machine.behind
+        assert not replica.driver.machine.behind
         replica.desire(wanted("v1", 2))
         await settled(replica)
         assert (replica.report().snapshot, replica.report().error) == ("v1", None)
@@ -335,7 +335,7 @@ def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) 
         await until(replica, lambda: replica.gate.waiting == 1)
         engine.commit_gate.set()
         await patient
-        assert replica.runner.machine.serving == "v1"
+        assert replica.driver.machine.serving == "v1"
 
     play(tmp_path, scenario)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from replica_fakes import FakeEngine, FakeSource, make_replica, running
 
-from midstream.errors import SnapshotCorrupt
-from midstream.replica import hints as hints_module
-from midstream.replica.admission import Door
-from midstream.replica.hints import Hints
+from midstream.core.errors import SnapshotCorrupt
+from midstream.core.types import BASE_SNAPSHOT, Desired, FileContent, Hint, SnapshotFiles, Stage
+from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
-from midstream.replica.runner import GIVEN_UP_MAX
-from midstream.types import BASE_SNAPSHOT, Desired, FileContent, Hint, SnapshotFiles, Stage
+from midstream.replica.swap import hints as hints_module
+from midstream.replica.swap.attempts import GIVEN_UP_MAX
+from midstream.replica.swap.hints import Hints
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 FULL = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="f0")
@@ -48,7 +48,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 
 async def at(replica: Replica, snapshot: str, stage: Stage = Stage.IDLE) -> None:
-    machine = replica.runner.machine
+    machine = replica.driver.machine
     await until(
         replica,
         lambda: (

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from replica_fakes import HE, IM_END, IM_START, byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from midstream.replica.text import StopStrings, Vocabulary
+from midstream.replica.text.vocabulary import StopStrings, Vocabulary
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = Vocabulary(TOKENIZER)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from midstream.models.tiny_moe import write_tiny_moe
-from midstream.replica.chat import TextModel
+from midstream.replica.text.chat import TextModel
 
 MESSAGES = [
     {"role": "system", "content": "Du zählst."},
@@ -35,7 +35,7 @@ def test_a_replica_process_does_not_import_torch(tmp_path: Path) -> None:
     write_tiny_moe(directory)
     program = (
         "import json, sys; from pathlib import Path; import midstream.replica.app;"
-        "from midstream.replica.chat import TextModel; model = TextModel.load(Path(sys.argv[1]));"
+        "from midstream.replica.text.chat import TextModel; model = TextModel.load(Path(sys.argv[1]));"
         "text = model.render([{'role': 'user', 'content': 'hi'}]);"
         "print(json.dumps([text, 'torch' in sys.modules]))"
     )

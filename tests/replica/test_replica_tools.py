@@ -10,19 +10,18 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import AddedToken
 
+from midstream.core.errors import InvalidRequest
+from midstream.core.types import TokenRecord
 from midstream.engine.embedded.constraint import Constraints
-from midstream.errors import InvalidRequest
 from midstream.models.tiny_moe import CHAT_TEMPLATE, TOKEN_ID, build_tokenizer
-from midstream.replica import grammar as grammars
-from midstream.replica.calling import CallStage, id_maker
-from midstream.replica.chat import TextModel
-from midstream.replica.choice import Choice, Piece, ToolCall
-from midstream.replica.dialects import DIALECTS
-from midstream.replica.grammar import response_schema
-from midstream.replica.grammarcheck import compile_problem
-from midstream.replica.schema import parse_chat
-from midstream.replica.tools import ToolPlan, check_template, plan_tools, prepare_history
-from midstream.types import TokenRecord
+from midstream.replica.request.schema import parse_chat
+from midstream.replica.response.choice import CallStage, Choice, Piece, ToolCall, id_maker
+from midstream.replica.text import grammar as grammars
+from midstream.replica.text.chat import TextModel
+from midstream.replica.text.dialects import DIALECTS
+from midstream.replica.text.grammar import response_schema
+from midstream.replica.text.grammarcheck import compile_problem
+from midstream.replica.text.tools import ToolPlan, check_template, plan_tools, prepare_history
 
 EOS = TOKEN_ID["<|im_end|>"]
 SCHEMA = {

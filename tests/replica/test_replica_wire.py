@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from replica_fakes import DEPLOYMENT, MODEL, FakeEngine, Running, record, running, sse
 
-from midstream.errors import InvalidRequest
-from midstream.replica.checked import check
-from midstream.replica.schema import parse_completion
+from midstream.core.errors import InvalidRequest
+from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
+from midstream.replica.request.checked import check
+from midstream.replica.request.schema import parse_completion
 from midstream.replica.service import session_of
-from midstream.types import GenerateRequest, GenerationEvent, ModelInfo
 
 Scenario = Callable[[Running], Awaitable[None]]
 

@@ -16,9 +16,15 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, write_tokenizer
 from test_replica_tool_api import CALLS, TOOLS, USER, tokens, write_tool_model
 
+from midstream.core.resumption import (
+    HEADER_RESUMABLE,
+    PATH_RESUME,
+    CannotResume,
+    ResumeLogReader,
+    snapshot_to_resume_under,
+)
+from midstream.core.types import GenerationEvent
 from midstream.models.tiny_moe import TOKEN_ID
-from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, CannotResume, Told, snapshot_to_resume_under
-from midstream.types import GenerationEvent
 
 RESUMABLE = {HEADER_RESUMABLE: "1"}
 COMPLETIONS, CHAT = "/v1/completions", "/inference/v1/chat/completions"
@@ -180,7 +186,7 @@ def test_a_session_is_told_what_was_generated_here_only(tmp_path: Path) -> None:
 
 
 def test_streams_are_resumed_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.replica.generation.REPLAYED_AT_ONCE", 1)
+    monkeypatch.setattr("midstream.replica.response.generation.REPLAYED_AT_ONCE", 1)
 
     async def scenario(here: Running, there: Running) -> None:
         asked = [BODIES[name] for name in ("text", "choices", "stops", "echo")]
@@ -198,14 +204,14 @@ def test_the_requests_that_reach_the_engine_go_on_behind_what_was_emitted(tmp_pa
 
     async def scenario(here: Running, there: Running) -> None:
         writes = await stream(here, path, body)
-        told = Told(state_of(writes[:-1])).events(4)
+        told = ResumeLogReader(state_of(writes[:-1])).events(4)
         at = next(i for i in range(len(writes)) if state_of(writes[: i + 1]).count('"finish"') == 1)
         answer = await resume(there, path, body, writes[: at + 1])
         over = next(choice for choice, event in told if event.finish)
         asked = {i: request.emitted_of(i % 2) for i in range(4) for request in there.engine.requests
                  if request.prompt == tuple([PROMPT, PROMPT[:3]][i // 2])}  # fmt: skip
         seen: dict[int, list[int]] = {i: [] for i in range(4)}
-        for choice, event in Told(state_of(writes[: at + 1])).events(4):
+        for choice, event in ResumeLogReader(state_of(writes[: at + 1])).events(4):
             seen[choice] += [record.token_id for record in event.tokens]
         assert {i: list(tokens) for i, tokens in asked.items()} == seen | {over: []}
         for original, again in zip(here.engine.requests, there.engine.requests, strict=True):
@@ -364,8 +370,8 @@ def test_resumed_streams_are_let_in_beside_as_many_as_fit(tmp_path: Path) -> Non
 
 
 def test_steps_are_read_back_as_the_events_they_were() -> None:
-    from midstream.resumption import Opening, Teller
-    from midstream.types import TokenRecord
+    from midstream.core.resumption import Opening, ResumeLogWriter
+    from midstream.core.types import TokenRecord
 
     given = [
         (1, GenerationEvent(cached_tokens=2, kv_snapshots=(("a", 0, 3),))),
@@ -374,10 +380,12 @@ def test_steps_are_read_back_as_the_events_they_were() -> None:
         (0, GenerationEvent(tokens=(TokenRecord(9, 0.0, None, 'é"\u2028'),), finish="stop")),
         (1, GenerationEvent(tokens=(TokenRecord(8, 0.0, None, "b"), TokenRecord(6, 0.0, None, "b")))),
     ]
-    teller = Teller(Opening("id", 1, 2, "p"), 2)
-    text = b"".join(teller.tell(choice, event, event.finish is not None) for choice, event in given).decode()
+    resume_log = ResumeLogWriter(Opening("id", 1, 2, "p"), 2)
+    text = b"".join(
+        resume_log.write(choice, event, event.finish is not None) for choice, event in given
+    ).decode()
     assert ": m 1:8\n\n" in text
-    told = Told(state_of([text]))
+    told = ResumeLogReader(state_of([text]))
     assert (told.opening, list(told.events(2))) == (Opening("id", 1, 2, "p"), given)
     assert told.over() == {0}
     assert told.snapshot([1]) is None
@@ -386,17 +394,17 @@ def test_steps_are_read_back_as_the_events_they_were() -> None:
 
 
 def test_tokens_that_came_together_from_two_snapshots_are_all_told_each_with_its_own() -> None:
-    from midstream.resumption import Opening, Teller
-    from midstream.types import TokenRecord
+    from midstream.core.resumption import Opening, ResumeLogWriter
+    from midstream.core.types import TokenRecord
 
     records = [
         TokenRecord(token, 0.0, None, label) for token, label in ((1, "a"), (2, "a"), (3, "b"), (4, "c"))
     ]
-    told = Told(
+    told = ResumeLogReader(
         state_of(
             [
-                Teller(Opening("id", 1, 2, "p"), 1)
-                .tell(0, GenerationEvent(tokens=tuple(records)), False)
+                ResumeLogWriter(Opening("id", 1, 2, "p"), 1)
+                .write(0, GenerationEvent(tokens=tuple(records)), False)
                 .decode()
             ]
         )

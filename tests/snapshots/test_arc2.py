@@ -17,13 +17,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.snapshots.arc2 import (
+from midstream.core.types import CompressionFormat
+from midstream.snapshots.arc2.blob import (
     PIECE_BYTES,
     BlobError,
     Encoder,
     decoded,
 )
-from midstream.types import CompressionFormat
 
 FORMATS: tuple[CompressionFormat, ...] = ("arc_v1", "arc_v2")
 
@@ -150,10 +150,34 @@ def test_a_blob_of_another_size_is_refused(compression: CompressionFormat, size:
         decode(compression, blob, size)
 
 
+def raw_frame(data: bytes, window_log: int) -> bytes:
+    """One zstd frame without a content size: its window, and `data` as one raw block."""
+    return (
+        b"\x28\xb5\x2f\xfd\x00"
+        + bytes([window_log - 10 << 3])
+        + (len(data) << 3 | 1).to_bytes(3, "little")
+        + data
+    )
+
+
+def test_a_window_of_two_gibibytes_is_read_and_a_larger_one_refused() -> None:
+    assert decode("arc_v2", raw_frame(b"weights", 31), 7) == b"weights"
+    with pytest.raises(BlobError, match="is not valid zstd"):
+        decode("arc_v2", raw_frame(b"weights", 32), 7)
+
+
+def test_a_frame_that_promises_more_bytes_than_it_holds_is_refused() -> None:
+    header = b"\x28\xb5\x2f\xfd" + bytes([3 << 6, 0])  # a content size of eight bytes, a window of 1 KiB
+    block = (7 << 3 | 1).to_bytes(3, "little") + b"weights"
+    assert decode("arc_v2", header + (7).to_bytes(8, "little") + block, 7) == b"weights"
+    with pytest.raises(BlobError, match="is not valid zstd"):
+        decode("arc_v2", header + (2**60).to_bytes(8, "little") + block, 7)
+
+
 BOMB = """
 import re, sys
 from pathlib import Path
-from midstream.snapshots.arc2 import BlobError, decoded
+from midstream.snapshots.arc2.blob import BlobError, decoded
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 blob = Path(sys.argv[2]).read_bytes()

@@ -23,15 +23,15 @@ from s3server import KEYS_PER_PAGE, S3Server, s3_server
 
 from midstream.client.bucket import open_bucket as open_for_publishing
 from midstream.client.errors import PublishError
-from midstream.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotRefused
-from midstream.snapshots import upload
-from midstream.snapshots.bucket import check_settings, describe, open_bucket
+from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotRefused
 from midstream.snapshots.content import MANIFEST_FILE, directory_content, parse_manifest
-from midstream.snapshots.fetch import fetch_snapshot
 from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import read_spec
-from midstream.snapshots.store import find_snapshot, list_snapshot, snapshot_fingerprint
-from midstream.snapshots.upload import list_directory, upload_order
+from midstream.snapshots.store import upload
+from midstream.snapshots.store.bucket import check_settings, describe, open_bucket
+from midstream.snapshots.store.fetch import fetch_snapshot
+from midstream.snapshots.store.listing import find_snapshot, list_snapshot, snapshot_fingerprint
+from midstream.snapshots.store.upload import list_directory, upload_order
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.errors import SnapshotError
+from midstream.core.errors import SnapshotError
+from midstream.core.types import SnapshotFiles
 from midstream.snapshots import durable
-from midstream.snapshots.cache import SnapshotCache, entry_name
-from midstream.snapshots.fetch import partial_directory
-from midstream.types import SnapshotFiles
+from midstream.snapshots.store.cache import SnapshotCache, entry_name
+from midstream.snapshots.store.fetch import partial_directory
 
 
 def link(

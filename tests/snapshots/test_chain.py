@@ -12,14 +12,15 @@ import pytest
 from checkpoints import files, flip_last, put_directory, rot, weights, write_checkpoint
 from s3server import S3Server
 
-from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
-from midstream.snapshots import chain as chain_module
-from midstream.snapshots.cache import SnapshotCache
-from midstream.snapshots.chain import ChainFetcher
-from midstream.snapshots.delta import encode_delta
-from midstream.snapshots.fetch import partial_directory
-from midstream.snapshots.store import directory_bytes, snapshot_fingerprint
-from midstream.types import SnapshotFiles
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from midstream.core.types import SnapshotFiles
+from midstream.snapshots.arc2.encode import encode_delta
+from midstream.snapshots.store import chain as chain_module
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.chain import ChainFetcher
+from midstream.snapshots.store.fetch import partial_directory
+from midstream.snapshots.store.listing import snapshot_fingerprint
+from midstream.snapshots.store.local import directory_bytes
 
 
 class World:

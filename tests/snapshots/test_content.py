@@ -14,10 +14,9 @@ import msgspec
 import pytest
 from checkpoints import flip_last, put_directory, rot, weights, write_checkpoint
 
-from midstream.errors import SnapshotCorrupt
-from midstream.snapshots import fetch
-from midstream.snapshots.cache import SnapshotCache
-from midstream.snapshots.chain import ChainFetcher
+from midstream.core.errors import SnapshotCorrupt
+from midstream.core.types import Content, FileContent, SnapshotFiles
+from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.content import (
     MANIFEST_FILE,
     PART_BYTES,
@@ -25,13 +24,14 @@ from midstream.snapshots.content import (
     directory_content,
     encode_manifest,
     file_content,
-    noted_contents,
     parse_manifest,
     size_difference,
 )
-from midstream.snapshots.delta import encode_delta
-from midstream.snapshots.store import snapshot_fingerprint
-from midstream.types import Content, FileContent, SnapshotFiles
+from midstream.snapshots.store import fetch
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.chain import ChainFetcher
+from midstream.snapshots.store.listing import snapshot_fingerprint
+from midstream.snapshots.store.local import noted_contents
 
 NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
 

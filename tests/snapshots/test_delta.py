@@ -21,18 +21,12 @@ import zstandard
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
-from midstream.snapshots import delta, delta_encode
-from midstream.snapshots.delta import (
-    RebuildCancelled,
-    encode_delta,
-    encode_tensors,
-    rebuild,
-    verify,
-)
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
+from midstream.core.types import CompressionFormat
+from midstream.snapshots.arc2.encode import encode_delta, encode_tensors
+from midstream.snapshots.arc2.files import RebuildCancelled
+from midstream.snapshots.arc2.rebuild import rebuild, verify
 from midstream.snapshots.layout import read_file_layout, read_spec
-from midstream.snapshots.native.library import library
-from midstream.types import CompressionFormat
 
 VECTORS = Path(__file__).parent / "vectors" / "arc2"
 CHECKSUMS = {
@@ -46,16 +40,6 @@ CHECKSUMS = {
 }
 BOTH: tuple[CompressionFormat, ...] = ("arc_v1", "arc_v2")
 Arrays = Mapping[str, NDArray[Any]]
-
-
-@pytest.fixture(autouse=True, params=["compiled", "libzstd"])
-def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test with the compiled code, and without."""
-    if request.param == "libzstd":
-        for module in (delta, delta_encode):
-            monkeypatch.setattr(module, "library", lambda: None)
-    elif library() is None:
-        pytest.skip("no C++ compiler")
 
 
 def vector(directory: Path, name: str) -> Path:
@@ -85,6 +69,9 @@ def changed(tensors: Arrays, seed: int = 1) -> dict[str, NDArray[Any]]:
         if name != "layers.0.w":
             array[rng.random(array.shape) < 0.02] += 1
     return result
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def checkpoint(directory: Path, tensors: Arrays, shards: int = 1, **config: Any) -> Path:
@@ -320,6 +307,24 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     assert len({done for done, _ in seen}) == len(seen)
 
 
+def test_each_header_of_the_parent_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, delta = prepared(tmp_path)
+    whole = checkpoint(tmp_path / "child", changed(arrays()), 1)
+    headers = {name: (parent / name).read_bytes() for name in (ONE, TWO)}
+    texts = {name: raw[8 : 8 + int.from_bytes(raw[:8], "little")].decode() for name, raw in headers.items()}
+    parsed: list[str] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))
+    rebuild(parent, delta, tmp_path / "out", "arc_v2")
+    assert [parsed.count(text) for text in texts.values()] == [1, 1]
+    parsed.clear()
+    verify(parent, delta, "arc_v2")
+    assert [parsed.count(text) for text in texts.values()] == [1, 1]
+    parsed.clear()
+    encode_delta(parent, whole, tmp_path / "again")
+    assert [parsed.count(text) for text in texts.values()] == [1, 1]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -341,9 +346,6 @@ def refused(parent: Path, delta: Path, error: type[Exception], message: str) -> 
         rebuild(parent, delta, root / "out", "arc_v2")
     assert contents(root) == before
     assert not (root / "out").exists()
-
-
-ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def test_another_parent_is_refused_by_a_checksum(tmp_path: Path) -> None:
@@ -403,6 +405,58 @@ def test_an_index_of_another_layout(tmp_path: Path) -> None:
     refused(parent, delta, SnapshotCorrupt, "index.json: is not valid JSON")
     path.write_text("{}")
     refused(parent, delta, SnapshotCorrupt, "index.json: has no weight_map")
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (
+            f'{{"weight_map": {{"embed": "../{ONE}", "embed": "{ONE}"}}}}',
+            SnapshotCorrupt,
+            "names a key twice",
+        ),
+        ('{"weight_map": {"embed": "x"}, "weight_map": {}}', SnapshotCorrupt, "names a key twice"),
+        (
+            f'{{"weight_map": {{"embed": "../{ONE}"}}}}',
+            SnapshotCorrupt,
+            "embed is mapped to '../model.*not a shard's name",
+        ),
+        ('{"weight_map": {"embed": "/etc/x.safetensors"}}', SnapshotCorrupt, "not a shard's name"),
+        ('{"weight_map": {"embed": "model.bin"}}', SnapshotCorrupt, "not a shard's name"),
+        (
+            '{"weight_map": {"embed": null}}',
+            SnapshotCorrupt,
+            "embed is mapped to None, which is not a shard's name",
+        ),
+        ('{"weight_map": {}}', SnapshotCorrupt, "has no weight_map"),
+        ('{"weight_map": {"\\ud800": "model.safetensors"}}', SnapshotCorrupt, "not valid Unicode"),
+        ("[]", SnapshotCorrupt, "is not a JSON object"),
+        (
+            f'{{"weight_map": {{"embed": "{ONE}"}}}}',
+            SnapshotIncompatible,
+            "is in None in the delta, in 'model-0000",
+        ),
+        (None, SnapshotError, "index.json: cannot be read: Is a directory"),
+    ],
+)
+def test_a_deltas_index_is_read_as_strictly_as_a_checkpoints(
+    tmp_path: Path, index: str | None, error: type[Exception], message: str
+) -> None:
+    parent, delta = prepared(tmp_path)
+    path = delta / "model.safetensors.index.json"
+    if index is None:
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_text(index)
+    refused(parent, delta, error, message)
+
+
+def test_a_deltas_index_that_names_a_file_which_is_not_there(tmp_path: Path) -> None:
+    parent, delta = prepared(tmp_path)
+    assert (delta / "model.safetensors.index.json").exists()
+    (delta / ONE).unlink()
+    refused(parent, delta, SnapshotMissing, f"{ONE}: is not in the delta")
 
 
 def test_an_index_for_a_parent_in_one_file(tmp_path: Path) -> None:
@@ -512,6 +566,25 @@ def test_an_error_of_progress_is_raised_and_leaves_nothing(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["delta", "parent"]
 
 
+@pytest.mark.parametrize("what", ["rebuild", "encode"])
+def test_a_parent_that_becomes_shorter_meanwhile_is_an_error_and_leaves_nothing(
+    tmp_path: Path, what: str
+) -> None:
+    parent, delta = prepared(tmp_path, 1)
+    other = checkpoint(tmp_path / "other", changed(arrays()))
+
+    def shorten(done: int, total: int) -> None:
+        os.truncate(parent / "model.safetensors", 1000)
+
+    acts: dict[str, Callable[[], object]] = {
+        "rebuild": lambda: rebuild(parent, delta, tmp_path / "out", "arc_v2", threads=1, progress=shorten),
+        "encode": lambda: encode_delta(parent, other, tmp_path / "out", threads=1, progress=shorten),
+    }
+    with pytest.raises(SnapshotCorrupt, match="a file became shorter while it was read"):
+        acts[what]()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["delta", "other", "parent"]
+
+
 def test_an_interrupt_stops_the_threads_and_leaves_nothing(tmp_path: Path) -> None:
     parent, delta = prepared(tmp_path)
     seen: list[int] = []
@@ -606,7 +679,8 @@ def test_verify_compares_a_result(tmp_path: Path) -> None:
 PEAK = """
 import re, sys
 from pathlib import Path
-from midstream.snapshots.delta import encode_delta, rebuild
+from midstream.snapshots.arc2.encode import encode_delta
+from midstream.snapshots.arc2.rebuild import rebuild
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 root = Path(sys.argv[1])

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from midstream.snapshots.delta import encode_delta, rebuild
+from midstream.core.types import CompressionFormat
+from midstream.snapshots.arc2.encode import encode_delta
+from midstream.snapshots.arc2.rebuild import rebuild
 from midstream.snapshots.layout import read_file_layout
-from midstream.types import CompressionFormat
 
 pytestmark = pytest.mark.slow
 

@@ -13,22 +13,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from midstream.errors import (
+from midstream.core.errors import (
     SnapshotCorrupt,
     SnapshotError,
     SnapshotIncompatible,
     SnapshotMissing,
     SnapshotRefused,
 )
-from midstream.snapshots import bucket, fetch, store
-from midstream.snapshots.content import CONTENT_FILE
-from midstream.snapshots.fetch import fetch_snapshot
-from midstream.snapshots.identity import file_url_path
-from midstream.snapshots.layout import read_safetensors_header
-from midstream.snapshots.store import check_identity, snapshot_fingerprint, snapshot_url
-from midstream.snapshots.verify import CheckpointSpec, TensorSpec, check_compatible, read_spec
+from midstream.snapshots.identity import check_identity, file_url_path, snapshot_url
+from midstream.snapshots.layout import (
+    CheckpointSpec,
+    TensorSpec,
+    read_checkpoint,
+    read_file_layout,
+    read_spec,
+)
+from midstream.snapshots.store import bucket, fetch
+from midstream.snapshots.store.fetch import fetch_snapshot
+from midstream.snapshots.store.listing import snapshot_fingerprint
+from midstream.snapshots.store.local import CONTENT_FILE, LISTING_FILE, STAMPS_FILE
+from midstream.snapshots.store.verify import check_compatible
 
 CONFIG = {"model_type": "tiny", "hidden_size": 8, "rope": {"theta": 10000, "kinds": ["a", "b"]}}
 
@@ -152,7 +158,7 @@ def test_fetching_again_replaces_what_was_there(tmp_path: Path) -> None:
     (source / "config.json").write_text("{}")
     fetch_from(source, tmp_path / "dest")
     names = sorted(p.name for p in (tmp_path / "dest").iterdir())
-    assert names == [CONTENT_FILE, store.LISTING_FILE, store.STAMPS_FILE, "config.json", "model.safetensors"]
+    assert names == [CONTENT_FILE, LISTING_FILE, STAMPS_FILE, "config.json", "model.safetensors"]
     assert (tmp_path / "dest" / "config.json").read_text() == "{}"
     assert temporaries(tmp_path) == []
 
@@ -292,6 +298,16 @@ def test_a_spec_lists_every_tensor_with_its_shape_dtype_and_file(tmp_path: Path,
     assert files == {p.name for p in (tmp_path / "c").glob("*.safetensors")}
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_metadata_of_a_checkpoints_files_is_not_held(tmp_path: Path, shards: int) -> None:
+    checkpoint = write_checkpoint(tmp_path / "c", shards=shards)
+    for file in checkpoint.glob("*.safetensors"):
+        save_file(load_file(file), file, metadata={"note": "x" * 1000})
+        assert read_file_layout(file).metadata != {}
+    _, layouts = read_checkpoint(checkpoint)
+    assert [layout.metadata for layout in layouts.values()] == [{}] * shards
+
+
 @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
 def test_a_truncated_file_is_corrupt_at_any_length(tmp_path: Path, keep: int) -> None:
     path = write_checkpoint(tmp_path / "c") / "model.safetensors"
@@ -327,7 +343,7 @@ F32 = {"dtype": "F32", "shape": [2]}
 def test_a_header_that_lies_is_corrupt(tmp_path: Path, header: dict[str, Any], says: str) -> None:
     path = write_header(tmp_path / "m.safetensors", header, bytes(12))
     with pytest.raises(SnapshotCorrupt, match=says):
-        read_safetensors_header(path)
+        read_file_layout(path)
 
 
 def test_header_bytes_that_are_not_a_json_object_are_corrupt(tmp_path: Path) -> None:
@@ -342,10 +358,10 @@ def test_header_bytes_that_are_not_a_json_object_are_corrupt(tmp_path: Path) -> 
     ]:
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
         with pytest.raises(SnapshotCorrupt, match=says):
-            read_safetensors_header(path)
+            read_file_layout(path)
     path.write_bytes((2**63).to_bytes(8, "little") + bytes(100))
     with pytest.raises(SnapshotCorrupt, match="truncated"):
-        read_safetensors_header(path)
+        read_file_layout(path)
 
 
 @given(st.binary(max_size=200))
@@ -355,7 +371,7 @@ def test_random_bytes_are_corrupt_or_describe_exactly_themselves(
     path = tmp_path_factory.mktemp("fuzz") / "m.safetensors"
     path.write_bytes(data)
     try:
-        tensors = read_safetensors_header(path)
+        tensors = read_file_layout(path).tensors
     except SnapshotCorrupt as error:
         assert str(error).startswith("m.safetensors: ")  # noqa: PT017 - success is legal too
     else:
@@ -542,7 +558,7 @@ def test_messages_about_weight_files_are_short_and_can_be_encoded(tmp_path: Path
         {LONG: {**ok, "shape": [10**4000] * 2}},
     ):
         with pytest.raises(SnapshotCorrupt) as caught:
-            read_safetensors_header(write_header(tmp_path / "model.safetensors", header, b"1234"))
+            read_file_layout(write_header(tmp_path / "model.safetensors", header, b"1234"))
         seen.append(str(caught.value))
     write_header(tmp_path / "model.safetensors", {"w": ok}, b"1234")
     file = "model.safetensors"

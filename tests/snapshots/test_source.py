@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
 from checkpoints import CONFIG, flip_last, rot, weights, write_checkpoint
 
-from midstream.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
-from midstream.replica.source import CachedSource
-from midstream.snapshots.cache import SnapshotCache
-from midstream.snapshots.chain import ChainFetcher
-from midstream.snapshots.delta import encode_delta
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
+from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles
+from midstream.replica.swap.source import CachedSource
+from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.layout import read_spec
-from midstream.snapshots.store import snapshot_fingerprint
-from midstream.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.chain import ChainFetcher
+from midstream.snapshots.store.listing import snapshot_fingerprint
 
 
 def make_source(tmp_path: Path) -> CachedSource:
@@ -154,3 +156,28 @@ def test_a_local_file_whose_header_went_bad_costs_one_attempt(tmp_path: Path) ->
     with pytest.raises(SnapshotCorrupt, match=r"^model\.safetensors: "):
         asyncio.run(load(source))
     assert weights(asyncio.run(load(source))) == weights(full)
+
+
+def test_files_that_cannot_be_read_for_a_moment_are_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = write_checkpoint(tmp_path / "s0")
+    url = full.as_uri()
+    desired = Desired(
+        snapshot="s0", generation=1, url=url, fingerprint=asyncio.run(snapshot_fingerprint(url))
+    )
+    source = make_source(tmp_path)
+    path = asyncio.run(source.fetch(desired))
+    assert path is not None
+
+    def no_descriptor(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", no_descriptor)
+        with pytest.raises(SnapshotError, match=r"^config\.json: cannot be read"):
+            asyncio.run(source.verify(path, desired))
+    # Without the bucket, only the cached copy can be used.
+    shutil.rmtree(full)
+    assert asyncio.run(source.fetch(desired)) == path
+    asyncio.run(source.verify(path, desired))

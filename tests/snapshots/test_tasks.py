@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from midstream.errors import SnapshotCorrupt, SnapshotError
+from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.snapshots.tasks import all_of, finished
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import tinker
 from tinker import types
@@ -19,8 +20,11 @@ def arguments() -> SimpleNamespace:
     return SimpleNamespace(**json.load(sys.stdin))
 
 
-def answer(result: Any) -> None:
+def answer(result: Any) -> NoReturn:
+    """The last act of a script. It ends at once: the SDK's threads may crash an interpreter that shuts down."""
     json.dump(result, sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def service(given: SimpleNamespace) -> tinker.ServiceClient:

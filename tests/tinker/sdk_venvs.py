@@ -38,5 +38,5 @@ def run_sdk(version: str, script: Path, told: dict[str, Any], timeout_s: float =
         timeout=timeout_s,
         env={**inherited, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
     )
-    assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout)

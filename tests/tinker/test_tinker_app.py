@@ -10,26 +10,25 @@ from typing import Any
 import httpx
 import pytest
 
-from midstream.config import KeySettings
-from midstream.gateway.auth import Authenticator
-from midstream.scopes import TINKER_ROUTES
+from midstream.core.config import KeySettings
+from midstream.core.scopes import TINKER_ROUTES
+from midstream.proxy.auth import Authenticator
 from midstream.tinker import app as module
 from midstream.tinker import proto, serving
 from midstream.tinker.app import INLINE_BYTES, tinker_app
+from midstream.tinker.codec import sample_json, sample_response
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF, Futures
 from midstream.tinker.store import CheckpointRow, SamplingSession, Store
 from midstream.tinker.types import (
     CreateModelBody,
     CreateSamplingSessionBody,
-    ForwardBackward,
-    LoraConfig,
     SampleBody,
     SampleResult,
     Sequence,
     Served,
 )
-from midstream.tinker.wire import sample_json, sample_response
+from midstream.trainer.types import ForwardBackward, LoraConfig
 
 KEY = "tml-one"
 OTHER = {"X-API-Key": "tml-two"}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.tinker import proto, types, wire
+from midstream.tinker import codec, proto, types
 from midstream.tinker import store as store_module
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.store import Store
@@ -18,12 +18,12 @@ from midstream.tinker.types import (
     Body,
     CreateModelBody,
     CreateSessionBody,
-    LoraConfig,
     OptimStepBody,
     RetrieveBody,
     SampleBody,
     decode,
 )
+from midstream.trainer.types import LoraConfig
 
 MODEL = b'{"session_id":"s","model_seq_id":0,"base_model":"m","user_metadata":%s}'
 STEP = b'{"model_id":"m","seq_id":1,"optimizer_params":%s}'
@@ -115,7 +115,7 @@ def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied(
     tensor.dtype, tensor.dense = proto.FLOAT32, np.ones(4, dtype="<f4").tobytes()
     tensor.shape.extend([2**62] * 4 + [0] * 100)
     with pytest.raises(TinkerError, match="104 dimensions") as caught:
-        wire.forward_backward(message.SerializeToString())
+        codec.forward_backward(message.SerializeToString())
     assert (caught.value.status, caught.value.param) == (400, "data[0].loss_fn_inputs.weights")
 
 
@@ -131,20 +131,20 @@ def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied(
 def test_a_request_of_very_many_empty_parts_is_refused_unread(
     parts: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "MAX_PARTS", 8)
+    monkeypatch.setattr(codec, "MAX_PARTS", 8)
     body = request().SerializeToString()
-    assert len(wire.forward_backward(body).data) == 1
+    assert len(codec.forward_backward(body).data) == 1
     with pytest.raises(TinkerError, match="more than 8") as caught:
-        wire.forward_backward(body + parts)
+        codec.forward_backward(body + parts)
     assert (caught.value.status, caught.value.param) == (400, "data")
-    assert wire.addressee(body + parts) is None
-    assert wire.addressee(body) == ("m", 1)
+    assert codec.addressee(body + parts) is None
+    assert codec.addressee(body) == ("m", 1)
 
 
 @pytest.mark.parametrize("tail", [b"\x1a", b"\x1a\x05", b"\x1a\x02\x0a\x7f", b"\x0b\x0c", b"\x80" * 11])
 def test_a_request_that_is_cut_or_no_protobuf_is_refused(tail: bytes) -> None:
     with pytest.raises(TinkerError, match="not a ForwardBackwardRequest") as caught:
-        wire.forward_backward(request().SerializeToString() + tail)
+        codec.forward_backward(request().SerializeToString() + tail)
     assert caught.value.status == 400
 
 

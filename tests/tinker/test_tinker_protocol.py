@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 from sdk_venvs import API_KEY, SDKS, run_sdk
 
-from midstream.gateway.auth import Authenticator
-from midstream.tinker import wire
+from midstream.proxy.auth import Authenticator
+from midstream.tinker import codec
 from midstream.tinker.app import tinker_app
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF, Future, Futures
@@ -117,7 +117,7 @@ async def resolve_after(event: asyncio.Event, future: Future) -> None:
 
 def result(**more: Any) -> bytes:
     sequences = tuple(Sequence(tokens=(index,), logprobs=(-0.25,), stopped=False) for index in range(2))
-    return wire.sample_response(SampleResult(sequences=sequences, cached_tokens=3, **more))
+    return codec.sample_response(SampleResult(sequences=sequences, cached_tokens=3, **more))
 
 
 SAMPLED = {

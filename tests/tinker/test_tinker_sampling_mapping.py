@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from sampling_fakes import DEPLOYMENT, entry
 
-from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.errors import TinkerError
 from midstream.tinker.samples import UNBOUNDED, Sample, Sampled, check, sampled
 from midstream.tinker.types import SampleBody, Span, decode
+from midstream.trainer.errors import Failed
 
 PROMPT = [5, 6, 7, 8]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 from midstream.tinker import store as module
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.store import EXPIRE_EVERY_S, IDLE_S, SILENT_S, CheckpointRow, Store
-from midstream.tinker.types import LoraConfig
+from midstream.trainer.types import LoraConfig
 
 
 class Clock:

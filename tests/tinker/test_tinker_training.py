@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from training_fakes import BASE, TENANT, World, create, forward_backward, optim, world
 
-from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF
-from midstream.tinker.trainer import messages as m
 from midstream.tinker.types import (
     CreateSamplingSessionBody,
     LoadWeightsBody,
@@ -21,6 +20,8 @@ from midstream.tinker.types import (
     SaveWeightsForSamplerBody,
 )
 from midstream.tinker.weights import parse_uri
+from midstream.trainer import protocol as m
+from midstream.trainer.errors import Failed
 
 KEY = "tml-key"
 Scene = Callable[[World], Awaitable[None]]
@@ -678,7 +679,7 @@ def test_nothing_is_held_of_a_model_whose_session_expired_unfinished(tmp_path: P
         nonlocal now
         async with world(tmp_path, clock=lambda: now) as at, asyncio.timeout(120):
             old = await at.model(0)
-            worker = at.training._models[old].worker
+            worker = at.training._models[old].turns_task
             assert worker is not None
             now += 25 * 3600
             at.new_session()

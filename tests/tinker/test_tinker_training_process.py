@@ -12,9 +12,9 @@ import pytest
 from training_fakes import TENANT, World, world
 
 from midstream.tinker import proto
-from midstream.tinker.trainer import messages as m
-from midstream.tinker.trainer.process import Trainer
 from midstream.tinker.types import LoadWeightsBody, SaveWeightsBody
+from midstream.trainer import protocol as m
+from midstream.trainer.process import Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,11 @@ sys.path.append(str(Path(__file__).parents[1] / "client"))
 import publish_world
 from s3server import S3Server
 
-from midstream.snapshots.upload import list_directory, put_directory
+from midstream.snapshots.store.upload import list_directory, put_directory
 from midstream.tinker import retention
-from midstream.tinker.errors import Failed
 from midstream.tinker.publishing import DeploymentPublisher
 from midstream.tinker.retention import remove_snapshot
+from midstream.trainer.errors import Failed
 
 KEY = "tml-key"
 

@@ -24,21 +24,21 @@ from trainer_helpers import (
     write_family,
 )
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
 from midstream.engine.embedded.loading import load_beside, load_model, logits_alone
 from midstream.snapshots.layout import read_spec
-from midstream.snapshots.verify import check_compatible
-from midstream.tinker.errors import Failed
-from midstream.tinker.trainer import checkpoints
-from midstream.tinker.trainer.checkpoints import (
+from midstream.snapshots.store.verify import check_compatible
+from midstream.trainer import checkpoints
+from midstream.trainer.checkpoints import (
     export_weights,
     load_state,
     read_meta,
     save_state,
     write_directory,
 )
-from midstream.tinker.trainer.model import TrainedModel
-from midstream.tinker.types import AdamParams, LoraConfig
+from midstream.trainer.errors import Failed
+from midstream.trainer.model import TrainedModel
+from midstream.trainer.types import AdamParams, LoraConfig
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]

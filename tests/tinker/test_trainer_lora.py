@@ -21,9 +21,9 @@ from trainer_helpers import (
     write_family,
 )
 
-from midstream.tinker.errors import Failed
-from midstream.tinker.trainer.model import LORA_FAMILIES
-from midstream.tinker.types import AdamParams, LoraConfig
+from midstream.trainer.errors import Failed
+from midstream.trainer.model import LORA_FAMILIES
+from midstream.trainer.types import AdamParams, LoraConfig
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]

@@ -26,10 +26,10 @@ from trainer_helpers import (
     weights,
 )
 
-from midstream.tinker.errors import Failed
-from midstream.tinker.trainer import passes
-from midstream.tinker.trainer.passes import micro_batches, positions_of_pass
-from midstream.tinker.types import AdamParams, LoraConfig
+from midstream.trainer import passes
+from midstream.trainer.errors import Failed
+from midstream.trainer.passes import micro_batches, positions_of_pass
+from midstream.trainer.types import AdamParams, LoraConfig
 
 Models = Callable[..., Path]
 LINES = ("a line of text", "short", "one that is longer than the two before it", "x" * 33, "ab")

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from trainer_helpers import FULL, array, request, text
 
-from midstream.ipc import frame
-from midstream.tinker.errors import Failed
-from midstream.tinker.trainer import messages as m
-from midstream.tinker.trainer.process import Trainer, TrainerDied, ending
-from midstream.tinker.types import AdamParams, LoraConfig
+from midstream.http.ipc import frame
+from midstream.trainer import protocol as m
+from midstream.trainer.errors import Failed
+from midstream.trainer.process import Trainer, TrainerDied, ending
+from midstream.trainer.types import AdamParams, LoraConfig
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +157,7 @@ def test_the_process_ends_when_the_front_is_gone_even_within_a_command(tiny_mode
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "midstream.tinker.trainer.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "midstream.trainer.loop", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
         )
     with ours:

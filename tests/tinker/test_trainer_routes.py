@@ -10,12 +10,12 @@ import pytest
 import torch
 from trainer_helpers import datum, gradients, logprobs, new_model, request, tensor, text, write_family
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.core import EngineCore
-from midstream.tinker.errors import Failed
-from midstream.tinker.trainer.model import TrainedModel
-from midstream.tinker.types import Datum, LoraConfig
-from midstream.types import GenerateRequest, SamplingParams
+from midstream.trainer.errors import Failed
+from midstream.trainer.model import TrainedModel
+from midstream.trainer.types import Datum, LoraConfig
 
 Models = Callable[..., Path]
 LINE = text("a line of text to be routed")

@@ -12,25 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from midstream.tinker.errors import Failed
 from midstream.tinker.futures import Future, Futures
 from midstream.tinker.loaded import TrainerPort
 from midstream.tinker.store import Store
-from midstream.tinker.trainer import messages as m
-from midstream.tinker.trainer.process import TrainerDied
 from midstream.tinker.training import Limits, Training
-from midstream.tinker.types import (
-    AdamParams,
-    CreateModelBody,
-    Datum,
-    ForwardBackward,
-    LoraConfig,
-    LossOutputs,
-    OptimStepBody,
-    Served,
-    Tensor,
-)
+from midstream.tinker.types import CreateModelBody, OptimStepBody, Served
 from midstream.tinker.weights import Places
+from midstream.trainer import protocol as m
+from midstream.trainer.errors import Failed
+from midstream.trainer.process import TrainerDied
+from midstream.trainer.types import AdamParams, Datum, ForwardBackward, LoraConfig, LossOutputs, Tensor
 
 TENANT = "tenant"
 BASE = "Qwen/Qwen3-8B-Base"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from vllm_bed import BLOCK, Bed, logprobs_of
 from vllm_streams import random_prompt
 
-from midstream.replica.chat import TextModel
+from midstream.replica.text.chat import TextModel
 
 TOLERANCE = 1e-3  # nats, in float32
 MESSAGES = [{"role": "system", "content": "You count."}, {"role": "user", "content": "Wie weit? — до десяти"}]

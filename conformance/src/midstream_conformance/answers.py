@@ -15,9 +15,8 @@ from midstream.client import snapshot_of
 
 Json = dict[str, Any]
 
-MISS_TOKENS = (
-    16  # fewer are no hit: two prompts may begin alike by chance, and some caches count single tokens
-)
+# A smaller count is no hit: two prompts may begin alike by chance, and some caches count single tokens.
+MISS_TOKENS = 16
 
 
 class Odd(ValueError):
@@ -54,7 +53,8 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    extra: Json = field(default_factory=dict)  # whatever else stood on it
+    # All other fields.
+    extra: Json = field(default_factory=dict)
 
     def add(self, raw: Mapping[str, Any], label: str | None) -> None:
         """Take a choice of a plain response, or the next one of a stream."""
@@ -89,11 +89,13 @@ class Answer:
     """A 200 answer. events: of a stream, its data events in order, [DONE] as "[DONE]"; of a plain one, the body."""
 
     headers: Mapping[str, str]
-    model: str = ""  # the last one named
+    # The last model that was named.
+    model: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: Json | None = None
     events: list[Json | str] = field(default_factory=list, repr=False)
-    body: Json = field(default_factory=dict, repr=False)  # of a plain one; of a stream, the last chunk
+    # The body of a plain answer, or the last chunk of a stream.
+    body: Json = field(default_factory=dict, repr=False)
     error: Json | None = None
 
     @property

@@ -1,7 +1,7 @@
 """`midstream conformance URL`: which promised behaviours a live endpoint has, row by row.
 
-Always holds: exit code 0 when no row failed (with --strict: none was skipped either) and the deployment was put back, 1 when
-not, 2 when the endpoint or the options cannot be used, 130 when it was interrupted (Ctrl-C, SIGTERM). Whatever happens, an
+Always holds: the exit code tells the outcome. 0: no row failed (with --strict: none was skipped either), and the deployment was
+put back. 1: not so. 2: the endpoint or the options cannot be used. 130: interrupted (Ctrl-C, SIGTERM). Whatever happens, an
 endpoint whose snapshots were switched ends on the checkpoint's own weights, or the last lines say that it does not.
 """
 
@@ -22,8 +22,8 @@ from typing import TextIO
 import httpx
 
 from midstream.client import PublishError
-from midstream.errors import ConfigError, SnapshotError
-from midstream.text import plain
+from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.text import plain
 from midstream_conformance import report
 from midstream_conformance.endpoint import Endpoint
 from midstream_conformance.outcome import Failed
@@ -33,10 +33,12 @@ from midstream_conformance.session import Session
 from midstream_conformance.snapshots import Snapshots
 from midstream_conformance.target import Target, look
 
-KEY_VARIABLE = "MIDSTREAM_API_KEY"  # as for midstream's other commands
+# The same variable as for midstream's other commands.
+KEY_VARIABLE = "MIDSTREAM_API_KEY"
 TOLERANCE = 0.05
 LIMIT_S = 300.0
-LOADINGS = 8  # of snapshots, for which a row has time
+# Loads of a snapshot for which a row has time.
+LOADINGS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +101,8 @@ def _conformance(options: argparse.Namespace) -> int:
     with _output(options.json) as output:
         try:
             return asyncio.run(_run(options, rows, output))
-        except asyncio.CancelledError:  # by SIGTERM, before there was anything to tell
+        except asyncio.CancelledError:
+            # By SIGTERM, before there was anything to report.
             return report.INTERRUPTED
 
 
@@ -112,10 +115,10 @@ def _output(name: str | None) -> Iterator[TextIO | None]:
         yield None if name is None else sys.stdout
         return
     given = Path(name)
-    path = given.resolve()  # a link goes on naming its file
-    beside = (
-        not given.exists() or given.is_file()
-    )  # else it is a pipe or the like, whose resolved name may be none
+    # A link goes on naming its file.
+    path = given.resolve()
+    # Else it is a pipe or the like, which may have no resolved name.
+    beside = not given.exists() or given.is_file()
     whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if beside else given
     try:
         file = open(whole, "w", encoding="utf-8")  # noqa: SIM115
@@ -160,7 +163,8 @@ def _ended_by_sigterm() -> Iterator[None]:
     """Within: SIGTERM does what Ctrl-C does."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # no such signals, or not the main thread
+    # The platform has no such signals, or this is not the main thread.
+    with contextlib.suppress(NotImplementedError, RuntimeError):
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         yield
@@ -280,5 +284,6 @@ class _Shown:
     def _print(self, text: str, end: str) -> None:
         try:
             print(text, end=end, file=self._out, flush=True)
-        except BrokenPipeError:  # the reader has seen enough; the deployment is to be put back all the same
+        except BrokenPipeError:
+            # The reader has seen enough. The deployment is put back all the same.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 from midstream_conformance.answers import Answer, Json, Odd, data_of, plain_answer
 from midstream_conformance.outcome import Failed
 
@@ -26,7 +26,8 @@ ISOLATION_HEADER = "x-prompt-cache-isolation-key"
 TRAJECTORY_HEADER = "x-multi-turn-session-id"
 AFFINITY_HEADER = "x-session-affinity"
 NO_KEY = ""
-_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can have, and is no blank
+# Characters that a header can have, without blanks.
+_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 class Endpoint:
@@ -50,7 +51,8 @@ class Endpoint:
             raise ConfigError(f"URL {url!r}: write http://HOST:PORT")
         if parsed.userinfo or parsed.query or parsed.fragment:
             raise ConfigError("URL: must not hold a user, password or query; give a key as --api-key")
-        if api_key is not None and not _KEY.fullmatch(api_key):  # whoever sends it would show it in an error
+        # The HTTP library would show the key in an error.
+        if api_key is not None and not _KEY.fullmatch(api_key):
             raise ConfigError(
                 "--api-key: holds characters that a header cannot have, or blanks (a line's end?)"
             )
@@ -59,7 +61,8 @@ class Endpoint:
         self.prefix = "/inference/v1" if plain.endswith("/inference") else "/v1"
         self.model = model
         self.deployment = deployment
-        self.hot_load_headers: dict[str, str] = {}  # which model and deployment a signal is for
+        # They name the model and the deployment that a signal is for.
+        self.hot_load_headers: dict[str, str] = {}
         self._key = api_key
         headers = {"fireworks-deployment": deployment} if deployment else {}
         limits = httpx.Limits(max_connections=256)
@@ -165,10 +168,12 @@ class Flight:
         self._sent = endpoint._headers(headers)
         self.begun = asyncio.Event()
         self.status = 0
-        self.why = ""  # of a status that is not 200, or of a connection that broke
+        # The reason of a status that is not 200, or of a broken connection.
+        self.why = ""
         self.retry_after: str | None = None
         self.answer: Answer | None = None
-        self.at: list[float] = []  # when each event came, seconds of the loop's clock
+        # When each event came, in seconds of the loop's clock.
+        self.at: list[float] = []
 
     async def run(self) -> None:
         """To the end; what breaks the connection is kept in `why`."""
@@ -193,7 +198,8 @@ class Flight:
     async def _read(self, response: httpx.Response, answer: Answer) -> None:
         now = asyncio.get_running_loop().time
         rest = b""
-        async for received in response.aiter_bytes():  # texts may hold what is a line's end elsewhere
+        # Bytes, not lines: texts may hold characters that some libraries take for a line's end.
+        async for received in response.aiter_bytes():
             *events, rest = (rest + received).replace(b"\r\n", b"\n").split(b"\n\n")
             for event in map(data_of, events):
                 if event is None:

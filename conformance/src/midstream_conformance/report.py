@@ -1,7 +1,7 @@
 """Results for people and for programs. Pure.
 
-Always holds: a line of the table says what was seen, and for a failure what was expected; the exit code follows from the
-verdicts, and from whether the deployment was put back. The JSON is strict: a number that is none is null.
+Always holds: a line of the table shows the observation, and for a failure also what was expected. The exit code follows from
+the verdicts, and from whether the deployment was put back. The JSON is strict: a NaN or an infinity is null.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.client.server import HOT_LOAD_PATH
-from midstream.text import plain, seconds
-from midstream.types import BASE_SNAPSHOT
+from midstream.core.text import plain, seconds
+from midstream.core.types import BASE_SNAPSHOT
 from midstream_conformance.rows import Evidence, Result
 from midstream_conformance.target import Target
 
-INTERRUPTED = 130  # exit code
-SHOWN_CHARS = 160  # of evidence in a line
+# Exit code.
+INTERRUPTED = 130
+# Characters of evidence in a line.
+SHOWN_CHARS = 160
 _MARKS = {"pass": "pass", "fail": "FAIL", "skip": "skip"}
 
 

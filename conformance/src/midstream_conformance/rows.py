@@ -1,7 +1,7 @@
-"""What a row is: one behaviour that the seeds promise, and a coroutine function that finds out whether it holds.
+"""A row: one behaviour that the seeds promise, and a coroutine function that finds out whether it holds.
 
-Always holds: a row's function returns the numbers it saw when the behaviour holds, raises Failed when it does not, and
-Skipped when it could not be found out (outcome.py); ids are unique, and rows run in the order in which they were registered.
+Always holds: a row's function returns the numbers it saw when the behaviour holds. It raises Failed when it does not hold, and
+Skipped when that could not be found out (outcome.py). Ids are unique. Rows run in the order in which they were registered.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midstream.types import ENGINE_FEATURES
+from midstream.core.types import ENGINE_FEATURES
 from midstream_conformance.session import Session
 from midstream_conformance.target import NEEDS
 
 Verdict = Literal["pass", "fail", "skip"]
-Evidence = Mapping[str, Any]  # of JSON's types
+# Values are of JSON's types.
+Evidence = Mapping[str, Any]
 Check = Callable[[Session], Awaitable[Evidence]]
 
 #: The documents that promise.

@@ -1,7 +1,7 @@
 """Runs rows, one after the other: they change what all of them share.
 
-Always holds: every row gives one result, whatever an endpoint answers; what a row may need and is not there is a skip that
-says what; an answer nobody expected, a broken connection and a row that takes too long are failures of that row alone.
+Always holds: every row gives one result, whatever an endpoint answers. A row whose needs are not there is skipped, and the
+result names the need. An unexpected answer, a broken connection and a row that takes too long are failures of that row alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from time import monotonic
 import httpx
 
 from midstream.client import PublishError
-from midstream.errors import ConfigError, SnapshotError
+from midstream.core.errors import ConfigError, SnapshotError
 from midstream_conformance.outcome import Failed, Skipped
 from midstream_conformance.rows import Evidence, Result, Row, Verdict, registered
 from midstream_conformance.session import Session
 
-GROUPS: dict[str, str] = {  # module of checks/: what its rows are about
+# Module of checks/ to the subject of its rows.
+GROUPS: dict[str, str] = {
     "openai": "OpenAI compatibility",
     "logprobs": "log-probabilities",
     "echo": "prompts echoed and scored",

@@ -1,6 +1,6 @@
-"""What rows share during one run: the endpoint, what it is, snapshots, names and prompts that nobody used before.
+"""What rows share during one run: the endpoint, its target, snapshots, and names and prompts that are always new.
 
-Always holds: two calls never give the same prompt or the same key; what is remembered with `once` is found out once.
+Always holds: two calls never give the same prompt or the same key. A finding that is kept with `once` is found out once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from midstream_conformance.target import PROMPT_TOKENS, Target
 
 T = TypeVar("T")
 
+# Token ids that every vocabulary has: plain ASCII and its neighbours in byte-level ones.
 FIRST_ID, LAST_ID = (
     20,
     190,
-)  # token ids that every vocabulary has; plain ASCII and its neighbours in byte-level ones
-SIGHTINGS = 16  # sessions asked for each replica, at most, until every one was seen
-UNNAMED = ""  # the replica of an answer that names none
+)
+# At most so many sessions are asked for each replica, until every one was seen.
+SIGHTINGS = 16
+# The replica of an answer that names none.
+UNNAMED = ""
 
 
 class Session:
@@ -51,9 +54,8 @@ class Session:
         self.limit_s = limit_s
         self._random = random.Random(secrets.randbits(64))
         self._once: dict[str, Any] = {}
-        self._transition_before: str | None = (
-            None  # what a row found and changed; None: nothing is changed now
-        )
+        # The state that a row found and changed. None: nothing is changed now.
+        self._transition_before: str | None = None
 
     @property
     def snapshots(self) -> Snapshots:
@@ -83,7 +85,8 @@ class Session:
         if name not in self._once:
             try:
                 self._once[name] = (await find_out(self), None)
-            except asyncio.CancelledError:  # the row's time is over, or the run's
+            except asyncio.CancelledError:
+                # The time of the row, or of the run, is over.
                 self._once[name] = (None, Failed(f"the {name} was not done within a row's limit"))
                 raise
             except Exception as error:  # noqa: BLE001 - the runner says what it means
@@ -102,9 +105,9 @@ class Session:
     async def on_every_replica(self, ask: Callable[[str], Awaitable[Answer]]) -> dict[str, list[Answer]]:
         """The answers of `ask(key)` for session keys nobody used, by replica: until every replica has answered.
 
-        At most SIGHTINGS times as often as there are replicas, and so often where the endpoint does not say which replica
-        answers (UNNAMED) or how many there are. The first quarter is asked one by one; then several at once, for one by one
-        new sessions may all go where the fewest are.
+        It asks at most SIGHTINGS times as often as there are replicas. It asks just so often where the endpoint does not name
+        the replica that answers (UNNAMED), or their number. The first quarter is asked one by one, the others several at
+        once: one by one, new sessions may all go where the fewest are.
         """
         wanted = self.target.replicas
         found: dict[str, list[Answer]] = {}
@@ -142,15 +145,14 @@ class Session:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(
-                Failed, httpx.HTTPError
-            ):  # what the row found comes first; tried again at the end
+            # The row's finding comes first. Putting back is tried again at the end.
+            with contextlib.suppress(Failed, httpx.HTTPError):
                 await self.restore_transition()
             raise
         await self.restore_transition()
 
     async def restore_transition(self) -> str | None:
-        """Set it to what it was before any row; to what, None when it is that. Raises Failed when it is refused."""
+        """Put the transition back as it was before any row. Returns it, or None when it is that. Raises Failed when refused."""
         before = self._transition_before
         if before is None:
             return None

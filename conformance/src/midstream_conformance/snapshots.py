@@ -1,8 +1,8 @@
 """Snapshots that rows publish: variants of the served checkpoint, put into the bucket and signalled.
 
-Always holds: identities begin with a random prefix, so that no other snapshot is touched; a variant is uploaded once and
-signalled again by its name, unless a new name is asked for; `leave` ends on weights equal to the checkpoint's. What serves is
-unknown from the moment another signal is sent until every replica is ready on it.
+Always holds: identities begin with a random prefix, so that no other snapshot is touched. A variant is uploaded once and
+signalled again by its name, unless a new name is asked for. `leave` ends on weights equal to the checkpoint's. From one signal
+on, the served snapshot is unknown until every replica is ready on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import httpx
 from midstream.client.bucket import open_bucket
 from midstream.client.server import HOT_LOAD_PATH, delta_metadata
 from midstream.client.status import Status, read_status
-from midstream.snapshots.delta import encode_delta
+from midstream.snapshots.arc2.encode import encode_delta
 from midstream_conformance.answers import Json
 from midstream_conformance.endpoint import Endpoint, refusal
 from midstream_conformance.outcome import Failed
@@ -26,8 +26,10 @@ from midstream_conformance.variants import Variant, write_variant
 
 POLL_S = 0.02
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"
-UNSAID = "unsaid"  # a policy that the signal does not mention
-AT_REST = ("idle", "done", "error")  # stages of a replica that loads nothing
+# The signal does not mention a policy.
+UNSAID = "unsaid"
+# Stages of a replica that loads nothing.
+AT_REST = ("idle", "done", "error")
 
 
 class Snapshots:
@@ -42,9 +44,12 @@ class Snapshots:
         self._ready_s = ready_s
         self._count = 0
         self._known: dict[Variant, str] = {}
-        self.variants: dict[str, Variant] = {}  # of every identity that was put here
-        self.serving: str | None = None  # the identity that every replica serves; None: unknown
-        self.loaded = False  # whether anything of ours ever served
+        # The variant of every identity that was put here.
+        self.variants: dict[str, Variant] = {}
+        # The identity that every replica serves. None: unknown.
+        self.serving: str | None = None
+        # Whether a snapshot of this run ever served.
+        self.loaded = False
 
     @property
     def checkpoint(self) -> Path:
@@ -143,7 +148,8 @@ class Snapshots:
         if body["identity"] != before:
             self.serving = None
         response = await self._endpoint.request("POST", HOT_LOAD_PATH, body, headers)
-        if response.is_client_error:  # refused: nothing has changed
+        # A refused signal has changed nothing.
+        if response.is_client_error:
             self.serving = before
         return response
 

@@ -1,7 +1,7 @@
 """What the endpoint under test is and has, found out before the first row runs.
 
-Always holds: what cannot be found out counts as there, so that a row fails rather than hides; the one exception is what
-a row would have to change to find out (publishing, transitions).
+Always holds: a feature that cannot be looked for counts as there, so that a row fails rather than hides. The one exception is a
+feature that only a change could show (publishing, transitions).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import httpx
 
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import read_status
-from midstream.errors import ConfigError
-from midstream.types import ENGINE_FEATURES
+from midstream.core.errors import ConfigError
+from midstream.core.types import ENGINE_FEATURES
 from midstream_conformance.answers import Answer, Json, Odd
 from midstream_conformance.endpoint import Endpoint, Flight, refusal
 from midstream_conformance.outcome import Failed
@@ -33,13 +33,17 @@ NEEDS: dict[str, str] = {
     "midstream": "a midstream server: the behaviour is one of its own",
 }
 
-PROMPT_TOKENS = 416  # long enough for every engine's cache blocks, short enough for the smallest context
-CONTEXT_TOKENS = 448  # taken when nothing says more
+# Long enough for every engine's cache blocks, short enough for the smallest context.
+PROMPT_TOKENS = 416
+# The context where no answer tells it.
+CONTEXT_TOKENS = 448
 WARM_UP_TOKENS = 48
-STREAM_S = 1.0  # how long a stream that is to cross a swap shall take when it is alone
+# A stream that is to cross a swap shall take so long when it is alone.
+STREAM_S = 1.0
 #: Of config.json: how many experts a layer has.
 EXPERTS_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
-_UNKNOWN_FIELD = "Extra inputs are not permitted"  # what an endpoint says that lacks a field, not the model
+# Part of the error of an endpoint that lacks a field, rather than the model.
+_UNKNOWN_FIELD = "Extra inputs are not permitted"
 _CONTEXT_FIELDS = ("max_model_len", "context_length", "contextLength", "max_context", "context")
 
 
@@ -57,12 +61,16 @@ class Target:
     replicas: int | None = None
     serving: tuple[str, ...] = ()
     context: int = CONTEXT_TOKENS
-    deployment: str | None = None  # in full, if known
-    transition: str | None = None  # ASYNC or SYNC; None: unknown
+    # The full name, if known.
+    deployment: str | None = None
+    # ASYNC or SYNC. None: unknown.
+    transition: str | None = None
     stream_tokens: int = 0
     stream_tokens_max: int = 0
-    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the checkpoint, if one was given
-    absent: dict[str, str] = field(default_factory=dict)  # need: why it is not there
+    # The config of the checkpoint, if one was given.
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    # Need to the reason why it is not there.
+    absent: dict[str, str] = field(default_factory=dict)
 
     def missing(self, need: str) -> str | None:
         """Why `need` is not there; None when it is, or nobody knows."""
@@ -180,7 +188,8 @@ async def _replicas(endpoint: Endpoint, target: Target) -> None:
     try:
         status = read_status(response.json()) if response.status_code == 200 else None
     except (ValueError, KeyError, TypeError, AttributeError):
-        status = None  # the rows of the hot-load API say so
+        # The rows of the hot-load API report that.
+        status = None
     if status is not None:
         target.replicas = sum(replica.ready for replica in status.replicas)
         target.serving = tuple(sorted({replica.snapshot for replica in status.replicas if replica.snapshot}))
@@ -194,7 +203,8 @@ async def _deployment(endpoint: Endpoint, target: Target) -> None:
     if target.deployment is not None:
         response = await endpoint.request("GET", f"/v1/{target.deployment}")
         if response.status_code == 200:
-            with contextlib.suppress(ValueError):  # a page for people: there is no Deployments API
+            # A page for people: there is no Deployments API.
+            with contextlib.suppress(ValueError):
                 found = _object(response.json()).get("hotLoadTransitionType")
                 target.transition = found if found in ("ASYNC", "SYNC") else None
     if "publish" in target.absent:
@@ -216,7 +226,8 @@ async def _warm_up(endpoint: Endpoint, target: Target) -> None:
     body |= {"prompt": [20] * 32, "max_tokens": target.stream_tokens, "logprobs": True}
     answer = (await _flown(endpoint, body)).whole()
     got = _generated(answer)
-    if got is not None and got < target.stream_tokens:  # a context may be shorter than it says
+    # A context may be shorter than the endpoint claims.
+    if got is not None and got < target.stream_tokens:
         target.stream_tokens = target.stream_tokens_max = got
 
 

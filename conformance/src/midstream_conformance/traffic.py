@@ -1,8 +1,8 @@
 """Rollouts that run while a snapshot is switched, and what became of each.
 
-Always holds: when a `traffic` begins, every long stream has generated a token; when it ends, nothing is in flight. A new
-request follows each that ended, so that there are streams in flight and newcomers at whatever moment the switch comes; the
-long streams are of unlike lengths, so that a batch of them does not end together and each next turn finds others in flight.
+Always holds: when a `traffic` begins, every long stream has generated a token. When it ends, nothing is in flight. A new
+request follows each that ended, so that streams and newcomers are in flight whenever the switch comes. The long streams
+differ in length, so that a batch of them does not end together and each next turn finds others in flight.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Traffic:
         self._tasks = [asyncio.create_task(self._rollout(event)) for event in begun]
         self._tasks += [asyncio.create_task(self._rollout(None)) for _ in range(NEWCOMERS)]
         try:
-            for event in begun:  # set at the end of a rollout, too
+            # Set at the end of a rollout, too.
+            for event in begun:
                 await event.wait()
             yield self
             self._stopping = True
@@ -130,9 +131,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A switch of snapshots under traffic. later: the labels of requests that every replica got afterwards, each once.
-    scores: of each attempt that crossed, all its tokens' logprobs under the old and under the new snapshot, prompt included;
-    empty where the engine cannot tell.
+    """A switch of snapshots under traffic.
+
+    later: the labels of requests that every replica got afterwards, each once.
+    scores: of each attempt that crossed, the logprobs of all its tokens under the old and under the new snapshot, prompt
+        included. Empty where the engine cannot tell.
     """
 
     old: str
@@ -168,8 +171,8 @@ async def switch(
 ) -> Crossing:
     """Switch from `old` to `new` under traffic, signalled with `policy`; nothing is scored.
 
-    An engine that is far ahead of its clients may have nothing in flight at the switch: then again, with longer streams,
-    until what was found is `enough` or a request failed.
+    An engine that is far ahead of its clients may have nothing in flight at the switch. Then it is done again, with longer
+    streams, until the finding is `enough` or a request failed.
     """
     for longer in LONGER:
         found = await _switch(session, old, new, longer, policy)

@@ -1,7 +1,7 @@
 """Other weights made of a checkpoint, without torch: signs of its numbers are flipped in the files themselves.
 
-Always holds: equal arguments give equal bytes; names, shapes, dtypes and files are the checkpoint's; a sign is one bit in
-every floating-point format, so nothing is rounded, and flipping twice gives the checkpoint again.
+Always holds: equal arguments give equal bytes. Names, shapes, dtypes and files are the checkpoint's. A sign is one bit in every
+floating-point format, so nothing is rounded, and flipping twice gives the checkpoint again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Literal
 import numpy as np
 
 from midstream.client.checkpoint import Source
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 from midstream.snapshots.layout import DTYPE_BITS, FileLayout, read_file_layout, read_spec
 
 #: same: the checkpoint. head: the norm before the output layer differs, so logits do and KV does not. all: everything differs.
 Variant = Literal["same", "head", "all"]
 VARIANTS: tuple[Variant, ...] = ("same", "head", "all")
 
-FLIPPED = 0.25  # of the numbers
-PIECE = 1 << 22  # numbers at once
+# Share of the numbers.
+FLIPPED = 0.25
+# Numbers at once.
+PIECE = 1 << 22
 _FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _FINAL_NORM = re.compile(r"(^|\.)(norm|ln_f|final_layer_?norm|final_norm|norm_f)\.weight$")
 _OF_A_LAYER = re.compile(r"\.\d+\.")

@@ -1,12 +1,13 @@
 """Puts a snapshot's directory into the bucket.
 
 Always holds:
-- In a local directory a snapshot appears whole or not at all: it is copied beside its place and renamed, so a trainer that
-  dies leaves at most a hidden directory behind. Elsewhere files appear one by one, what makes them a snapshot last.
-- A snapshot comes with its manifest, which says what every file is, byte for byte; it is written last.
-- What `put` and `write` return after survives a power cut, as far as the file system keeps what is synced.
-- An existing snapshot is not replaced unless the caller says so, and no other one is touched in doing so.
-- What a bucket refuses is a PublishError, without credentials in it.
+- In a local directory a snapshot appears whole or not at all. It is copied beside its place and renamed, so a trainer that dies
+  leaves at most a hidden directory behind. In an object store files appear one by one. The configuration or the index comes
+  last.
+- The manifest is written after all other files. It has the size and the digest of each.
+- A snapshot survives a power cut once `put` or `write` has returned, as far as the file system keeps synced files.
+- An existing snapshot is not replaced unless the caller says so. No other snapshot is touched then.
+- An error of a bucket or of a local disk is a PublishError, without credentials in it.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from midstream.client.errors import PublishError
-from midstream.errors import SnapshotError
+from midstream.core.errors import SnapshotError
+from midstream.core.types import Content
 from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
 from midstream.snapshots.durable import sync_directory, sync_tree
-from midstream.snapshots.fetch import TEMPORARY_PREFIX, move_into_place
 from midstream.snapshots.identity import file_url_path, parse_bucket
-from midstream.snapshots.store import is_snapshot_file
-from midstream.snapshots.upload import OnFile, list_directory, put_directory, upload_order
-from midstream.types import Content
+from midstream.snapshots.layout import is_snapshot_file
+from midstream.snapshots.store.local import TEMPORARY_PREFIX, move_into_place
+from midstream.snapshots.store.upload import OnFile, list_directory, put_directory, upload_order
 
-_PREFIX = ".publish-"  # of what is not in its place yet
-_LEFTOVERS = (_PREFIX, TEMPORARY_PREFIX)  # of a trainer that died
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # with one slash forgotten too
+#: Begins the names of directories that are not in their place yet.
+_PREFIX = ".publish-"
+#: Begin the names of directories that a dead trainer left behind.
+_LEFTOVERS = (_PREFIX, TEMPORARY_PREFIX)
+#: One slash is enough, since the other one may have been forgotten.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class Bucket(abc.ABC):
-    """One bucket, by its URL."""
+    """One bucket, by its URL. Every method raises PublishError for an error of the bucket or of a local disk."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -49,7 +53,7 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def exists(self, identity: str) -> bool:
-        """Whether anything of that name is there."""
+        """Whether a file or a directory of that name is there."""
 
     @abc.abstractmethod
     def check(self, identity: str, overwrite: bool) -> None:
@@ -57,51 +61,58 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
-        """Copy `directory` to its place. on_file: told each file that can be read from now on, where they appear singly."""
+        """Copy the snapshot files of `directory` to their place.
+
+        on_file: in an object store, gets the name of each file once it can be read.
+        """
 
     @abc.abstractmethod
     def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> Path | None:
-        """Let `fill` write the files of `identity` into a directory; where they are now, if that is a directory."""
+        """Let `fill` write the files of `identity` into a directory. Returns their place, if that is a local directory."""
+
+    @contextlib.contextmanager
+    def _errors(self, identity: str) -> Iterator[None]:
+        """Errors of the bucket and of a local disk become a PublishError."""
+        try:
+            yield
+        except PublishError:
+            raise
+        except OSError as error:
+            raise PublishError(f"snapshot {identity!r} cannot be written to {self}: {error}") from error
+        except SnapshotError as error:
+            raise PublishError(f"snapshot {identity!r}: {error}") from error
 
 
 class LocalBucket(Bucket):
-    """`root` is made when the first snapshot is put."""
+    """A local directory. It is made when the first snapshot is put."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         super().__init__(self.root.as_uri())
 
     def exists(self, identity: str) -> bool:
-        return os.path.exists(
-            self.root / identity
-        )  # unlike Path.exists, False for a name no file system takes
+        # Unlike Path.exists, this is False for a name that no file system takes.
+        return os.path.exists(self.root / identity)
 
     def check(self, identity: str, overwrite: bool) -> None:
-        try:
-            self._check(identity, overwrite)
-        except OSError as error:
-            raise PublishError(f"snapshot {identity!r} cannot be written to {self}: {error}") from error
-
-    def _check(self, identity: str, overwrite: bool) -> None:
         place = self.root / identity
-        for around in _around(identity):
-            if any(is_snapshot_file(name) for name in _names(self.root / around)):
-                raise _inside_another(identity, around)
-        names = [name for name in _names(place) if not name.startswith(_LEFTOVERS)]
-        inside = [name for name in names if (place / name).is_dir()]
-        if inside:
-            raise _around_another(identity, inside[0])
-        if (names or place.is_file()) and not overwrite:
-            raise _taken(identity, self)
+        with self._errors(identity):
+            for around in _around(identity):
+                if any(is_snapshot_file(name) for name in _names(self.root / around)):
+                    raise _inside_another(identity, around)
+            names = [name for name in _names(place) if not name.startswith(_LEFTOVERS)]
+            inside = [name for name in names if (place / name).is_dir()]
+            if inside:
+                raise _around_another(identity, inside[0])
+            if (names or place.is_file()) and not overwrite:
+                raise _taken(identity, self)
 
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
-        names = upload_order(file.name for file in directory.iterdir() if file.is_file())
-
         def copy(temporary: Path) -> Content:
+            names = upload_order(file.name for file in directory.iterdir() if file.is_file())
             with ThreadPoolExecutor(1, "manifest") as beside:
-                digested = beside.submit(
-                    directory_content, directory, names
-                )  # of what is meant, not of the copy
+                # The originals are digested: the copies may differ.
+                digested = beside.submit(directory_content, directory, names)
                 for name in names:
                     shutil.copyfile(directory / name, temporary / name)
                 return digested.result()
@@ -119,31 +130,30 @@ class LocalBucket(Bucket):
         self.check(identity, overwrite)
         place = self.root / identity
         temporary = place.parent / f"{_PREFIX}{secrets.token_hex(8)}"
-        try:
-            above = _not_there_yet(place.parent)
-            temporary.mkdir(parents=True)
-            content = fill(temporary)
-            (temporary / MANIFEST_FILE).write_bytes(encode_manifest(content))
-            sync_tree(temporary)
-            move_into_place(temporary, place)
-            for name in (place, *above):
-                sync_directory(name.parent)
-            return place
-        except OSError as error:
-            raise PublishError(f"snapshot {identity!r} cannot be written to {self}: {error}") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with self._errors(identity):
+            try:
+                above = _not_there_yet(place.parent)
+                temporary.mkdir(parents=True)
+                content = fill(temporary)
+                (temporary / MANIFEST_FILE).write_bytes(encode_manifest(content))
+                sync_tree(temporary)
+                move_into_place(temporary, place)
+                for name in (place, *above):
+                    sync_directory(name.parent)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return place
 
 
 class RemoteBucket(Bucket):
-    """S3, Google Cloud Storage or Azure; credentials come from the environment."""
+    """S3, Google Cloud Storage or Azure. Credentials come from the environment."""
 
     def exists(self, identity: str) -> bool:
-        with _refusals(identity):
+        with self._errors(identity):
             return bool(list_directory(self.url, identity)[0])
 
     def check(self, identity: str, overwrite: bool) -> None:
-        with _refusals(identity):
+        with self._errors(identity):
             for around in _around(identity):
                 if list_directory(self.url, around)[0]:
                     raise _inside_another(identity, around)
@@ -155,34 +165,26 @@ class RemoteBucket(Bucket):
 
     def put(self, identity: str, directory: Path, *, overwrite: bool, on_file: OnFile | None = None) -> None:
         self.check(identity, overwrite)
-        with _refusals(identity):
+        with self._errors(identity):
             put_directory(self.url, identity, directory, on_file)
 
     def write(self, identity: str, fill: Callable[[Path], None], *, overwrite: bool) -> None:
         self.check(identity, overwrite)
-        with tempfile.TemporaryDirectory(prefix="midstream-publish-") as temporary:
-            try:
-                fill(Path(temporary))
-            except OSError as error:
-                raise PublishError(f"snapshot {identity!r} cannot be written: {error}") from error
+        with (
+            self._errors(identity),
+            tempfile.TemporaryDirectory(prefix="midstream-publish-") as temporary,
+        ):
+            fill(Path(temporary))
             self.put(identity, Path(temporary), overwrite=overwrite)
 
 
 def open_bucket(bucket: str) -> Bucket:
-    """`bucket`: a URL, or the path of a local directory. Raises ConfigError."""
+    """bucket: a URL, or the path of a local directory. Raises ConfigError."""
     if not _SCHEME.match(bucket):
         return LocalBucket(Path(bucket))
     if parse_bucket(bucket).kind == "file":
         return LocalBucket(file_url_path(bucket))
     return RemoteBucket(bucket)
-
-
-@contextlib.contextmanager
-def _refusals(identity: str) -> Iterator[None]:
-    try:
-        yield
-    except SnapshotError as error:
-        raise PublishError(f"snapshot {identity!r}: {error}") from error
 
 
 def _around(identity: str) -> Iterator[str]:
@@ -206,7 +208,7 @@ def _taken(identity: str, bucket: Bucket) -> PublishError:
 
 
 def _not_there_yet(directory: Path) -> list[Path]:
-    """`directory` and what is above it, as far as it has to be made, the innermost first."""
+    """`directory` and those above it that do not exist, the innermost first."""
     return list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
 
 

@@ -1,6 +1,6 @@
-"""Makes a whole checkpoint directory of what a trainer holds: a state dict, a Hugging Face model, or a directory.
+"""Makes a whole checkpoint directory from a state dict, a Hugging Face model, or a directory.
 
-Always holds: weights first, then their index, then the files that make them a checkpoint; the source is never changed.
+Always holds: the weights are written first, then their index, then configuration and tokenizer. The source is never changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.client.weights import Cast, save_hugging_face_model, write_weights
-from midstream.snapshots.store import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
+from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
 
 Weights = Mapping[str, Any] | str | PathLike[str]
 
@@ -22,12 +22,10 @@ Weights = Mapping[str, Any] | str | PathLike[str]
 class Source:
     """Where the weights of a snapshot are. Raises ValueError when the parts do not go together.
 
-    weights: checkpoint tensors by name (numpy arrays or torch tensors), or the directory of a checkpoint.
-    model: instead of weights, a Hugging Face model.
-    config_dir: where config.json and the tokenizer's files are taken from; for tensors there is no other source.
-        With a model it wins over the model's own: give the served model's directory, and settings made for
-        training do not fail the server's configuration check.
-    dtype: cast floating-point tensors to this on the way to disk (not for a directory).
+    weights: checkpoint tensors by name (numpy arrays or torch tensors), or the directory of a checkpoint. model: instead of
+    weights, a Hugging Face model. config_dir: the directory of config.json and the tokenizer's files; must be given with
+    tensors. With a model it wins over the model's own: with the served model's directory, settings for training do not fail the
+    server's configuration check. dtype: floating-point tensors are cast to this on the way to disk; not for a directory.
     """
 
     weights: Weights | None = None
@@ -44,7 +42,7 @@ class Source:
             raise ValueError("dtype cannot be given with a directory: its files are copied as they are")
 
     def write(self, directory: Path) -> None:
-        """Into `directory`, which is there and empty."""
+        """Write the checkpoint into `directory`, which exists and is empty."""
         config_dir = self.config_dir
         if self.model is not None:
             save_hugging_face_model(directory, self.model, self.dtype)

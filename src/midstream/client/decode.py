@@ -1,7 +1,8 @@
-"""Reads what rollout responses say about each token: its MoE routes, its near ties and the snapshot that produced it. Pure.
+"""Reads from rollout responses the MoE routes, the near ties and the snapshot of each token. Pure.
 
-Takes plain dicts or the OpenAI SDK's objects. Always holds: one row or label per token, in order; anything that is
-missing is an error, never a guess: training on shifted routes or labels is worse than stopping.
+Takes plain dicts or the OpenAI SDK's objects.
+Always holds: there is one route or label per token, in order. A missing one is an error, never a guess: training on shifted
+routes or labels is worse than stopping.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype
 
 
 def decode_routing_matrix(encoded: str, *, top_k: int, dtype: RouteDtype = "uint8") -> Routes:
-    """The experts of one token, [moe_layers, top_k]. `dtype` is the entry's `routing_matrix_dtype`, if it has one."""
+    """The experts of one token, [moe_layers, top_k] of `dtype`. Raises ValueError.
+
+    dtype: the entry's `routing_matrix_dtype`, if it has one.
+    """
     if dtype not in _DTYPES:
         raise ValueError(f"routing matrices are uint8 or uint16, not {dtype!r}")
     try:
@@ -36,10 +40,10 @@ def decode_routing_matrix(encoded: str, *, top_k: int, dtype: RouteDtype = "uint
 
 
 def routes_of(choice: Any, *, top_k: int) -> Routes:
-    """The routes of a choice's tokens, [tokens, moe_layers, top_k].
+    """The routes of a choice's tokens, [tokens, moe_layers, top_k] of uint8 or uint16. Raises ValueError when one is missing.
 
-    `choice`: a choice, its `logprobs`, or a list of logprobs entries (of one choice, joined over the chunks of a
-    stream). Under a full echo the first prompt token has no route, since no forward pass produced it, and no row.
+    choice: a choice, its `logprobs`, or a list of logprobs entries (of one choice, joined over the chunks of a stream). Under a
+    full echo the first prompt token is left out: no forward pass produced it, so it has no route.
     """
     entries = _content(choice)
     rows = []
@@ -61,8 +65,10 @@ def routes_of(choice: Any, *, top_k: int) -> Routes:
 
 
 def near_ties_of(choice: Any) -> list[frozenset[str]]:
-    """Which choices were near ties in the pass behind each token of a choice: of "router", "top_k", "top_p", "min_p",
-    "greedy". Takes what `routes_of` takes. An engine without the feature `near_ties` marks nothing, whatever happened."""
+    """The near ties in the pass behind each token of a choice: of "router", "top_k", "top_p", "min_p", "greedy".
+
+    choice: as for `routes_of`. An engine without the feature `near_ties` never marks one. Raises ValueError.
+    """
     found = []
     for position, entry in enumerate(_content(choice)):
         names = entry.get("near_tie") or ()

@@ -1,10 +1,10 @@
-"""What can go wrong when publishing a snapshot.
+"""The errors of publishing a snapshot.
 
 PublishError
-  SignalRefused      the server will not take the signal; nothing was loaded
-    Unanswered       it could not be reached, or could not answer, for too long
+  SignalRefused      the server does not take the signal; no replica loads the snapshot
+    Unanswered       the server could not be reached, or could not answer, for too long
   SnapshotFailed     a replica could not load the snapshot; it still serves the one before
-  NotReadyInTime     time ran out while replicas were still loading (also a TimeoutError)
+  NotReadyInTime     replicas were still loading at the deadline (also a TimeoutError)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The checkpoint that was published last, kept whole on the trainer's disk: what the next delta is encoded against.
+"""The checkpoint that was published last, kept whole on the trainer's disk. The next delta is encoded against it.
 
 Always holds:
-- What `parent` names was accepted by the server under that identity and generation. It is written down only after the
-  server took the signal; a publisher that dies in between remembers an older one, which the server no longer stands on.
-- A parent that a power cut may have spoilt, since the machine was started anew, is none: nothing here is synced to disk.
-- One publisher uses a work directory at a time; leftovers of one that died are removed by the next.
+- The server accepted `parent` under that identity and generation. It is written down only after the server took the signal. A
+  publisher that dies in between remembers an older one, which the server no longer stands on.
+- After the machine was started anew there is no parent: a power cut may have spoilt it, since its files are not synced to disk.
+- One publisher uses a work directory at a time. Leftovers of a dead one are removed by the next.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ CHECKPOINT_PREFIX = "checkpoint-"
 
 @dataclass(frozen=True)
 class Parent:
+    """generation: the server's number for the signal. deltas: since the last full snapshot, this one included; 0 for a full
+    one."""
+
     identity: str
-    generation: int | None  # the server's number for the signal
-    deltas: int  # since the last full snapshot, this one included; 0: it is the full one
+    generation: int | None
+    deltas: int
     directory: Path
 
 
 class WorkDirectory:
-    """`root`: kept between runs; None: a temporary directory that `close` removes.
+    """A directory for checkpoints, made when it is needed. Raises PublishError when another publisher uses `root`.
 
-    target: where snapshots go (server, deployment, bucket); a parent that was published to another one is not used.
-    Nothing is made on disk before it is needed. Raises PublishError when another publisher uses `root`.
+    root: kept between runs; None for a temporary directory that `close` removes. target: where snapshots go (server,
+    deployment, bucket). A parent that was published to another target is not used.
     """
 
     def __init__(self, root: Path | None, target: str) -> None:
@@ -70,9 +73,9 @@ class WorkDirectory:
         return directory
 
     def keep(self, directory: Path, identity: str, generation: int | None, deltas: int) -> None:
-        """`directory` of new_directory is the parent from now on; the one before is removed.
+        """`directory`, made by new_directory, is the parent from now on. The one before is removed.
 
-        What was published is served whether or not it can be written down here, so a disk that refuses is only a warning.
+        The snapshot is served whether or not this can be written down, so an error of the disk is only a warning.
         """
         before = self._parent
         state = {
@@ -141,12 +144,8 @@ class WorkDirectory:
             state = json.loads((root / STATE_FILE).read_text())
             name = str(state["directory"])
             parent = Parent(str(state["identity"]), state["generation"], int(state["deltas"]), root / name)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # none was kept, or it cannot be read: a full one is next
+        except (OSError, ValueError, KeyError, TypeError):
+            # None was kept, or it cannot be read: the next snapshot is full.
             return None
         known = name.startswith(CHECKPOINT_PREFIX) and "/" not in name and parent.directory.is_dir()
         boot = boot_id()

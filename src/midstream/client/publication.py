@@ -1,6 +1,6 @@
-"""One publication: full or delta, files, signal, wait. The order of things, and what is remembered when.
+"""One publication: full or delta, files, signal, wait. The order of the steps, and when the parent is remembered.
 
-Always holds: see publish.py; this is where it is kept.
+Always holds: see publish.py, whose promises this module keeps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from midstream.client.parent import Parent, WorkDirectory
 from midstream.client.retry import Answer
 from midstream.client.server import SIGNAL_RETRY_S, Compression, HotLoadServer, ResetPromptCache
 from midstream.client.status import ReplicaStatus, Status
-from midstream.errors import SnapshotError
-from midstream.snapshots.delta import encode_delta
+from midstream.core.errors import SnapshotError
+from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.layout import read_spec
 
 Kind = Literal["full", "delta"]
@@ -29,18 +29,22 @@ Phase = Literal["writing", "encoding", "uploading", "loading"]
 
 @dataclass(frozen=True)
 class Published:
-    """What a publication did. Sizes in bytes, times in seconds."""
+    """The result of a publication. Sizes in bytes, times in seconds.
+
+    previous: the snapshot that a delta stands on. why: the reason for this kind. bytes_sent: of the files in the bucket.
+    bytes_whole: of the whole checkpoint. write_s: to take the weights. load_s: from the signal until every replica served it.
+    """
 
     identity: str
     kind: Kind
-    previous: str | None  # of a delta: the snapshot it stands on
-    why: str  # this kind
-    bytes_sent: int  # of the files in the bucket
-    bytes_whole: int  # of the whole checkpoint
-    write_s: float  # taking the weights
+    previous: str | None
+    why: str
+    bytes_sent: int
+    bytes_whole: int
+    write_s: float
     encode_s: float
     upload_s: float
-    load_s: float  # from the signal until every replica served it
+    load_s: float
     status: Status = field(repr=False)
 
     @property
@@ -49,7 +53,7 @@ class Published:
 
 
 class Publication:
-    """A publication that goes on in the background; see SnapshotPublisher.begin."""
+    """A publication in the background; see SnapshotPublisher.begin."""
 
     def __init__(self, identity: str, future: Future[Published]) -> None:
         self.identity = identity
@@ -62,13 +66,13 @@ class Publication:
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> Published:
-        """Raises what SnapshotPublisher.publish raises, and TimeoutError when it is still going on after `timeout_s`."""
+        """Raises the errors of SnapshotPublisher.publish, and TimeoutError when it is not done after `timeout_s`."""
         return self._future.result(timeout_s)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be published, and how; see publish.How."""
+    """A snapshot to publish, and how; see publish.How."""
 
     identity: str
     kind: Kind | None = None
@@ -85,7 +89,7 @@ class Job:
 
 
 def why_full(job: Job, parent: Parent | None, full_every: int) -> str | None:
-    """Why this snapshot has to be whole, as far as is known here; None: a delta may do. Pure."""
+    """Why this snapshot must be a full one; None when a delta may do. Pure; the server and the bucket are not asked."""
     if job.kind == "full":
         return "asked for"
     if parent is None:
@@ -120,13 +124,15 @@ class Publishing:
         self._monotonic = monotonic
 
     def run(self, job: Job, staged: Path, write_s: float) -> Published:
-        """staged: the whole checkpoint, in the work directory; afterwards it is the parent, or gone. Raises PublishError."""
+        """staged: the whole checkpoint, in the work directory. Afterwards it is the parent, or removed. Raises PublishError."""
         delta = staged.with_name(staged.name + "-delta")
         try:
             return self._run(job, staged, delta, write_s)
-        except PublishError:  # one of which is an OSError too, as every TimeoutError
+        except PublishError:
+            # Before OSError, which NotReadyInTime is too.
             raise
-        except OSError as error:  # of the work directory
+        except OSError as error:
+            # Of the work directory.
             raise PublishError(f"snapshot {job.identity!r} cannot be prepared: {error}") from error
         finally:
             shutil.rmtree(delta, ignore_errors=True)
@@ -165,7 +171,7 @@ class Publishing:
         )
 
     def _parent_of(self, job: Job, staged: Path, delta: Path) -> tuple[Parent | None, str]:
-        """The snapshot that `delta`, which is now written, stands on, or None; and why."""
+        """The snapshot that a delta stands on, and why. The delta is written then. None for a full snapshot."""
         parent = self._work.parent
         why = why_full(job, parent, self._full_every)
         if why is None and self._bucket.exists(job.identity):
@@ -193,7 +199,7 @@ class Publishing:
         return None
 
     def _encode(self, parent: Parent, job: Job, staged: Path, delta: Path) -> str | None:
-        """Write `delta`; why it is of no use, if so."""
+        """Write `delta`. Returns why it is of no use, else None."""
         job.tell("encoding")
         try:
             encode_delta(parent.directory, staged, delta, self._compression)
@@ -248,7 +254,7 @@ class Publishing:
 
 
 class _Sent(NamedTuple):
-    """A signal the server took. parent: what the snapshot stands on, None: it is full."""
+    """A signal that the server took. parent: the snapshot that a delta stands on; None for a full one."""
 
     parent: Parent | None
     why: str

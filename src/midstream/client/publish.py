@@ -1,9 +1,9 @@
 """Publishes snapshots: files into the bucket, a signal to the server, and waiting until the replicas serve them.
 
 Always holds:
-- Files are in the bucket before the signal that names them, and the parent of the next delta is remembered only after the
-  server took the signal: a trainer may die anywhere in between, and the next publisher goes on by itself.
-- A delta is sent only when the server says that it stands on the very snapshot kept here; in doubt a full one is sent.
+- Files are in the bucket before the signal that names them. The parent of the next delta is remembered only after the server
+  took the signal. So a trainer may die at any step, and the next publisher goes on by itself.
+- A delta is sent only when the server says that it stands on the very snapshot kept here. In doubt a full one is sent.
 - After a snapshot failed to load, the next one is full.
 """
 
@@ -44,17 +44,17 @@ from midstream.client.status import Status
 from midstream.client.weights import Cast
 from midstream.snapshots.identity import check_identity
 
-SOURCE = ("model", "config_dir", "dtype")  # of How: arguments of checkpoint.Source
+#: The arguments in How that are those of checkpoint.Source.
+SOURCE = ("model", "config_dir", "dtype")
 
 
 class How(TypedDict, total=False):
     """Arguments of `publish` and `begin`; those of checkpoint.Source say where the weights are.
 
-    kind: None: a delta when that is certain to be understood and smaller, else full. "delta": PublishError if it cannot be.
-    overwrite: a snapshot of this name in the bucket is replaced, and the name means the new files for the server too.
-    reset_prompt_cache: "all" (default), "new_session", "none", a bool, or {"max_age": k}.
-    extra_fields_ignore: top-level fields of config.json that may differ from the served model's.
-    timeout_s: of the signal, and again of the wait (300).
+    kind: None means a delta when the server can load it and it is smaller, else full. "delta" is a PublishError if it cannot
+    be. overwrite: a snapshot of this name in the bucket is replaced, and the name means the new files for the server too.
+    reset_prompt_cache: "all" (default), "new_session", "none", a bool, or {"max_age": k}. extra_fields_ignore: top-level fields
+    of config.json that may differ from the served model's. timeout_s: of the signal, and again of the wait, in seconds (300).
     on_status: called with each answer while waiting. on_phase: called as each phase begins.
     """
 
@@ -75,10 +75,10 @@ class SnapshotPublisher:
 
     base_url: the server's, with or without /v1.
     bucket: file:///DIR, an absolute path, s3://, gs:// or az:// (credentials: the usual environment variables).
-    full_every: every how many snapshots a whole one is sent, the others as deltas; 1: always.
-    work_dir: where the last published checkpoint is kept whole, which deltas need; give one that outlives the trainer, and
-        a restarted trainer goes on with deltas. None: a temporary directory.
-    hints: tell the server of each file as it arrives in a bucket, so that replicas fetch it early.
+    full_every: a full snapshot comes after so many snapshots, the others are deltas; 1 means always full.
+    work_dir: the directory of the last published checkpoint, which deltas need. With one that outlives the trainer, a restarted
+        trainer goes on with deltas. None: a temporary directory.
+    hints: tell the server of each file as it arrives in the bucket, so that replicas fetch it early.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class SnapshotPublisher:
     def publish(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Published:
         """Write, signal and wait until every replica serves it.
 
-        Raises SignalRefused, SnapshotFailed, NotReadyInTime, and PublishError when the result is not a whole snapshot, the
-        identity is taken, or files were overwritten and the server goes on with those it had; ValueError and
-        SnapshotRefused for arguments that cannot work.
+        Raises SignalRefused, SnapshotFailed, and NotReadyInTime. Raises PublishError when the result is not a whole snapshot,
+        when the identity is taken, when the bucket or a disk fails, and when files were overwritten but the server kept the old
+        ones. Raises ValueError and SnapshotRefused for arguments that cannot work.
         """
         return self._take(identity, weights, how)()
 
     def begin(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Publication:
-        """Like `publish`, but only takes a copy of the weights; the rest goes on in a thread while training does.
+        """Like `publish`, but returns when it has a copy of the weights. The rest runs in a thread beside the training.
 
         Waits for the publication before, whose failure only its own `wait` raises. The callbacks run in the thread.
         """
@@ -174,7 +174,7 @@ class SnapshotPublisher:
         dtype: Cast | None = None,
         overwrite: bool = False,
     ) -> Path | None:
-        """Write a full snapshot into the bucket and signal nothing; its directory, when the bucket is one.
+        """Write a full snapshot into the bucket, without a signal. Returns its directory in a local bucket, else None.
 
         Raises PublishError when the result is not a whole snapshot, when the identity is taken, and when it lies inside
         another snapshot or has others inside it.
@@ -191,12 +191,12 @@ class SnapshotPublisher:
     def signal(
         self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
     ) -> dict[str, Any]:
-        """As HotLoadServer.signal; the server's answer."""
+        """As HotLoadServer.signal. Returns the server's answer."""
         body: dict[str, Any] = self.server.signal(identity, reset_prompt_cache, **options).body
         return body
 
     def status(self, *, retry_s: float = SIGNAL_RETRY_S) -> Status:
-        """What every replica serves and loads. Raises SignalRefused."""
+        """The snapshots that every replica serves and loads. Raises SignalRefused."""
         return self.server.status(retry_s=retry_s)
 
     def wait_until_ready(
@@ -209,18 +209,19 @@ class SnapshotPublisher:
     ) -> Status:
         """Poll until every replica serves `identity`.
 
-        Raises SnapshotFailed with the replica's message as soon as one could not load it, NotReadyInTime.
+        Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
         return self.server.wait_until_ready(identity, timeout_s, on_status=on_status, poll_s=poll_s)
 
     def _take(self, identity: str, weights: Weights | None, how: How) -> Callable[[], Published]:
-        """Copy the weights, once the publication before has ended; what is left to do."""
+        """Copy the weights, once the publication before has ended. Returns the rest of the work."""
         check_identity(identity)
         options = {name: value for name, value in how.items() if name not in SOURCE}
         source = Source(weights, **{name: value for name, value in how.items() if name in SOURCE})  # type: ignore[arg-type]
         job = Job(identity, **options)  # type: ignore[arg-type]
         if self._running is not None:
-            self._running.exception()  # for whoever waits for it
+            # Its failure is for the caller that waits for it.
+            self._running.exception()
         self._bucket.check(identity, job.overwrite)
         started = self._monotonic()
         job.tell("writing")

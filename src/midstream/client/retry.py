@@ -1,7 +1,7 @@
 """HTTP with the retry rules of the hot-load API.
 
-Always holds: only answers that a retry may cure are retried (no answer at all, 408, 425, 429, 5xx), with growing pauses,
-Retry-After honoured, and never past the deadline.
+Always holds: a request is sent again only after no answer, 408, 425, 429 or 5xx, with growing pauses or those of Retry-After,
+and never past the deadline.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ LAST_PAUSE_S = 10.0
 
 
 class Answer(NamedTuple):
-    body: Any  # decoded JSON
-    attempts: int  # requests it took
+    """body: decoded JSON. attempts: how many requests it took."""
+
+    body: Any
+    attempts: int
 
 
 class Caller:
@@ -53,7 +55,7 @@ class Caller:
         return Answer(_decoded(response), attempts)
 
     def text(self, method: str, url: str, *, deadline_s: float) -> str:
-        """Like `call`, of an answer that is not JSON."""
+        """Like `call`, for an answer that is not JSON."""
         return self._request(method, url, deadline_s, None)[0].text
 
     def _request(
@@ -86,7 +88,7 @@ class Caller:
 
 
 def retry_after_s(response: httpx.Response, now: float) -> float | None:
-    """What the Retry-After header asks for, in seconds from `now`; None when it is absent or unreadable."""
+    """The time of the Retry-After header, in seconds from `now`; None when it is absent or unreadable."""
     value = response.headers.get("retry-after", "").strip()
     if value.isdecimal():
         return float(value)

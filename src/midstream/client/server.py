@@ -1,6 +1,6 @@
 """The server's hot-load API as a trainer uses it: signal, hint, status, ledger, and waiting.
 
-Always holds: every call may be repeated; what a retry can cure is retried until its deadline, nothing else is.
+Always holds: every call may be repeated. Errors that a retry can cure are retried until the deadline, others are not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import httpx
 from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.retry import Answer, Caller
 from midstream.client.status import Status, read_status
-from midstream.types import HEADER_OVERWRITE
+from midstream.core.types import HEADER_OVERWRITE
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 SIGNAL_RETRY_S = 300.0
@@ -25,12 +25,12 @@ Compression = Literal["arc_v1", "arc_v2"]
 
 
 class SignalOptions(TypedDict, total=False):
-    """Of a signal.
+    """Options of a signal.
 
-    previous: of a delta, the snapshot it stands on. compression: of a delta ("arc_v2").
+    previous: the snapshot that a delta stands on. compression: of a delta ("arc_v2").
     extra_fields_ignore: top-level fields of config.json that may differ from the served model's.
-    retry_s: how long what a retry may cure is retried (300).
-    overwrite: these files take the place of others that were served under this identity.
+    retry_s: how long the signal is retried, in seconds (300).
+    overwrite: these files replace others that were served under this identity.
     """
 
     previous: str | None
@@ -41,7 +41,10 @@ class SignalOptions(TypedDict, total=False):
 
 
 class HotLoadServer:
-    """`base_url`: with or without /v1, without credentials (ValueError). Safe to use from several threads."""
+    """A server's hot-load API. Safe to use from several threads.
+
+    base_url: with or without /v1. Raises ValueError when it has credentials.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,8 @@ class HotLoadServer:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         url = httpx.URL(base_url)
-        if url.userinfo or url.query or url.fragment:  # they would be shown in messages, and kept on disk
+        # They would be shown in messages, and kept on disk.
+        if url.userinfo or url.query or url.fragment:
             raise ValueError("base_url must not hold a user, password or query; give a key as api_key")
         self.root = base_url.rstrip("/").removesuffix("/v1").removesuffix("/inference")
         self.url = self.root + HOT_LOAD_PATH
@@ -78,7 +82,7 @@ class HotLoadServer:
     def signal(
         self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
     ) -> Answer:
-        """Ask for `identity`, which is in the bucket, to be served; safe to repeat. Raises SignalRefused."""
+        """Ask replicas to serve `identity`, which is in the bucket. Safe to repeat. Raises SignalRefused."""
         previous, fields = options.get("previous"), options.get("extra_fields_ignore")
         policy = dict(reset_prompt_cache) if isinstance(reset_prompt_cache, Mapping) else reset_prompt_cache
         body: dict[str, Any] = {"identity": identity, "reset_prompt_cache": policy}
@@ -95,7 +99,7 @@ class HotLoadServer:
     def hint(
         self, identity: str, files: Sequence[str], previous: str | None, compression: Compression
     ) -> bool:
-        """Tell that `files` are in the bucket; whether the server took it. Never raises: a hint only saves time."""
+        """Say that `files` are in the bucket; whether the server took it. Never raises: a hint only saves time."""
         body: dict[str, Any] = {"identity": identity, "files": list(files)}
         if previous is not None:
             body["incremental_snapshot_metadata"] = delta_metadata(previous, compression)
@@ -106,7 +110,7 @@ class HotLoadServer:
         return answer.is_success
 
     def status(self, *, retry_s: float = SIGNAL_RETRY_S) -> Status:
-        """What every replica serves and loads. Raises SignalRefused."""
+        """The snapshots that every replica serves and loads. Raises SignalRefused."""
         answer = self._caller.call("GET", self.url, deadline_s=retry_s).body
         try:
             return read_status(answer)
@@ -123,7 +127,7 @@ class HotLoadServer:
     ) -> Status:
         """Poll until every replica serves `identity`.
 
-        Raises SnapshotFailed with the replica's message as soon as one could not load it, NotReadyInTime.
+        Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
         until = self._monotonic() + timeout_s
         late = f"snapshot {identity!r} is not known to be served everywhere after {timeout_s:g} s"
@@ -159,7 +163,7 @@ class HotLoadServer:
         return answer
 
     def metrics(self, *, retry_s: float = SIGNAL_RETRY_S) -> str:
-        """What /metrics says, in Prometheus' text format. Raises SignalRefused."""
+        """The text of /metrics, in Prometheus' format. Raises SignalRefused."""
         return self._caller.text("GET", f"{self.root}/metrics", deadline_s=retry_s)
 
     def _get(self, path: str, key: str, retry_s: float) -> Any:
@@ -171,7 +175,7 @@ class HotLoadServer:
 
 
 def delta_metadata(previous: str, compression: Compression) -> dict[str, str]:
-    """`alder32` is how the wire spells Adler-32."""
+    """The metadata of a delta's signal. The protocol spells Adler-32 `alder32`."""
     return {
         "previous_snapshot_identity": previous,
         "compression_format": compression,

@@ -1,6 +1,6 @@
-"""What the server says of its replicas. Pure.
+"""The server's status of its replicas. Pure.
 
-Always holds: nothing is taken for served or failed that an answer does not say in so many words.
+Always holds: a snapshot counts as served, or as failed, only when the answer says so.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """One replica's row in the server's answer."""
+    """One replica in the server's answer.
 
-    snapshot: str | None  # what serves; None: unreachable
+    snapshot: the one that it serves; None when the replica is unreachable. generation: of the signal that it took last; None
+    when the server does not say. last_swap: fetch_ms, verify_ms, stage_ms, pause_ms, streams_crossed. raw: the whole entry.
+    """
+
+    snapshot: str | None
     ready: bool
     stage: str
     target: str | None
     name: str = "a replica"
     error: str | None = None
-    generation: int | None = None  # of the signal it last took up; None: the server does not say
-    last_swap: dict[str, Any] | None = None  # fetch_ms, verify_ms, stage_ms, pause_ms, streams_crossed
+    generation: int | None = None
+    last_swap: dict[str, Any] | None = None
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
 

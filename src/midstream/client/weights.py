@@ -1,7 +1,7 @@
 """Writes weights as safetensors files: numpy arrays and torch tensors, without importing torch.
 
-Always holds: names, shapes and values on disk are the caller's (after the cast asked for); the caller's tensors are
-never changed; weights are on disk before the index that names them.
+Always holds: names, shapes and values on disk are the caller's, after the cast. The caller's tensors are never changed. Weights
+are on disk before the index that names them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 class _Tensor:
-    """One tensor to write: its layout now, its bytes when they are needed."""
+    """One tensor to write. Its layout is known at once, its bytes are made when they are needed."""
 
     def __init__(self, name: str, value: Any, cast: Cast | None) -> None:
         self.name, self._value = name, value
@@ -129,9 +129,9 @@ def _write_file(path: Path, tensors: list[_Tensor]) -> None:
 
 
 def save_hugging_face_model(directory: Path, model: Any, cast: Cast | None) -> None:
-    """Write a Hugging Face model under its checkpoint's tensor names, cast on the way; `model` stays as it is.
+    """Write a Hugging Face model under its checkpoint's tensor names, cast on the way. `model` does not change.
 
-    The model's own save_pretrained is what knows the names: newer versions keep expert weights fused in memory.
+    Only the model's own save_pretrained knows the names: newer versions keep expert weights fused in memory.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -153,7 +153,7 @@ def save_hugging_face_model(directory: Path, model: Any, cast: Cast | None) -> N
 
 
 def _cast_state(state: Mapping[str, Any], cast: Cast) -> dict[str, Any]:
-    """Cast copies; tensors that shared memory still do, which is how tied weights are told."""
+    """Cast copies. Tensors that shared memory still do: save_pretrained finds tied weights by that."""
     import torch
 
     target = getattr(torch, cast)

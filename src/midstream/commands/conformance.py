@@ -1,6 +1,6 @@
-"""`midstream conformance URL`: which promised behaviours a live endpoint has, row by row.
+"""`midstream conformance URL`: the promised behaviours of a live endpoint, row by row.
 
-The rows and their options are a distribution of their own (conformance/). This module only finds it.
+The rows and their options are a distribution of their own (conformance/). This module only loads it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import importlib
 import importlib.util
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 
 PACKAGE = "midstream_conformance"
 

@@ -1,7 +1,7 @@
-"""What the subcommands that talk to a server share: where it is, with which key, and how its refusals look.
+"""The server of a subcommand: its address, the API key, and how its errors look.
 
-Always holds: a key comes from the option or the environment and is printed nowhere; what a server refuses, or that it does
-not answer, is one line and exit code 1.
+Always holds: a key comes from the option or the environment, and is never printed. A refusal of the server, or no answer, is
+one line and exit code 1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
-from midstream.errors import ConfigError, SnapshotRefused
-from midstream.text import plain
+from midstream.core.errors import ConfigError, SnapshotRefused
+from midstream.core.text import plain
 
 DEFAULT_SERVER = "http://127.0.0.1:8080"
 SERVER_VARIABLE = "MIDSTREAM_SERVER"
@@ -28,7 +28,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(options: argparse.Namespace) -> HotLoadServer:
-    """Raises ConfigError when the address cannot be one."""
+    """Raises ConfigError when the address is not one."""
     return HotLoadServer(address(options), deployment=options.deployment, api_key=api_key(options))
 
 
@@ -51,7 +51,7 @@ def api_key(options: argparse.Namespace) -> str | None:
 
 
 def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
-    """`accounts/A/deployments/D` of the deployment that is meant. Raises ConfigError when that is not clear."""
+    """The name as accounts/A/deployments/D. Raises ConfigError when no deployment, or more than one, fits `asked`."""
     if asked is not None and "/" in asked:
         return asked
     names = [str(row["name"]) for row in server.deployments(retry_s=0)]
@@ -70,7 +70,7 @@ def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
 
 
 def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """`act`, with refusals as messages: arguments that cannot work become ConfigError, the rest exit code 1."""
+    """`act`, with errors as messages. Wrong arguments become a ConfigError, other errors exit code 1."""
 
     def run(options: argparse.Namespace) -> int:
         try:
@@ -80,7 +80,8 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
             return 1
         except (ValueError, SnapshotRefused) as error:
             raise ConfigError(str(error)) from error
-        except BrokenPipeError:  # the reader of a pipe has seen enough
+        except BrokenPipeError:
+            # The reader of the pipe has seen enough.
             sys.stderr.close()
             return 1
 

@@ -1,4 +1,4 @@
-"""`midstream delta`: incremental snapshots made, applied and checked on local directories. No torch, no server."""
+"""`midstream delta`: makes, applies and checks incremental snapshots in local directories. Needs no torch and no server."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from midstream.errors import ConfigError, SnapshotError
-from midstream.snapshots.delta import encode_delta, rebuild, verify
+from midstream.commands.progress import ProgressLine
+from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.text import size
+from midstream.snapshots.arc2.encode import encode_delta
+from midstream.snapshots.arc2.rebuild import rebuild, verify
 from midstream.snapshots.formats import compression_format
 from midstream.snapshots.layout import read_spec
-
-REPORT_EVERY_S = 5.0  # where standard error is no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def _add_paths(parser: argparse.ArgumentParser, **directories: str) -> None:
 
 
 def _guarded(options: argparse.Namespace) -> int:
-    """Run the action; a snapshot that is not what it should be is 1, a wrong option 2."""
+    """Run the action. The exit code is 1 for a snapshot with an error; a wrong option raises ConfigError, which is 2."""
     try:
         options.format = compression_format(options.format)
     except ValueError as error:
@@ -56,14 +57,16 @@ def _guarded(options: argparse.Namespace) -> int:
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {options.threads}")
     try:
-        options.act(options)
+        with ProgressLine() as line:
+            report = options.act(options, _Bytes(line))
     except SnapshotError as error:
         print(f"midstream delta {options.action}: {error}", file=sys.stderr)
         return 1
+    print(report)
     return 0
 
 
-def _encode(options: argparse.Namespace) -> None:
+def _encode(options: argparse.Namespace, progress: _Bytes) -> str:
     lowest, highest = (0, 9) if options.format == "arc_v1" else (-7, 22)
     if options.level is not None and not lowest <= options.level <= highest:
         raise ConfigError(f"--level must be from {lowest} to {highest}, got {options.level}")
@@ -74,15 +77,15 @@ def _encode(options: argparse.Namespace) -> None:
         options.format,
         level=options.level,
         threads=options.threads,
-        progress=_Progress(),
+        progress=progress,
     )
-    print(
-        f"wrote {options.out}: {stats.changed} of {stats.tensors} tensors changed, {_size(stats.bytes_in)} -> "
-        f"{_size(stats.bytes_out)} ({stats.ratio:.1f}x smaller) in {_speed(stats.bytes_in, stats.seconds)}"
+    return (
+        f"wrote {options.out}: {stats.changed} of {stats.tensors} tensors changed, {size(stats.bytes_in)} -> "
+        f"{size(stats.bytes_out)} ({stats.ratio:.1f}x smaller) in {_speed(stats.bytes_in, stats.seconds)}"
     )
 
 
-def _decode(options: argparse.Namespace) -> None:
+def _decode(options: argparse.Namespace, progress: _Bytes) -> str:
     started = time.perf_counter()
     rebuild(
         options.parent,
@@ -90,16 +93,16 @@ def _decode(options: argparse.Namespace) -> None:
         options.out,
         options.format,
         threads=options.threads,
-        progress=_Progress(),
+        progress=progress,
     )
     seconds = time.perf_counter() - started
     total = sum(path.stat().st_size for path in options.out.glob("*.safetensors"))
     tensors = len(read_spec(options.out).tensors)
-    print(f"wrote {options.out}: {tensors} tensors, {_size(total)} in {_speed(total, seconds)}")
+    return f"wrote {options.out}: {tensors} tensors, {size(total)} in {_speed(total, seconds)}"
 
 
-def _verify(options: argparse.Namespace) -> None:
-    started, progress = time.perf_counter(), _Progress()
+def _verify(options: argparse.Namespace, progress: _Bytes) -> str:
+    started = time.perf_counter()
     verify(
         options.parent,
         options.delta,
@@ -111,37 +114,22 @@ def _verify(options: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     blobs = sum(path.stat().st_size for path in options.delta.glob("*.safetensors"))
     is_result = f"; {options.out} is what it makes" if options.out else ""
-    print(
-        f"{options.delta} fits {options.parent}{is_result}: {_size(blobs)} for {_size(progress.total)}, "
+    return (
+        f"{options.delta} fits {options.parent}{is_result}: {size(blobs)} for {size(progress.total)}, "
         f"{_speed(progress.total, seconds)}"
     )
 
 
-class _Progress:
-    """One line on standard error, written over on a terminal and now and then in a file."""
+class _Bytes:
+    """Shows how many bytes are done. total: of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: ProgressLine) -> None:
         self.total = 0
-        self._tty = sys.stderr.isatty()
-        self._last = time.monotonic()
+        self._line = line
 
     def __call__(self, done: int, total: int) -> None:
         self.total = total
-        now = time.monotonic()
-        if now - self._last < (0.2 if self._tty else REPORT_EVERY_S):
-            return
-        self._last = now
-        line = f"{done / max(1, total):4.0%} of {_size(total)}"
-        print(
-            f"\r{line}" if self._tty else line, end="\r" if self._tty else "\n", file=sys.stderr, flush=True
-        )
-
-
-def _size(count: int) -> str:
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} bytes"
+        self._line.often(f"{done / max(1, total):4.0%} of {size(total)}")
 
 
 def _speed(count: int, seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from midstream.config import Settings
+from midstream.core.config import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`midstream ledger`: every snapshot that was signalled, and how each replica fared with it."""
+"""`midstream ledger`: every snapshot that was signalled, and when each replica was ready with it, or why it failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
-from midstream.text import plain, seconds, table
+from midstream.core.text import plain, seconds, table
 
 HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")
 
@@ -30,7 +30,7 @@ def _ledger(options: argparse.Namespace) -> int:
 
 
 def render(ledger: dict[str, Any]) -> str:
-    """The table; times of day are local, `ready after` counts from the signal, for each replica."""
+    """The table. Times of day are local. `ready after` counts from the signal, for each replica."""
     rows = [_row(snapshot, ledger) for snapshot in ledger["snapshots"]]
     lines = [table(HEADS, rows)] if rows else ["nothing was signalled yet"]
     lines += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from midstream.client import Published, SnapshotPublisher, Status
+from midstream.client import Published, SnapshotPublisher
 from midstream.client.publication import Kind, Phase
 from midstream.client.server import ResetPromptCache
 from midstream.commands.connection import (
@@ -17,8 +16,9 @@ from midstream.commands.connection import (
     full_deployment_name,
     guarded,
 )
-from midstream.errors import ConfigError
-from midstream.text import seconds, size
+from midstream.commands.progress import ProgressLine
+from midstream.core.errors import ConfigError
+from midstream.core.text import seconds, size
 
 WORK_DIR = ".midstream/publish"
 POLICIES = ("all", "new_session", "none")
@@ -92,37 +92,37 @@ def _publish(options: argparse.Namespace) -> int:
         raise ConfigError(f"{directory}: is not a directory")
     identity = options.identity or directory.resolve().name
     kind: Kind | None = options.kind
-    show = _Progress()
-    with SnapshotPublisher(
-        address(options),
-        _bucket(options),
-        deployment=options.deployment,
-        api_key=api_key(options),
-        full_every=options.full_every,
-        compression=options.format,
-        work_dir=options.work_dir,
-    ) as publisher:
-        publisher.status(retry_s=0)  # an address without a server is found out before anything is written
-        try:
-            done = publisher.publish(
-                identity,
-                directory,
-                kind=kind,
-                overwrite=options.overwrite,
-                reset_prompt_cache=options.reset,
-                extra_fields_ignore=options.ignore_config,
-                timeout_s=options.timeout,
-                on_status=show.status,
-                on_phase=show.phase,
-            )
-        finally:
-            show.clear()
+    with (
+        ProgressLine() as line,
+        SnapshotPublisher(
+            address(options),
+            _bucket(options),
+            deployment=options.deployment,
+            api_key=api_key(options),
+            full_every=options.full_every,
+            compression=options.format,
+            work_dir=options.work_dir,
+        ) as publisher,
+    ):
+        # An address without a server is an error before any file is written.
+        publisher.status(retry_s=0)
+        done = publisher.publish(
+            identity,
+            directory,
+            kind=kind,
+            overwrite=options.overwrite,
+            reset_prompt_cache=options.reset,
+            extra_fields_ignore=options.ignore_config,
+            timeout_s=options.timeout,
+            on_status=lambda status: line.often(f"{_DOING['loading']}: {status}"),
+            on_phase=lambda phase: line.show(_DOING[phase]),
+        )
     print(summary(done))
     return 0
 
 
 def _bucket(options: argparse.Namespace) -> str:
-    """The one that was named, else the deployment's own."""
+    """The URL that was given, else the deployment's own."""
     if options.bucket is not None:
         return str(options.bucket)
     server = connect(options)
@@ -138,7 +138,7 @@ def _bucket(options: argparse.Namespace) -> str:
 
 
 def summary(done: Published) -> str:
-    """One line on what was sent and how long it took."""
+    """One line: what was sent, and how long it took."""
     if done.kind == "delta":
         share = f"{size(done.bytes_sent)} instead of {size(done.bytes_whole)}"
         sent = f"a delta on {done.previous}, {share}"
@@ -150,29 +150,3 @@ def summary(done: Published) -> str:
         f"published {done.identity}: {sent}; sent in {seconds(took)}, served by {count} "
         f"replica{'s' if count != 1 else ''} after {seconds(done.load_s)} more"
     )
-
-
-class _Progress:
-    """A line on standard error: written over on a terminal, one per phase elsewhere."""
-
-    def __init__(self) -> None:
-        self._tty = sys.stderr.isatty()
-
-    def phase(self, phase: Phase) -> None:
-        self._show(_DOING[phase])
-
-    def status(self, status: Status) -> None:
-        if self._tty:
-            self._show(f"{_DOING['loading']}: {status}")
-
-    def clear(self) -> None:
-        if self._tty:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def _show(self, text: str) -> None:
-        print(
-            f"\r\x1b[K{text}" if self._tty else text,
-            end="" if self._tty else "\n",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from midstream.commands import engines
-from midstream.config import Settings, load_settings
+from midstream.core.config import Settings, load_settings
 
 OPTIONS = (
     "model",
@@ -39,9 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _replica(options: argparse.Namespace) -> int:
-    from midstream.launch import alone, local
+    from midstream.launch import standalone
+    from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
+    from midstream.launch.restart import locked
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in OPTIONS})
     logging.basicConfig(
@@ -49,12 +51,14 @@ def _replica(options: argparse.Namespace) -> int:
         format="%(asctime)s replica %(levelname)s %(message)s",
         stream=sys.stderr,
     )
-    with local.locked(Path(settings.state_dir)):
-        local.check_port(settings.host, settings.port)
+    with locked(Path(settings.state_dir)):
+        check_port(settings.host, settings.port)
         name, models = known_models(settings)
-        spec = alone.replica_spec(settings, name, model_directory(models, name, Path(settings.state_dir)))
+        spec = standalone.replica_spec(
+            settings, name, model_directory(models, name, Path(settings.state_dir))
+        )
         try:
-            asyncio.run(alone.run(spec, lambda line: print(line, flush=True)))
+            asyncio.run(standalone.run(spec, lambda line: print(line, flush=True)))
         except StartFailed as error:
             print(f"midstream replica: {error}", file=sys.stderr)
             return 1

@@ -1,4 +1,4 @@
-"""`midstream restart gateway`: the gateway processes of a running server replaced, without a request lost."""
+"""`midstream restart gateway`: replaces the gateway processes of a running server without losing a request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from midstream.config import Settings
+from midstream.core.config import Settings
 
 WAIT_S = 120.0
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midstream.commands import engines
-from midstream.config import Settings, load_settings
-from midstream.errors import ConfigError
+from midstream.core.config import Settings, load_settings
+from midstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from midstream.launch import local
+    from midstream.launch.launcher import Launcher
 
 SERVE_OPTIONS = (
     "model",
@@ -125,9 +125,11 @@ def _add_network_arguments(parser: argparse.ArgumentParser, default: Settings) -
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from midstream.launch import local
+    from midstream.launch import supervisor
+    from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
+    from midstream.launch.restart import locked
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in SERVE_OPTIONS})
     logging.basicConfig(
@@ -136,18 +138,19 @@ def _serve(options: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with local.locked(Path(settings.state_dir)):
+    with locked(Path(settings.state_dir)):
         if settings.launcher == "local" or not settings.ray.gateway:
-            local.check_port(settings.host, settings.port)
-        bucket = local.bucket_url(settings)
+            check_port(settings.host, settings.port)
+        bucket = supervisor.bucket_url(settings)
         name, models = known_models(settings)
         model_directory(models, name, Path(settings.state_dir))
         out = sys.stdout
-        with _places(settings, bucket) as places:
+        with _launcher(settings, bucket) as launcher:
+            serving = supervisor.run(
+                settings, name, models, lambda line: print(line, file=out, flush=True), launcher
+            )
             try:
-                asyncio.run(
-                    local.run(settings, name, models, lambda line: print(line, file=out, flush=True), places)
-                )
+                asyncio.run(serving)
             except StartFailed as error:
                 print(f"midstream serve: {error}", file=sys.stderr)
                 return 1
@@ -155,22 +158,23 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _places(settings: Settings, bucket: str) -> Iterator[local.Places]:
-    """Where children run. Raises ConfigError when there is no such place."""
-    from midstream.launch import local
-
+def _launcher(settings: Settings, bucket: str) -> Iterator[Launcher]:
+    """Where the processes run. Raises ConfigError when there is no such place."""
     if settings.launcher == "local":
-        yield local.ThisMachine(settings)
+        from midstream.launch.local import LocalLauncher
+
+        yield LocalLauncher(settings)
         return
     try:
-        from midstream.launch.ray_cluster import RayPlaces
+        from midstream.launch.ray_launcher import RayLauncher
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ConfigError("--launcher ray: needs Ray: pip install 'midstream[ray]'") from error
-    with contextlib.redirect_stdout(sys.stderr):  # Ray prints what happens on the cluster
-        places = RayPlaces(settings, bucket)
+    # Ray prints what happens on the cluster.
+    with contextlib.redirect_stdout(sys.stderr):
+        launcher = RayLauncher(settings, bucket)
         try:
-            yield places
+            yield launcher
         finally:
-            places.close()
+            launcher.close()

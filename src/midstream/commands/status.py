@@ -1,6 +1,6 @@
-"""`midstream status`: what each replica serves and does now.
+"""`midstream status`: the snapshot, the stage and the load of each replica.
 
-Always holds: with --watch on a terminal the picture is drawn over itself; elsewhere it is printed again when it changed.
+Always holds: with --watch on a terminal the table is drawn over itself. Elsewhere it is printed again when it changed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, PublishError, ReplicaStatus, SignalRefused, Status
 from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
-from midstream.errors import Forbidden
-from midstream.text import plain, table
+from midstream.core.errors import Forbidden
+from midstream.core.text import plain, table
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
 IN_FLIGHT = "midstream_replica_requests_in_flight"
@@ -26,7 +26,8 @@ PROMPT_TOKENS = "midstream_replica_prompt_tokens_total"
 CACHED_TOKENS = "midstream_replica_cached_prompt_tokens_total"
 CLEAR = "\x1b[H\x1b[J"
 
-Load = Mapping[str, Mapping[str, float]]  # metric -> replica -> value
+#: Values by metric, then by replica.
+Load = Mapping[str, Mapping[str, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +56,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _watch(look: Callable[[], str], interval_s: float) -> None:
-    """Until interrupted. A server that is away for a while is only said to be."""
+    """Until interrupted. While the server does not answer, its error is shown."""
     shown = ""
     while True:
         try:
@@ -82,7 +83,7 @@ def _look(server: HotLoadServer, draw: Callable[[Status, Load], str], deployment
 
 
 def _metrics(server: HotLoadServer) -> str:
-    """Nothing, where the key may see the status but not the metrics."""
+    """The text of /metrics; empty where the key may see the status but not the metrics."""
     try:
         return server.metrics(retry_s=0)
     except SignalRefused as error:
@@ -92,7 +93,7 @@ def _metrics(server: HotLoadServer) -> str:
 
 
 def read_load(exposition: str) -> Load:
-    """The numbers shown here, by replica, out of what /metrics says."""
+    """The numbers of the table, out of the text of /metrics."""
     found: dict[str, dict[str, float]] = {IN_FLIGHT: {}, PROMPT_TOKENS: {}, CACHED_TOKENS: {}}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -109,7 +110,7 @@ def render(status: Status, load: Load) -> str:
 
 
 def as_json(status: Status, load: Load) -> str:
-    """The numbers of `render` under names; the rows in the server's order, the least ready first."""
+    """The numbers of `render` as JSON. Replicas are in the server's order, the least ready first."""
     rows = []
     for replica in status.replicas:
         row: dict[str, Any] = dataclasses.asdict(replica)
@@ -139,7 +140,7 @@ def _row(replica: ReplicaStatus, load: Load) -> tuple[str, ...]:
 
 
 def _cached(replica: ReplicaStatus, load: Load) -> float | None:
-    """Of the prompt tokens since the replica started, the share that came from its cache."""
+    """The share of the prompt tokens, since the replica started, that came from its cache."""
     tokens = load[PROMPT_TOKENS].get(replica.name, 0.0)
     return load[CACHED_TOKENS].get(replica.name, 0.0) / tokens if tokens else None
 

@@ -1,13 +1,13 @@
-"""The RL loop: sample, train, publish; rollouts of the next step are in flight while weights change under them.
+"""The RL loop: sample, train, publish. Rollouts of the next step run while the weights change.
 
-Owns: the order of things in one run.
+Owns: the order of steps in one run.
 
 Always holds:
-- All rollouts of step 0 are sampled before anything is published.
-- A third of a step's groups start when training on the step before starts. The others follow while its snapshot is published:
-  one at a time until a replica is about to switch, then all that are left at once. So streams are running when replicas
-  switch, and no rollout starts more than one snapshot behind.
-- One snapshot is published at a time; a failed publication ends the run with its reason.
+- All rollouts of step 0 are sampled before the first publication.
+- A third of a step's groups start when training on the step before starts. The others start while its snapshot is published:
+  one at a time until a replica is about to switch, then the rest at once. So streams are running when replicas switch, and no
+  rollout starts more than one snapshot behind.
+- One snapshot is published at a time. A failed publication ends the run with its reason.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from midstream.demo.task import problems
 from midstream.demo.trainer import Trainer
 
 PUBLISH_TIMEOUT_S = 60.0
-ABOUT_TO_SWITCH = frozenset(
-    {"verifying", "staging", "staged", "committing", "checking"}
-)  # stages of a replica
+#: The stages of a replica that is about to switch.
+ABOUT_TO_SWITCH = frozenset({"verifying", "staging", "staged", "committing", "checking"})
 
 
 class NoRollouts(Exception):
-    """Every rollout of a step failed; the message holds the first reason."""
+    """Every rollout of a step failed. The message has the first reason."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class LoopOptions:
 
 
 class Loop:
-    """`on_row` is called with each step's row when it was trained, and again when its snapshot serves."""
+    """on_row: called with each step's row after training, and again when its snapshot serves."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Loop:
             await published
 
     async def _sample(self, step: int, which: slice, near: asyncio.Event | None = None) -> list[Rollout]:
-        """The groups `which` of `step`, none beyond the last step: all at once, or one at a time until `near`."""
+        """Sample the groups `which` of `step`: all at once, or one at a time until `near`. Returns [] after the last step."""
         if step >= self._options.steps:
             return []
         chosen = list(enumerate(problems(self._options.seed, step, self._options.groups)))[which]
@@ -116,7 +115,7 @@ class Loop:
         return [rollout for task in groups for rollout in task.result()]
 
     def _train(self, step: int, batch: Sequence[Rollout], failed: int) -> StepRow:
-        """Measure and update (in the trainer's thread)."""
+        """Measure the mismatch, and update. Runs in the trainer's thread."""
         held = self._trainer.snapshot
         mismatch = self._trainer.mismatch(batch)
         loss = self._trainer.update(batch)
@@ -130,7 +129,7 @@ class Loop:
         return row
 
     def _begin(self, row: StepRow, loop: asyncio.AbstractEventLoop, near: asyncio.Event) -> Publication:
-        """Copy the weights; the rest of the publication goes on by itself. near: set when a replica is about to switch."""
+        """Copy the weights and begin the publication. near: set when a replica is about to switch."""
 
         def look(status: Status) -> None:
             if any(replica.stage in ABOUT_TO_SWITCH for replica in status.replicas):
@@ -157,7 +156,7 @@ class Loop:
 
 
 async def _either(task: asyncio.Task[list[Rollout]], event: asyncio.Event) -> None:
-    """Until `task` has ended or `event` is set."""
+    """Wait until `task` has ended or `event` is set."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +165,7 @@ async def _either(task: asyncio.Task[list[Rollout]], event: asyncio.Event) -> No
 
 
 def batch_row(step: int, snapshot: str, held: str, batch: Sequence[Rollout]) -> StepRow:
-    """What a batch says by itself. `held`: the snapshot whose weights the trainer holds when it trains on the batch."""
+    """The row of a batch before training. held: the snapshot whose weights the trainer has when it trains on the batch."""
     turns = [turn for rollout in batch for turn in rollout.turns]
     rewards = tuple(rollout.reward for rollout in batch)
     labels = [label for turn in turns for label in turn.snapshots]

@@ -1,7 +1,7 @@
-"""`midstream demo`: options, and one run from an empty directory to a report and an exit code.
+"""`midstream demo`: its options, and one run from an empty directory to a report and an exit code.
 
-Always holds: the server is ended on every way out; exit code 0 means that every check in summary.misses holds.
-Heavy imports (torch, openai, rich) happen inside `run_demo`, so that the command line stays quick.
+Always holds: a run ends its server, however it ends. Exit code 0 means that every check in summary.misses holds.
+Functions import torch, openai and rich, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from midstream.demo.progress import Display
     from midstream.demo.records import StepRow
     from midstream.demo.server import ServerProcess
 
-OWN_DIRECTORIES = ("model", "bucket", "state", "publish")  # of the output directory: made anew by each run
+#: Directories in the output directory. Each run makes them anew.
+OWN_DIRECTORIES = ("model", "bucket", "state", "publish")
 
 
 class BrokenOff(Exception):
-    """The run cannot go on; the message says why and where to look."""
+    """The run cannot go on. The message says why, and names the log."""
 
 
 class Run(NamedTuple):
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """0: all checks hold. 1: some do not (printed), or the run broke off. 130: interrupted. Raises ConfigError."""
+    """Returns 0 if all checks hold, 1 if some do not or the run broke off, 130 after an interrupt. Raises ConfigError."""
     try:
         from rich.console import Console
 
@@ -66,9 +67,8 @@ def run_demo(options: argparse.Namespace) -> int:
     out = _prepared(options.out)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     started = time.monotonic()
-    previous = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # ends the server too, as Ctrl-C does
+    # SIGTERM ends the server as Ctrl-C does.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Display(console, options.steps) as display:
             display.say(f"making the model (seed {options.seed})")
@@ -95,10 +95,12 @@ def _run(options: argparse.Namespace, out: Path, server: ServerProcess, display:
     from midstream.client import PublishError
     from midstream.demo.loop import NoRollouts
 
-    torch.set_num_threads(1)  # the replicas' engines share these cores
+    # The replicas' engines share these cores.
+    torch.set_num_threads(1)
     try:
         return asyncio.run(_loop(options, out, server, display))
-    except asyncio.CancelledError:  # by SIGTERM, see _loop
+    except asyncio.CancelledError:
+        # By SIGTERM: see _loop.
         raise KeyboardInterrupt from None
     except BaseExceptionGroup as group:
         cause = _first_cause(group)
@@ -106,7 +108,8 @@ def _run(options: argparse.Namespace, out: Path, server: ServerProcess, display:
             raise BrokenOff(f"{cause}\nthe server's log is {out / 'serve.log'}") from group
         raise
     finally:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the event loop took it and let it go
+        # The event loop had a handler of its own, and has removed it.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 async def _loop(options: argparse.Namespace, out: Path, server: ServerProcess, display: Display) -> Run:
@@ -177,7 +180,7 @@ def _conclude(options: argparse.Namespace, out: Path, run: Run, seconds: float, 
 
 
 def _prepared(out: Path) -> Path:
-    """The output directory without what an earlier run made in it. Raises ConfigError."""
+    """Make the output directory, and remove the results of an earlier run from it. Raises ConfigError."""
     out = out.absolute()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the demo prints: live progress, the table of steps, the summary. Plain lines when not on a terminal."""
+"""What the demo prints: live progress, the table of steps, the summary. Prints plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from midstream.core.text import size
 from midstream.demo.records import StepRow
-from midstream.text import size
 
 PLAIN_WIDTH = 150
 
 
 class Display:
-    """Use as a context manager around the run."""
+    """A context manager around the run."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console

@@ -1,24 +1,25 @@
-"""What the demo remembers of its rollouts. Pure data, shared by sampling, training and the report.
+"""The records of rollouts and steps, shared by sampling, training and the report. Pure data.
 
 Always holds: in a Turn, `tokens`, `logprobs`, `sampling_logprobs`, `snapshots` and `routes` have one entry per generated
-token, and entry j describes the forward pass at input position len(prompt) - 1 + j, which produced it.
+token. Entry j describes the forward pass at input position len(prompt) - 1 + j, which produced the token.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-Routes = NDArray[np.int64]  # [positions, moe_layers, top_k]
+#: [positions, moe_layers, top_k]
+Routes = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request and its answer.
+    """One request and its answer. logprobs: in nats.
 
     prompt_routes: routes of the passes at input positions 0 .. len(prompt) - 2.
     """
@@ -57,10 +58,10 @@ class Turn:
         return len(set(self.snapshots)) > 1
 
     def segments(self) -> list[tuple[str, int, int]]:
-        """Which snapshot computed which input positions [start, end) of `sequence[:-1]`, in order.
+        """The snapshots that computed the input positions [start, end) of `sequence[:-1]`, in order.
 
-        The prompt was computed by the snapshot that produced the first token: a swap changes the prompt-cache namespace,
-        so nothing older is reused.
+        The snapshot of the first token computed the prompt: a swap changes the prompt-cache namespace, so no older KV is
+        reused.
         """
         found: list[tuple[str, int, int]] = []
         for j, snapshot in enumerate(self.snapshots):
@@ -74,7 +75,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One trajectory: the turns of one session. `group` names the problem within the step."""
+    """One trajectory: the turns of one session. group: the number of the problem within the step."""
 
     session: str
     step: int
@@ -92,7 +93,7 @@ class Rollout:
 
 
 def rollouts_sha256(rollouts: Sequence[Rollout]) -> str:
-    """A digest of what was sampled: sessions, prompts and tokens, whatever order they came in."""
+    """A digest of sessions, prompts and tokens, in whatever order the rollouts came."""
     digest = hashlib.sha256()
     for rollout in sorted(rollouts, key=lambda r: r.session):
         digest.update(repr((rollout.session, [(t.prompt, t.tokens) for t in rollout.turns])).encode())
@@ -101,34 +102,40 @@ def rollouts_sha256(rollouts: Sequence[Rollout]) -> str:
 
 @dataclass
 class StepRow:
-    """One line of the table: what a step sampled, trained and published."""
+    """One line of the table: what a step sampled, trained and published.
+
+    snapshot: that the step published. rewards: of each rollout. one_replica: rollouts that one replica served alone.
+    older_snapshot_share: of tokens that were sampled from other weights than the trainer had. tokens: generated ones.
+    route_diff_share: of tokens whose routes differ in any layer. route_layer_diff_share: of pairs of token and layer.
+    served: every replica serves the snapshot. pause_ms: of each replica's swap to it. kind: full or delta, once served.
+    bytes_sent: of its files in the bucket. bytes_whole: of the whole checkpoint. publish_s: from the copy of the weights until
+    every replica served them.
+    """
 
     step: int
-    snapshot: str  # published by this step
+    snapshot: str
     reward: float
-    rewards: tuple[float, ...]  # of each rollout
+    rewards: tuple[float, ...]
     prompt_tokens: int
     cached_prompt_tokens: int
-    older_snapshot_share: (
-        float  # tokens not sampled from the weights the trainer held when it trained on them
-    )
+    older_snapshot_share: float
     streams: int
     streams_crossed_swap: int
-    one_replica: int  # rollouts all of whose turns one replica served
-    tokens: int  # generated
+    one_replica: int
+    tokens: int
     failed_requests: int = 0
     kl_own_routes: float = 0.0
     kl_replayed_routes: float = 0.0
-    route_diff_share: float = 0.0  # tokens whose routes differ in at least one layer
-    route_layer_diff_share: float = 0.0  # (token, layer) pairs whose routes differ
+    route_diff_share: float = 0.0
+    route_layer_diff_share: float = 0.0
     loss: float = 0.0
     seconds: float = 0.0
-    served: bool = False  # every replica reported the snapshot as served
-    pause_ms: tuple[float, ...] = field(default=())  # of each replica's swap to `snapshot`
-    kind: str = ""  # full or delta, once served
-    bytes_sent: int = 0  # of its files in the bucket
-    bytes_whole: int = 0  # of the whole checkpoint
-    publish_s: float = 0.0  # from the copied weights until every replica served them
+    served: bool = False
+    pause_ms: tuple[float, ...] = ()
+    kind: str = ""
+    bytes_sent: int = 0
+    bytes_whole: int = 0
+    publish_s: float = 0.0
 
     @property
     def cached_prompt_share(self) -> float:

@@ -1,8 +1,8 @@
-"""A trainer's forward passes on the routes that the serving engine took, and how far its numbers are from the engine's.
+"""Router replay: a trainer's forward passes on the engine's routes, and the mismatch between trainer and engine.
 
-Owns: scoring sequences with a Hugging Face MoE model on its own or on given routes (tinker/trainer/replay.py), across the
-snapshots that made them, and the measures of mismatch (k3, share of differing routes).
-Always holds: positions are input positions: logits at position i score the token at i + 1.
+Owns: scoring turns with a Hugging Face MoE model, on its own or on given routes (trainer/replay.py). The measures of mismatch
+(k3, share of differing routes).
+Always holds: positions are input positions, so the logits at position i score the token at i + 1.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import torch
 from torch import Tensor
 
 from midstream.demo.records import Turn
-from midstream.tinker.trainer.replay import RouterTap, pad_routes, pad_sequences
+from midstream.trainer.replay import RouterTap, pad_routes, pad_sequences
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log p of each target under the logits at the same place."""
+    """The log-probability of each target, in nats. logits: [..., vocabulary]; targets and result: [...]."""
     return logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A trainer's view of one turn's generated tokens: log-probabilities and the routes its passes took."""
+    """The trainer's scores of one turn's generated tokens. logprobs: [tokens]; routes: [tokens, moe_layers, top_k]."""
 
-    logprobs: Tensor  # [tokens]
-    routes: Tensor  # [tokens, moe_layers, top_k]
+    logprobs: Tensor
+    routes: Tensor
 
 
 class Rescorer:
-    """Recomputes turns under the snapshots that made them.
+    """Recomputes turns under the snapshots that sampled them.
 
-    A turn that crossed a swap is computed in pieces, each by its own snapshot over the keys and values that the
-    earlier ones left: what the engine did.
+    A turn that crossed a swap is computed in pieces as in the engine: each by its own snapshot, over the keys and values that
+    the earlier snapshots computed.
     """
 
     def __init__(self, model: Any) -> None:
-        """`model`: used as scratch; its weights are replaced."""
+        """model: its weights are replaced."""
         self.model = model.eval()
         self.tap = RouterTap(model)
 
@@ -47,7 +47,7 @@ class Rescorer:
     def score(
         self, turns: Sequence[Turn], weights: Mapping[str, Mapping[str, Tensor]], *, replay: bool
     ) -> list[Scored]:
-        """`turns` in order; `weights[snapshot]` must hold every snapshot they name."""
+        """The scores of `turns`, in order. weights: of every snapshot in them. replay: force the engine's routes."""
         batches: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for i, turn in enumerate(turns):
             key = tuple((snapshot, start) for snapshot, start, _ in turn.segments())
@@ -65,7 +65,7 @@ class Rescorer:
         weights: Mapping[str, Mapping[str, Tensor]],
         replay: bool,
     ) -> list[Scored]:
-        """Turns whose passes changed snapshots at the same positions: `pieces` of (snapshot, first input position)."""
+        """Score turns with the same pieces: (snapshot, first input position) of each."""
         ids = pad_sequences([turn.sequence for turn in turns])
         inputs, targets = ids[:, :-1], ids[:, 1:]
         rows, length = inputs.shape
@@ -89,20 +89,20 @@ class Rescorer:
 def k3(trainer: Tensor, rollout: Tensor) -> Tensor:
     """Per token, the k3 estimate of KL(rollout || trainer): exp(d) - 1 - d with d = trainer - rollout logprob.
 
-    Tokens must come from the rollout distribution. Never negative; zero only where the two agree.
+    Tokens must come from the rollout distribution. The estimate is never negative, and 0 only where the two agree.
     """
     d = (trainer - rollout).double()
     return torch.expm1(d) - d
 
 
 def differing_routes(left: Tensor, right: Tensor) -> Tensor:
-    """[tokens, moe_layers] bool: whether the two chose different sets of experts (their order does not matter)."""
+    """Whether the two chose different sets of experts, in any order: bool [tokens, moe_layers]."""
     return (left.sort(-1).values != right.sort(-1).values).any(-1)
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far the trainer is from the engine on the same tokens, on its own and on replayed routes."""
+    """The mismatch between trainer and engine on the same tokens. KLs are means over tokens, in nats."""
 
     kl_own_routes: float
     kl_replayed_routes: float

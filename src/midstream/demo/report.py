@@ -1,4 +1,4 @@
-"""`report.html`: one file with everything in it (styles, SVG plots, tables); opens without a network. Pure but for `write`."""
+"""Writes `report.html`, one file with styles, SVG plots and tables, which needs no network; and `summary.json`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from midstream.core.text import size
 from midstream.demo.records import StepRow
 from midstream.demo.svg import Line, line_chart
-from midstream.text import size
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 980px; padding: 0 1rem; }

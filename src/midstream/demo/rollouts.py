@@ -1,12 +1,12 @@
-"""Sampling: two-turn rollouts through the OpenAI SDK, every token kept as the server labelled it.
+"""Samples rollouts of two turns through the OpenAI SDK, and keeps every token with the server's label.
 
-Owns: the requests of one rollout and the reading of their streams. Only public HTTP; nothing of the server is imported.
+Owns: the requests of one rollout, and reading their streams. It uses public HTTP alone, and imports nothing of the server.
 
 Always holds:
-- Tokens stay ids. Turn 2's prompt is turn 1's prompt ids + its sampled ids + the rendered follow-up, so no answer is ever
-  tokenised again. Turn 1 is a chat request, turn 2 a completion on ids.
-- A stream that ended early, lost its records or disagrees with its own usage is a failed request, never a short turn.
-- No retries: what failed is counted.
+- Turn 1 is a chat request, turn 2 a completion on token ids. The prompt of turn 2 is the prompt ids of turn 1, its sampled
+  ids and the rendered follow-up. So no answer is tokenised again.
+- A stream that ended early, lost records or disagrees with its own usage is a failed request, never a short turn.
+- Failed requests are counted, and never retried.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ REPLICA_HEADER = "x-midstream-replica"
 
 
 class BadStream(Exception):
-    """A response that cannot be trusted: it names what did not line up."""
+    """A response is incomplete or contradicts itself. The message says how."""
 
 
 @dataclass
 class StreamReader:
-    """Collects one stream's token records; `turn` checks that they are whole.
+    """Collects one stream's token records. `turn` checks that they are complete, and raises BadStream if not.
 
-    Echoed prompt tokens come in chunks whose `token_ids` is empty; a generated token's snapshot is its chunk's.
+    Echoed prompt tokens come in chunks whose `token_ids` is empty. A chunk names the snapshot of its generated tokens.
     """
 
     top_k: int
@@ -92,7 +92,7 @@ class StreamReader:
 
 
 def _as_mapping(entry: Any) -> Mapping[str, Any]:
-    """A logprobs entry: the SDK gives a model for chat, and the raw dict for a completion."""
+    """A logprobs entry. The SDK gives a model for chat, and the raw dict for a completion."""
     return entry if isinstance(entry, dict) else {**entry.__dict__, **(entry.model_extra or {})}
 
 
@@ -106,7 +106,7 @@ class SamplerOptions:
 
 
 class Sampler:
-    """Runs rollouts. `failed` counts requests that did not give a whole, consistent stream; `errors` says how."""
+    """Runs rollouts. failed: the number of those with a failed request. errors: the reasons."""
 
     def __init__(
         self, client: openai.AsyncOpenAI, options: SamplerOptions, tokenize: Callable[[str], list[int]]
@@ -118,7 +118,7 @@ class Sampler:
         self.errors: list[str] = []
 
     async def group(self, step: int, group: int, problem: Problem, samples: int) -> list[Rollout]:
-        """`samples` rollouts of one problem, at once; those with a failed request are left out."""
+        """Sample one problem `samples` times in parallel. Leaves out rollouts with a failed request."""
         rollouts = await asyncio.gather(*(self._rollout(step, group, i, problem) for i in range(samples)))
         return [rollout for rollout in rollouts if rollout is not None]
 
@@ -145,9 +145,8 @@ class Sampler:
 
     async def _second_turn(self, session: str, problem: Problem, prompt: list[int], seed: int) -> Turn:
         arguments = self._arguments(session, seed)
-        arguments["extra_body"]["logprobs"] = (
-            True  # the per-token format; the SDK types this field as a count
-        )
+        # True asks for token records. The SDK declares this field as a count.
+        arguments["extra_body"]["logprobs"] = True
         response = await self._client.completions.with_raw_response.create(
             prompt=prompt, stream=True, **arguments
         )

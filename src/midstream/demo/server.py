@@ -1,6 +1,6 @@
-"""The server under the demo: a real `midstream serve` in its own process, ended by SIGTERM.
+"""The demo's server: a real `midstream serve` in its own process, which SIGTERM ends.
 
-Always holds: after `stop`, and on any way out of the `with` block, the process is gone.
+Always holds: the process is gone after `stop`, and after the `with` block, however that ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ READY = re.compile(
 
 
 class ServerFailed(Exception):
-    """The server did not come up, or did not end as it should."""
+    """The server did not start. The message has the end of its log."""
 
 
 class ServerProcess:
-    """`url`, `model` and `deployment` are what the ready line said."""
+    """A context manager around a running server. url, model, deployment: from its ready line."""
 
     def __init__(self, arguments: Sequence[str], log: Path, start_timeout_s: float = 180.0) -> None:
         self._arguments = [sys.executable, "-m", "midstream.cli", "serve", *arguments]
@@ -38,7 +38,7 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         with self._log.open("wb") as log:
-            # A session of its own: Ctrl-C in the terminal reaches the demo only, which then ends the server in order.
+            # It has a session of its own, so that Ctrl-C reaches the demo alone, which then ends the server.
             self._process = subprocess.Popen(
                 self._arguments, stdout=subprocess.PIPE, stderr=log, start_new_session=True
             )
@@ -55,7 +55,7 @@ class ServerProcess:
         self.stop()
 
     def stop(self, grace_s: float = 20.0) -> int | None:
-        """End the server; returns its exit code (None: it never started)."""
+        """End the server. Returns its exit code; None if it never started."""
         process = self._process
         if process is None:
             return None

@@ -1,6 +1,6 @@
-"""From step rows to the summary and the verdict. Pure.
+"""Makes the summary and the verdict from the rows of the steps. Pure.
 
-Always holds: every number of `summary.json` is computed here, from rows alone.
+Always holds: every number of the summary but seed, steps and seconds is computed here, from rows alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ def summarise(rows: Sequence[StepRow], *, seed: int, steps: int, seconds: float)
 
     reward_stderr: standard error of `reward_last - reward_first`, the difference of the mean rewards of the last and
         the first step's rollouts: sqrt(var_first / n_first + var_last / n_last).
-    swaps: snapshots that every replica came to serve. pause_ms_*: over every replica's every swap.
-    bytes_full, bytes_delta: medians of what such a publication wrote into the bucket, None when there was none; publish_s_*:
-        from the copied weights until every replica served them, encoding included.
-    KLs and shares are means over all tokens of the run; affinity_share is the share of rollouts all of whose turns one replica
-        served.
+    swaps: snapshots that every replica served. pause_ms_*: over all swaps of all replicas.
+    bytes_full, bytes_delta: medians of the bytes that such a publication wrote into the bucket; None if there was none.
+    publish_s_*: medians of the time from the copy of the weights, through encoding, until every replica served them.
+    affinity_share: of rollouts that one replica served alone. KLs and other shares are means over all tokens of the run.
     """
     first, last = rows[0], rows[-1]
     tokens = sum(row.tokens for row in rows)
@@ -79,7 +78,7 @@ def difference_stderr(first: Sequence[float], last: Sequence[float]) -> float:
 
 
 def misses(summary: dict[str, Any]) -> list[str]:
-    """What the run should have shown and did not, one line each; empty when all is well."""
+    """The checks that do not hold, one line each."""
     rise = summary["reward_last"] - summary["reward_first"]
     swaps_wanted = min(SWAPS_WANTED, summary["steps"])
     checks = [

@@ -1,6 +1,6 @@
-"""Line charts as inline SVG. Pure; no library, no script, nothing fetched.
+"""Line charts as inline SVG, without a library, a script or a download. Pure.
 
-Always holds: every label is escaped; a value that is not finite is left out of its line.
+Always holds: every label is escaped. A value that is not finite is left out of its line.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626")
 
 @dataclass(frozen=True)
 class Line:
+    """values: at x = 1, 2, ... errors: the half-width of a band around the line, for each value."""
+
     name: str
-    values: Sequence[float]  # at x = 1, 2, ...
-    errors: Sequence[float] = ()  # half-width of a band around the line
+    values: Sequence[float]
+    errors: Sequence[float] = ()
 
 
 def line_chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False) -> str:
-    """One chart over steps; `log` for a decimal logarithmic y axis (values at or below 0 are left out)."""
+    """One chart over steps. log: a decimal logarithmic y axis, which leaves out values at or below 0."""
     shown = [v for line in lines for v in line.values if _shows(v, log)]
     count = max((len(line.values) for line in lines), default=0)
     low, high, ticks = (_log_axis if log else _linear_axis)(shown or [1.0])
@@ -95,7 +97,7 @@ def _legend(lines: Sequence[Line]) -> str:
 
 
 def _linear_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """From 0 (or below) to a round number above the largest value, with about five ticks."""
+    """From 0 or below to a round number above the largest value, with about five ticks."""
     low, high = min(0.0, *values), max(values)
     if high <= low:
         high = low + 1.0
@@ -107,7 +109,7 @@ def _linear_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
 
 
 def _log_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Whole decades around the values; ticks are exponents."""
+    """Whole decades around the values. Ticks are exponents."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     high = max(high, low + 1)
     return float(low), float(high), [float(e) for e in range(low, high + 1)]

@@ -1,8 +1,8 @@
-"""The task of the demo: write characters of one kind, then go on when asked to. Pure.
+"""The task of the demo: write characters of one alphabet, in two turns. Pure.
 
-Turn 1 names a kind of character; turn 2 asks for more "of the same kind", so it can only be answered from the history.
-The reward of a turn is the share of its token budget spent on characters of that kind: random weights score a few
-percent, every better character counts, and stopping early gains nothing.
+Turn 1 names an alphabet. Turn 2 asks for more of the same one, so its answer depends on the history. The reward of a turn is
+the share of its token budget that is characters of the alphabet. Random weights get a few percent, and stopping early gains
+nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Problem:
         ]
 
     def follow_up_text(self, answer_ended: bool) -> str:
-        """What stands between the first answer and the second in the rendered conversation.
+        """The text between the first answer and the second one in the rendered conversation.
 
         answer_ended: the first answer's own tokens already end with <|im_end|>.
         """
@@ -43,17 +43,17 @@ class Problem:
         return f"{end}\n<|im_start|>user\n{FOLLOW_UP}<|im_end|>\n<|im_start|>assistant\n"
 
     def reward(self, tokens: Sequence[int], budget: int) -> float:
-        """Share of `budget` tokens that are characters of the kind; token i < 256 is byte i."""
+        """The share of `budget` tokens that are characters of the alphabet. A token i below 256 is byte i."""
         return sum(token in _BYTES[self.kind] for token in tokens) / budget
 
 
 def problems(seed: int, step: int, count: int) -> list[Problem]:
-    """The problems of one step: every kind equally often (up to the remainder), in seeded order."""
+    """The problems of one step, in an order that depends on the seed. Each kind comes equally often, up to the remainder."""
     kinds = sorted(ALPHABETS)
     random.Random(f"{seed}/{step}").shuffle(kinds)
     return [Problem(kinds[i % len(kinds)]) for i in range(count)]
 
 
 def request_seed(seed: int, step: int, group: int, sample: int, turn: int) -> int:
-    """The sampling seed of one request: different for every turn of every rollout, the same in every run."""
+    """The sampling seed of one request. It differs for every turn of every rollout, and is the same in every run."""
     return random.Random(f"{seed}/{step}/{group}/{sample}/{turn}").getrandbits(31)

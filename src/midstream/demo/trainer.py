@@ -1,10 +1,10 @@
-"""The trainer: plain PyTorch on the Hugging Face class, float32, one clipped policy-gradient update per step.
+"""The trainer: a Hugging Face model in float32, and one clipped policy-gradient update per step.
 
-Owns: the master weights, the optimizer, and float32 copies of recent snapshots (to recompute rollouts under them).
+Owns: the master weights, the optimizer, and float32 copies of recent snapshots, which recompute their rollouts.
 
 Always holds:
-- Advantages compare a turn with the same turn of the other samples of its group, and nothing else.
-- A token's importance ratio is taken against the log-probability recorded when it was sampled.
+- An advantage compares a turn with the same turn of the other samples of its group alone.
+- The importance ratio of a token uses the log-probability that was recorded when the token was sampled.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from midstream.core.types import BASE_SNAPSHOT
 from midstream.demo.records import Rollout
 from midstream.demo.replay import Mismatch, Rescorer, measure_mismatch, token_logprobs
 from midstream.models.tiny_moe import no_progress_bars
-from midstream.tinker.trainer.replay import RouterTap, pad_routes, pad_sequences
-from midstream.types import BASE_SNAPSHOT
+from midstream.trainer.replay import RouterTap, pad_routes, pad_sequences
 
 
 @dataclass(frozen=True)
 class TrainerOptions:
+    """clip: importance ratios are clipped to [1 - clip, 1 + 2 clip]. minibatch: sequences per backward pass, for memory."""
+
     learning_rate: float = 8e-4
-    clip: float = 0.2  # importance ratios count within [1 - clip, 1 + 2 clip]
-    minibatch: int = 16  # sequences per backward pass: bounds memory, changes nothing else
+    clip: float = 0.2
+    minibatch: int = 16
     keep_snapshots: int = 6
     max_grad_norm: float = 1.0
 
@@ -48,7 +50,7 @@ class Trainer:
         self.remember(BASE_SNAPSHOT)
 
     def remember(self, snapshot: str) -> None:
-        """The current weights are `snapshot`: keep a copy, and drop the oldest beyond `keep_snapshots`."""
+        """Keep a copy of the current weights as `snapshot`, and drop the oldest copies beyond `keep_snapshots`."""
         self.snapshot = snapshot
         self.weights[snapshot] = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
         while len(self.weights) > self.options.keep_snapshots:
@@ -58,7 +60,7 @@ class Trainer:
         return measure_mismatch(self.rescorer, [t for r in rollouts for t in r.turns], self.weights)
 
     def update(self, rollouts: Sequence[Rollout]) -> float:
-        """One optimizer step on all `rollouts`; returns the loss."""
+        """Make one optimizer step on all `rollouts`. Returns the loss."""
         advantages = turn_advantages(rollouts)
         total = sum(len(turn.tokens) for rollout in rollouts for turn in rollout.turns)
         self.model.train()
@@ -74,7 +76,7 @@ class Trainer:
         return loss_sum
 
     def _loss(self, rollouts: Sequence[Rollout], advantages: Tensor) -> Tensor:
-        """Sum over the generated tokens of all turns, from one pass over each whole conversation."""
+        """The loss summed over the generated tokens of all turns, from one pass over each conversation."""
         last = [rollout.turns[-1] for rollout in rollouts]
         ids = pad_sequences([turn.sequence for turn in last])
         inputs, targets = ids[:, :-1], ids[:, 1:]
@@ -82,9 +84,8 @@ class Trainer:
         with self.tap.forcing(routes.flatten(0, 1)):
             logprobs = token_logprobs(self.model(inputs, use_cache=False).logits, targets)
         rollout_logprobs = torch.zeros_like(logprobs)
-        token_advantages = torch.zeros_like(
-            logprobs
-        )  # stays 0 on prompts and padding, which then cost nothing
+        # It stays 0 on prompts and padding, which do not count.
+        token_advantages = torch.zeros_like(logprobs)
         for i, rollout in enumerate(rollouts):
             for j, turn in enumerate(rollout.turns):
                 span = slice(len(turn.prompt) - 1, len(turn.sequence) - 1)
@@ -102,9 +103,9 @@ def load_float32(directory: Path) -> Any:
 
 
 def turn_advantages(rollouts: Sequence[Rollout]) -> Tensor:
-    """[rollouts, turns]: each turn's reward against the same turn of its group, in the group's standard deviations.
+    """[rollouts, turns]: each turn's reward less the mean of the same turns of its group, in their standard deviations.
 
-    0 where the whole group scored the same: there is nothing to prefer.
+    0 if all of them have the same reward.
     """
     rewards = torch.tensor([[turn.reward for turn in rollout.turns] for rollout in rollouts])
     result = torch.zeros_like(rewards)
@@ -118,7 +119,7 @@ def turn_advantages(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def clipped_loss(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """Per token, the pessimistic one of the plain and the clipped policy-gradient objective, negated."""
+    """Per token, the lesser of the plain and the clipped policy-gradient objective, negated."""
     ratio = torch.exp(logprobs - rollout_logprobs)
     clipped = ratio.clamp(1 - clip, 1 + 2 * clip)
     return -torch.minimum(ratio * advantages, clipped * advantages)

@@ -10,7 +10,7 @@ import abc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from midstream.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
+from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 
 
 class EngineDied(Exception):
@@ -42,8 +42,11 @@ class Engine(abc.ABC):
         """
 
     def refuses(self, request: GenerateRequest) -> str | None:
-        """What of this request the engine cannot do although its card does not say so, in words for the user that begin with
-        the name of the field: `temperature: ...`. Asked before the request waits for anything."""
+        """Why the engine cannot serve this request although its card does not exclude it; None if it can.
+
+        The text is for the user and begins with the name of the field: `temperature: ...`. The replica asks this before the
+        request waits for anything.
+        """
         return None
 
     def end_choice(self, request_id: str, index: int) -> None:  # noqa: B027 - optional to override
@@ -72,7 +75,7 @@ class Engine(abc.ABC):
         """
 
     async def weights_digest(self) -> str | None:
-        """Digest of the weights that serve, as the engine holds them; None: this engine cannot tell.
+        """Digest of the serving weights, as the engine holds them; None if this engine cannot compute one.
 
         Equal for equal weights in engines of equal settings. Steps go on meanwhile. Not during commit. Raises EngineDied;
         StagingFailed when the weights cannot be read.
@@ -88,12 +91,12 @@ class Engine(abc.ABC):
         """Step again. Idempotent."""
 
     def silent_s(self) -> float:
-        """Since when nothing was heard of the engine, for one that is listened to all the time; safe at any time."""
+        """Seconds since the engine was last heard of; 0 for an engine that does not report all the time. Safe at any time."""
         return 0.0
 
     @abc.abstractmethod
     def stats(self) -> EngineStats:
-        """The last numbers the engine reported; never waits."""
+        """The last numbers that the engine reported. Never waits."""
 
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:  # noqa: B027 - optional to override
         """Call `callback(reason)` when the engine dies by itself (not by close)."""

@@ -1,26 +1,23 @@
-"""How long a process has been silent, as far as it was listened to. Pure.
+"""How long another process has been silent while this process listened. Pure.
 
-Always holds: time in which our own event loop stood still is not the process's silence: what it said then is read afterwards.
+Always holds: time in which our own event loop stood still does not count. Messages from that time are read afterwards.
 """
 
 from __future__ import annotations
 
-LOOK_S = 1.0  # between two looks
+CHECK_INTERVAL_S = 1.0
 
 
-class Silence:
+class SilenceTimer:
     def __init__(self, now: float) -> None:
-        self._looked_at = now
-        self.lasts_s = 0.0
-
-    def __repr__(self) -> str:
-        return f"Silence({self.lasts_s:g} s)"
+        self._updated_at = now
+        self.silent_s = 0.0
 
     def heard(self) -> None:
-        self.lasts_s = 0.0
+        self.silent_s = 0.0
 
-    def look(self, now: float) -> float:
-        """How long it lasts. Of the time since the last look as much counts as a look is late on a busy machine."""
-        self.lasts_s += min(now - self._looked_at, 2 * LOOK_S)
-        self._looked_at = now
-        return self.lasts_s
+    def update(self, now: float) -> float:
+        """Seconds of silence. Of the time since the last update, no more counts than a late update on a busy machine takes."""
+        self.silent_s += min(now - self._updated_at, 2 * CHECK_INTERVAL_S)
+        self._updated_at = now
+        return self.silent_s

@@ -1,14 +1,16 @@
 """Whether replicas that serve the same files hold the same weights: compared with the ledger, and with each other. Pure.
 
-The ledger remembers the bytes of an identity's files, and for each kind of engine the digest of the weights it made of them.
-A replica that differs from that is wrong, whoever else agrees with it.
+The ledger remembers the bytes of an identity's files. For each kind of engine it also remembers the digest of the weights that
+the engine made of them. A replica that differs from the ledger is wrong, even if all others agree with it.
 
-Judged are those that serve what is desired, and those that stay with a fallback. A replica that differs loads the files once
-more; if it differs again it is out of rotation until it agrees on a later snapshot. Engines of equal settings on one kind of
+Replicas are judged that serve the desired snapshot, or stay with a fallback. A replica that differs loads the files once more.
+If it differs again, it is out of rotation until it agrees on a later snapshot. Engines of equal settings on one kind of
 processor give equal bits; CANARY_TOLERANCE is for those that do not.
 
-Always holds: who differs from the ledger does not vote; among the others the majority is right, of equal groups the one with
-the earliest replica; a replica that is being loaded again, or is out, does not vote while another is there that may.
+Always holds:
+- A replica that differs from the ledger does not vote. Among the others the majority is right. Of equal groups, the one with
+  the earliest replica is right.
+- A replica that is being loaded again, or is out, does not vote while another one is there that may.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from midstream.core.types import BASE_SNAPSHOT, ReplicaReport, SnapshotCheck, Stage
 from midstream.ledger import DeploymentState, Disagreement
 from midstream.snapshots.content import difference as content_difference
-from midstream.types import BASE_SNAPSHOT, ReplicaReport, SnapshotCheck, Stage
 
-#: Nats, per token of the canary. Kernels that differ in summation order stay an order of magnitude below it in bfloat16,
-#: one RL step's other weights seldom do over a whole prompt; digests, where both have one, must be equal anyway.
+#: Nats, per token of the canary. Kernels that differ in summation order stay an order of magnitude below it in bfloat16.
+#: Weights of another RL step seldom do over a whole prompt. Digests, where both have one, must be equal anyway.
 CANARY_TOLERANCE = 0.05
 
 
@@ -103,7 +105,8 @@ def difference(check: SnapshotCheck, right: SnapshotCheck) -> str | None:
     if len(check.canary) != len(right.canary):
         return f"its canary has {len(check.canary)} log-probabilities instead of {len(right.canary)}"
     for position, (mine, theirs) in enumerate(zip(check.canary, right.canary, strict=True), start=1):
-        if not abs(mine - theirs) <= CANARY_TOLERANCE:  # a NaN differs, too
+        # Written so that a NaN differs, too.
+        if not abs(mine - theirs) <= CANARY_TOLERANCE:
             return f"the log-probability of canary token {position} is {mine:.6g} instead of {theirs:.6g}"
     kind, digest = _digest(check)
     right_kind, right_digest = _digest(right)
@@ -197,7 +200,8 @@ def _judged(
     if standing is None:
         return _found(report, check.snapshot, "reload", check.generation, why) if why else None
     if check.generation < standing.retry_generation:
-        return None  # of before it was loaded again
+        # The report is from before the snapshot was loaded again.
+        return None
     if why is None:
         return _found(report, standing.identity, "agreed", standing.retry_generation)
     if standing.identity == check.snapshot and not _signalled_since(state, standing):
@@ -218,7 +222,8 @@ def _failed_reload(state: DeploymentState, report: ReplicaReport) -> Finding | N
         return None
     last = report.transitions[-1] if report.transitions else None
     if last is None or last.snapshot != standing.identity or last.generation < standing.retry_generation:
-        return None  # accepted, not begun
+        # The signal was accepted; its attempt has not begun.
+        return None
     why = f"{standing.detail}; loading it again failed: {report.error or 'it was not loaded'}"
     return _found(report, standing.identity, "out", standing.retry_generation, why)
 

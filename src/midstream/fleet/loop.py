@@ -3,14 +3,14 @@
 Always holds:
 - Level-triggered: each pass looks at the whole state, so a lost wake, message or report only delays. Wakes coalesce;
   a pass every `poll_s` is the backstop.
-- Every stage change in a report is stored in the ledger once, in order within a boot, also those that happened while
-  this process was down and are still in the report. When a boot ends while it loads a snapshot, that is stored before
-  anything of the next boot is.
-- What a replica serves is the meaning of its name from then on: the ledger learns its bytes, and the weights that engines make
-  of them once all replicas agree.
+- Every stage change in a report is stored in the ledger once, in order within a boot. That includes changes that happened
+  while this process was down, if the report still has them. When a boot ends while it loads a snapshot, that is stored
+  before anything of the next boot is.
+- What a replica serves is the meaning of its name from then on. The ledger learns the snapshot's bytes, and, once all replicas
+  agree, the weights that engines make of them.
 - A replica whose weights differ from that, or from the others', is known to the ledger before it is told to load them again.
-- A replica that took up something newer than what was last read of the ledger, as another gateway told it to, is told nothing
-  before the ledger was read again: what is known here is old, and would undo it.
+- A replica may have taken up a newer signal from another gateway than this one has read. It is told nothing before the
+  ledger was read again: an older signal would undo the newer one.
 - What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
 - No failure of a pass ends the loop.
 """
@@ -24,8 +24,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from midstream.config import SwapOrder
-from midstream.errors import ReplicaUnavailable
+from midstream.core.config import SwapOrder
+from midstream.core.errors import ReplicaUnavailable
+from midstream.core.types import Desired, ReplicaReport, SnapshotContent, Stage, Transition
 from midstream.fleet.agree import findings, settled
 from midstream.fleet.order import TURN_S_MAX, Turn, next_turn
 from midstream.fleet.reconcile import (
@@ -41,7 +42,6 @@ from midstream.fleet.reconcile import (
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
-from midstream.types import Desired, ReplicaReport, SnapshotContent, Stage, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,13 @@ logger = logging.getLogger(__name__)
 class _Stuck:
     """Retries of a replica that failed on everything it could serve, since one signal, or since it loses boots to all."""
 
-    signal: int  # the generation of the desired snapshot
+    # The generation of the desired snapshot.
+    signal: int
     retries: int = 0
-    generation: int = 0  # of the last retry
-    due: float | None = None  # when the next one is, None: the last one is still on its way
+    # The generation of the last retry.
+    generation: int = 0
+    # When the next retry is due. None: the last one is still on its way.
+    due: float | None = None
 
 
 class Reconciler:
@@ -80,20 +83,23 @@ class Reconciler:
         self._monotonic = monotonic
         self._state: DeploymentState | None = None
         self._read_at = float("-inf")
-        self._reported = self._covered = (
-            0  # highest generation: of any report so far; of those before what was read last
-        )
+        # The highest generation of any report so far, and of the reports before the last read.
+        self._reported = self._covered = 0
         self._wake = asyncio.Event()
-        self._recorded: dict[str, tuple[str, int]] = {}  # replica -> boot, last seq stored
-        self._attempts: dict[str, tuple[str, Desired, float]] = {}  # replica -> boot, what was sent, when
-        self._delivered: dict[str, tuple[str, str, int]] = {}  # replica -> boot, snapshot, generation
+        # Replica to its boot and the last sequence number stored.
+        self._recorded: dict[str, tuple[str, int]] = {}
+        # Replica to its boot, what was sent, and when.
+        self._attempts: dict[str, tuple[str, Desired, float]] = {}
+        # Replica to its boot, snapshot and generation.
+        self._delivered: dict[str, tuple[str, str, int]] = {}
         self._stuck: dict[str, _Stuck] = {}
-        self._learnt: dict[
-            str, tuple[str, tuple[SnapshotContent, ...]]
-        ] = {}  # replica -> boot, contents stored
+        # Replica to its boot and the contents stored.
+        self._learnt: dict[str, tuple[str, tuple[SnapshotContent, ...]]] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
-        self.order = SignalOrder()  # kept as the ledger has it
-        self._order_read = 0  # up to this generation
+        # Kept as the ledger has it.
+        self.order = SignalOrder()
+        # The order is read up to this generation.
+        self._order_read = 0
         replica_set.subscribe(self.wake)
 
     def __repr__(self) -> str:
@@ -115,7 +121,8 @@ class Reconciler:
             while True:
                 try:
                     await self.reconcile_once()
-                except Exception:  # whatever it is, the next pass looks at everything anew
+                except Exception:
+                    # Whatever the error is, the next pass looks at everything anew.
                     logger.exception("reconciling failed; trying again in %g s", self._poll_s)
                     await asyncio.sleep(self._poll_s)
                 with contextlib.suppress(TimeoutError):
@@ -238,7 +245,8 @@ class Reconciler:
             return 0
         stuck = self._stuck.get(view.name)
         if stuck is None or stuck.signal != state.desired.generation:
-            worn = len(lost_boots(state, view.name)) >= LOSSES_MAX  # no new signal makes up for that
+            # No new signal makes up for lost boots.
+            worn = len(lost_boots(state, view.name)) >= LOSSES_MAX
             stuck = replace(stuck if stuck and worn else _Stuck(0), signal=state.desired.generation)
         if view.report is None:
             return stuck.generation
@@ -272,7 +280,8 @@ class Reconciler:
         newest = max(reports, default=0)
         if newest > self._reported or now - self._read_at >= self._poll_s:
             self._reported = newest
-            self._read_at = now  # before reading: a signal that arrives meanwhile makes it stale again
+            # Set before reading: a signal that arrives meanwhile makes it stale again.
+            self._read_at = now
             try:
                 self._state = await self._ledger.state(self._deployment)
                 self._covered = newest
@@ -309,7 +318,8 @@ class Reconciler:
         self._recorded[view.name] = (report.boot, new[-1].seq)
         for moved in new:
             if moved.stage is Stage.IDLE:
-                self._read_at = float("-inf")  # a snapshot became ready: it may serve as a fallback
+                # A snapshot became ready: it may serve as a fallback.
+                self._read_at = float("-inf")
                 self.order.ready(moved.snapshot, moved.generation)
         _log_failures(view, new)
 
@@ -348,12 +358,14 @@ class Reconciler:
             self._delivered[view.name] = (boot, desired.snapshot, desired.generation)
         except ReplicaUnavailable as error:
             logger.info("%s was not told to load %s: %s", view.name, desired.snapshot, error)
-        except Exception:  # logged whole; the next pass compares again and sends again
+        except Exception:
+            # The error is logged whole. The next pass compares again and sends again.
             logger.exception("%s was not told to load %s", view.name, desired.snapshot)
 
     def _sent(self, view: ReplicaView) -> None:
         del self._sending[view.name]
-        self._wake.set()  # what is desired may have changed meanwhile
+        # The desired snapshot may have changed meanwhile.
+        self._wake.set()
 
 
 def _log_failures(view: ReplicaView, new: list[Transition]) -> None:

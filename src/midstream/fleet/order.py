@@ -3,8 +3,8 @@
 All prepare the new snapshot up to STAGED and are held there; one at a time is let go. The next one's turn comes when it has
 been checked, has failed, or is gone. Only replicas that take requests queue: one that is out of rotation loads as it likes.
 
-Always holds: while a replica is between its release and the end of its check, no other is released; when none is and somebody
-is staged, somebody is released.
+Always holds: while a replica is between its release and the end of its check, no other is released. When none is and a replica
+is staged, a replica is released.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from midstream.types import ReplicaReport, Stage
+from midstream.core.types import ReplicaReport, Stage
 
-TURN_S_MAX = 30.0  # a replica that was let go and is staged still, with its door open, was not reached
+# A replica that was let go so long ago and is still staged was not reached.
+TURN_S_MAX = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ def _turn(report: ReplicaReport) -> Turn:
 
 
 def _switching(report: ReplicaReport) -> bool:
-    """Let go already: while it still waits, staged, for requests to end, a sync switch closes the door, and an async one takes
-    no pinned requests."""
+    """Whether it was let go already.
+
+    It may still wait, staged, for requests to end. Meanwhile a sync switch closes the gate, and an async one takes no pinned
+    requests.
+    """
     waits = not (report.admitting and report.pinnable)
     return waits or report.stage in (Stage.COMMITTING, Stage.CHECKING)

@@ -1,16 +1,16 @@
 """Which replica a request goes to: pure decisions, explained.
 
 A known session stays where its KV cache is. A new session goes to the highest of its rendezvous-hash candidates that is not
-overloaded, or to the next one if that has clearly fewer sessions: balanced like a table, and gateways agree like by a hash. A
-request without a session goes where its prompt's beginning is cached, if that replica is not overloaded, else to the replica
-with the least load. While other requests with that beginning run, as in a group of samples of one prompt, following gives the
-replica no more than its even share of the load.
+overloaded. If the next one has clearly fewer sessions, it goes there. So sessions are balanced as by a table, and gateways
+agree as by a hash. A request without a session goes where its prompt's beginning is cached, if that replica is not overloaded.
+Else it goes to the replica with the least load. Other requests with that beginning may be running, as in a group of samples of
+one prompt. Then following gives the replica no more than its even share of the load.
 
 Always holds:
-- Same session, same replica, while that replica is usable; when it is not, only its sessions move, and they stay where
-  they moved. (Whoever asks remembers homes, and keeps one that failed a single request.)
-- A new or moved session, counted in, raises no replica above ceil((1 + bound) x its share of the load), so that no replica
-  is buried however the hashes fall. Shares are in proportion to weights.
+- Same session, same replica, while that replica is usable. When it is not, only its sessions move, and they stay where
+  they moved. (The caller remembers homes, and keeps one that failed a single request.)
+- A new or moved session, counted in, raises no replica above ceil((1 + bound) x its share of the load). So no replica is
+  buried, however the hashes fall. Shares are in proportion to weights.
 - Equal inputs give equal decisions, in whatever order replicas are listed: gateways that see equal loads agree without
   talking to each other.
 """
@@ -26,21 +26,26 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from midstream.core.types import Session
 from midstream.fleet.prefixes import Known
-from midstream.types import Session
 
 RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
 
-ARRAYS_FROM = 48  # candidates from which numpy is quicker
-_Ranked = tuple[int, int, int]  # place, rank in rendezvous order from 1, load limit
-CLEARLY, CLEARLY_SHARE = 1, 0.02  # how much fewer sessions are clearly fewer
-FOLLOW_SLACK = 2  # requests over the limit, for a prompt that would have to be computed anywhere else
+# From so many candidates on, numpy is quicker.
+ARRAYS_FROM = 48
+# Place, rank in rendezvous order from 1, load limit.
+_Ranked = tuple[int, int, int]
+# By how much a number of sessions is clearly smaller: absolute, and as a share.
+CLEARLY, CLEARLY_SHARE = 1, 0.02
+# Requests over the limit, for a prompt that would have to be computed anywhere else.
+FOLLOW_SLACK = 2
 _load = attrgetter("load")
 _MASK = 2**64 - 1
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
+# Constants of splitmix64.
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-class Member(Protocol):
+class Placeable(Protocol):
     """What placement needs to know of a usable replica. load: requests on it; weight: above 0, its part of the work."""
 
     @property
@@ -51,12 +56,12 @@ class Member(Protocol):
     def load(self) -> int: ...
 
 
-M = TypeVar("M", bound=Member)
+M = TypeVar("M", bound=Placeable)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A member of numbers only."""
+    """A Placeable of numbers only."""
 
     name: str
     load: int
@@ -65,7 +70,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    replica: str  # its name
+    # The replica's name.
+    replica: str
     reason: RouteReason
     explanation: str
 
@@ -77,7 +83,8 @@ def stays(home: str | None, usable: Collection[str]) -> Decision | None:
     return sticky(home)
 
 
-@lru_cache(65536)  # the common case allocates nothing
+# The common case allocates nothing.
+@lru_cache(65536)
 def sticky(home: str) -> Decision:
     return Decision(home, "sticky", f"session is known on {home}")
 
@@ -190,7 +197,8 @@ class _Arrays:
     """The same decision by numpy, for fleets of hundreds."""
 
     def __init__(self, seeds: Sequence[int], weights: Sequence[float], even: bool) -> None:
-        import numpy as np  # only such fleets pay for it
+        # Only fleets of such a size pay for the import.
+        import numpy as np
 
         self._np: Any = np
         self._seeds = np.array(seeds, np.uint64)

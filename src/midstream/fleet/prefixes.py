@@ -1,14 +1,14 @@
-"""Where the beginning of a prompt is cached, for requests that name no session, or one that nobody knows.
+"""Where the beginning of a prompt is cached, for requests without a session, or with one that is not known.
 
-The bytes of the body from its `messages` or `prompt` on are cut at fixed bounds, and the end of each piece is hashed with
-what came before it. A turn that continues an earlier one repeats its bytes, so the longest beginning that is known says which
-replica computed it.
+The bytes of the body from its `messages` or `prompt` on are cut at fixed bounds. The end of each piece is hashed with what came
+before it. A turn that continues an earlier one repeats its bytes, so the longest beginning that is known says which replica
+computed it.
 
 Requests that run at the same time and share a beginning are a group, of samples of one prompt for example. `Known.shared` says
 so, and placement spreads a group by load instead of filling one replica with it.
 
-Always holds: the table never exceeds its bound (the least recently used beginning goes first); a body is never parsed, and of
-each piece at most PIECE_BYTES are hashed; two tenants' equal prompts are different ones. A wrong guess costs a cache miss,
+Always holds: the table never exceeds its bound; the least recently used beginning goes first. A body is never parsed, and of
+each piece at most PIECE_BYTES are hashed. Equal prompts of two tenants are different ones. A wrong guess costs a cache miss,
 nothing else.
 """
 
@@ -20,10 +20,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FOLLOWED_FROM = 0.5  # of a prompt's bytes: below that its beginning decides nothing
-FIRST_BOUND = 512  # bytes; shorter prompts are cheap to compute anywhere
-SHORT_BOUND = 64  # instead of it, for who asks to be followed
-LAST_BOUND = 2**20  # a longer beginning is not looked at
+# Share of a prompt's bytes. A shorter common beginning decides nothing.
+FOLLOWED_FROM = 0.5
+# Bytes. Shorter prompts are cheap to compute anywhere.
+FIRST_BOUND = 512
+# The bound for a client that asks to be followed.
+SHORT_BOUND = 64
+# Only so many bytes of a prompt are looked at.
+LAST_BOUND = 2**20
 PIECE_BYTES = 512
 BEGINNINGS_MAX = 200_000
 
@@ -93,7 +97,8 @@ class PrefixTable:
     def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
         self._max = beginnings_max
         self._homes: OrderedDict[int, tuple[str, bool]] = OrderedDict()
-        self._running: dict[int, int] = {}  # only what is above 0
+        # Only counts above 0.
+        self._running: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"PrefixTable({len(self._homes)} of at most {self._max} beginnings)"

@@ -1,14 +1,14 @@
 """What to do about one replica: observation in, action out. Pure.
 
 Always holds:
-- A snapshot that failed on a replica is not sent to that boot again under the same generation, and one that killed
-  `DEATHS_MAX` boots of a replica not to its further boots. One that lost `LOSSES_MAX` boots in a row, whatever they were
-  loading, is asked for a new one only now and then.
+- A snapshot that failed on a replica is not sent to that boot again under the same generation. One that killed `DEATHS_MAX`
+  boots of a replica is not sent to its further boots. A replica that lost `LOSSES_MAX` boots in a row, whatever they were
+  loading, is asked for a new snapshot only now and then.
 - What a replica loads or serves already, file for file, is not sent to it again.
-- Once a published snapshot has been ready anywhere, a boot that starts from the base weights takes no requests until it
-  serves a published snapshot again; a boot that was serving before the first signal goes on serving.
-- A replica that is admitted stays admitted for the rest of its boot, unless its weights are not those of the others
-  (agree.py), until they are: swaps never take it out of rotation.
+- Once a published snapshot was ready on any replica, a boot that starts from the base weights takes no requests at first. It
+  has to serve a published snapshot again. A boot that was serving before the first signal goes on serving.
+- A replica that is admitted stays admitted for the rest of its boot: swaps never take it out of rotation. The one exception
+  is a replica whose weights are not those of the others (agree.py), until they are.
 - The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
 """
 
@@ -19,12 +19,14 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from midstream.core.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
 from midstream.fleet.agree import is_out, standing_of
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
-from midstream.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
 
-DEATHS_MAX = 2  # one may be an accident
-LOSSES_MAX = 4  # boots in a row, whatever they were loading: then it is the replica
+# One death may be an accident.
+DEATHS_MAX = 2
+# After so many lost boots in a row the replica is the cause, whatever it was loading.
+LOSSES_MAX = 4
 FIRST_RETRY_S = 2.0
 LAST_RETRY_S = 60.0
 
@@ -35,9 +37,12 @@ IN_ENGINE = frozenset((Stage.STAGING, Stage.STAGED, Stage.COMMITTING, Stage.CHEC
 
 @dataclass(frozen=True)
 class Action:
-    send: Desired | None  # tell the replica; None: it knows, or there is nothing for it to do
-    admit: bool  # placement may use it
-    stuck: bool = False  # it has to serve a published snapshot and failed on all of them: retry after a while
+    # What to tell the replica. None: it knows, or there is nothing for it to do.
+    send: Desired | None
+    # Placement may use it.
+    admit: bool
+    # It has to serve a published snapshot and failed on all of them: retry after a while.
+    stuck: bool = False
 
 
 def decide(
@@ -66,7 +71,7 @@ def decide(
     if has_taken_up(state, report, target):
         if turn is False or not report.held:
             return Action(None, admit)
-        # As what it has staged, which may not be what it was told last: that would be prepared anew, and nobody's turn.
+        # Under the generation that it has staged. A later one would make it prepare anew, out of turn.
         known = report.generation if target.reload else _staged(report)
         return Action(replace(send, generation=known), admit)
     generation = max(target.generation, retry_generation)
@@ -78,9 +83,9 @@ def decide(
 def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> Desired | None:
     """What this replica should be loading or serving; None when it should stay as it is.
 
-    The desired snapshot; once that has failed on this boot, a replica on published weights keeps those, and one still on
-    the base weights of its start, or on weights that failed their check, gets the snapshot that last became ready anywhere,
-    so that it can serve again.
+    It is the desired snapshot until that has failed on this boot. Then a replica on published weights keeps those. One on the
+    base weights of its start, or on weights that failed their check, has to serve again: it gets the snapshot that last became
+    ready on any replica.
     """
     if state.desired is None:
         return None
@@ -133,11 +138,11 @@ def failure(
 ) -> str | None:
     """Why this replica failed on `desired`, or None when it did not (or is at it again).
 
-    Whoever serves exactly this has not failed on it, unless it failed its check, or its weights are not those of the others.
-    Of this boot, read from the transitions, not from `report.stage`:
-    between accepting a retry and beginning it, a report still shows the stage of the attempt before. Of earlier boots,
-    only deaths count: DEATHS_MAX on this, or LOSSES_MAX on whatever they loaded, which only a retry or a load that works
-    makes up for; what served before may be loaded still.
+    A replica that serves exactly this has not failed on it, unless it failed its check, or its weights are not those of the
+    others. Failures of this boot are read from the transitions. `report.stage` still shows the stage of the attempt before,
+    between accepting a retry and beginning it.
+    Of earlier boots, only deaths count: DEATHS_MAX on this snapshot, or LOSSES_MAX on whatever they loaded. Only a retry or a
+    load that works makes up for them. A snapshot that served before may still be loaded.
     """
     why = _own_failure(state, report, desired, retry_generation)
     if why is not None or desired.snapshot != state.snapshot or serves(state, report, desired):
@@ -212,13 +217,14 @@ def serves(state: DeploymentState, report: ReplicaReport, desired: Desired) -> b
 def serving_generation(report: ReplicaReport) -> int:
     """The generation under which the replica loaded what serves now; 0 for the base weights of its start.
 
-    Only a commit loads: a replica that is told to go back to what it serves is idle again under a later generation,
-    but its weights, and what was done to its prompt cache, are those of the commit.
+    Only a commit loads. A replica that is told to go back to the snapshot it serves is idle again under a later generation. Its
+    weights, and what was done to its prompt cache, are still those of the commit.
     """
     moves = [moved for moved in report.transitions if moved.snapshot == report.snapshot]
     committed = [moved for moved in moves if moved.stage is Stage.CHECKING]
     idle = [moved for moved in moves if moved.stage is Stage.IDLE and report.snapshot != BASE_SNAPSHOT]
-    if found := committed or idle:  # the commit may be too long ago to be in the report
+    # The commit may be too long ago to be in the report.
+    if found := committed or idle:
         return found[-1].generation
     return report.generation if report.stage is Stage.IDLE and report.snapshot != BASE_SNAPSHOT else 0
 
@@ -252,9 +258,9 @@ class Loss:
 def loss(replica: str, history: BootHistory, sent: tuple[str, int] | None, watched: bool) -> Loss | None:
     """Whether the boot that ended before this one died of a snapshot.
 
-    sent: (identity, generation) last delivered to it. watched: this process saw it live; only then a boot that ended
-    before it reported staging counts: its last reports were lost with it, unless it was stopped and started over by
-    someone, which this process would not have seen.
+    sent: (identity, generation) last delivered to it. watched: this process saw it live. Only then a boot counts that ended
+    before it reported staging, as its last reports were lost with it. Without watching, the boot may as well have been
+    stopped and started over.
     """
     last = history.tail[-1] if history.tail else None
     if last is not None and (last.stage in IN_ENGINE or (last.stage in LOADING and watched)):
@@ -285,17 +291,19 @@ def _since(state: DeploymentState, desired: Desired) -> int:
 def _may_join(state: DeploymentState, report: ReplicaReport | None) -> bool:
     """Whether a boot that is not admitted yet may be.
 
-    A boot starts on the base weights, so any other snapshot it serves is one that it loaded and verified. That it may
-    already be superseded does not keep it out: the others are no further, and under a steady flow of signals it
-    would never get in. The same rule takes running replicas over after a restart of the gateway.
+    A boot starts on the base weights, so any other snapshot it serves is one that it loaded and verified. A snapshot that is
+    already superseded does not keep it out: the others are no further. Under a steady flow of signals it would never get in.
+    The same rule takes running replicas over after a restart of the gateway.
     """
     if report is None or not report.ready or standing_of(state, report) is not None:
         return False
     if report.stage is Stage.CHECKING and report.snapshot == state.snapshot:
-        return False  # it is not proved yet
+        # The snapshot is not proved yet.
+        return False
     if report.snapshot != BASE_SNAPSHOT or state.snapshot == BASE_SNAPSHOT:
         return True
     if state.first_signalled_at is not None and 0 < report.started_at < state.first_signalled_at:
-        return True  # it was serving when there was nothing else to serve
+        # It served this snapshot when there was nothing else to serve.
+        return True
     assert state.desired is not None
     return not state.ever_ready and failure(state, report, state.desired) is not None

@@ -4,13 +4,14 @@ Owns: who belongs to the deployment now, one long-lived `GET /replica/events` pe
 Always holds:
 - A view is one replica at one address for as long as it is known. One that leaves is heard until it is gone, takes no new
   request, and is not the reconciler's business any more.
-- A view's report is the last whole report heard. It becomes None when the replica proves dead (nobody listens after its
-  event stream broke), is silent for `silence_s`, or sends what is not a report of it; and, when a broken event stream
-  cannot be opened again, `grace_s` after it broke. One broken connection alone moves nobody.
+- A view's report is the last whole report heard. It becomes None when the replica proves dead: its event stream broke and no
+  process listens. It becomes None, too, when the replica is silent for `silence_s`, or sends a line that is no report of it.
+  When a broken event stream cannot be opened again, that happens `grace_s` after it broke.
+- One broken connection alone moves no session.
 - Requests that fail on a replica before it answers, several in a row, suspend it until it answers a probe.
 - A new boot of a replica is not admitted until the reconciler (loop.py) admits it.
-- While it is `learning`, after the gateway's start, replicas may still have to say which sessions they hold; a replica tells
-  that before its first report. It ends when every member is usable, and in any case after `learn_s`.
+- While a view is `learning`, after the gateway's start, replicas may still have to say which sessions they hold. A replica
+  says so before its first report. Learning ends when every member is usable, and in any case after `learn_s`.
 - The token that replicas ask for is sent to replicas only, and shown nowhere.
 - Subscribers are called after changes, at most once per turn of the event loop, never from within a change.
 """
@@ -25,19 +26,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from midstream.errors import ReplicaUnavailable
+from midstream.core.errors import ReplicaUnavailable
+from midstream.core.types import HEADER_TOKEN, Desired, Hint, ReplicaReport, SessionsReport, Trajectories
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words
-from midstream.httpcall import CallFailed, ResponseStream, call, open_stream
-from midstream.types import HEADER_TOKEN, Desired, Hint, ReplicaReport, SessionsTold, Trajectories
+from midstream.http.call import CallFailed, ResponseStream, call, open_stream
 
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 4 * 2**20
-FAILURES_MAX = 3  # requests in a row that a replica may fail on before it answers
-OF_A_KIND = b'{"kind":'  # how lines begin that are no report
-SILENCE_CHECKS = 6  # a silent period is counted in so many parts: one stall of this loop is not silence
+# Requests in a row that a replica may fail before it answers one.
+FAILURES_MAX = 3
+# How event lines begin that are no report.
+OF_A_KIND = b'{"kind":'
+# A silent period is counted in so many parts: one stall of this loop is not silence.
+SILENCE_CHECKS = 6
 
 
 class Member(NamedTuple):
@@ -50,7 +54,8 @@ class Member(NamedTuple):
     own: bool = True
 
 
-Listener = Callable[[str, SessionsTold], None]  # name of the replica, what it told
+# The name of the replica, and its report.
+Listener = Callable[[str, SessionsReport], None]
 
 
 class ReplicaSet:
@@ -85,18 +90,21 @@ class ReplicaSet:
         self._grace_s = grace_s
         self._learn_s = learn_s
         self.learning = learn_s > 0
-        self.on_sessions: Listener = lambda replica, told: None  # hears what replicas tell of their sessions
+        # Called with each report of sessions.
+        self.on_sessions: Listener = lambda replica, told: None
         self._header = token_header(token)
         self._named: dict[str, ReplicaView] = {}
         self._fleet: Fleet[ReplicaView] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
         self._waiting_for_use: dict[Callable[[], None], None] = {}
-        self._use_is_news = False  # when those who wait are called
+        # The callbacks of those who wait are due.
+        self._use_is_news = False
         self._waking: asyncio.Handle | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._notice: asyncio.Handle | None = None
-        self._ears: dict[ReplicaView, _Ear] = {}
-        self._tasks: asyncio.TaskGroup | None = None  # while it runs
+        self._subscriptions: dict[ReplicaView, _Subscription] = {}
+        # Set while it runs.
+        self._tasks: asyncio.TaskGroup | None = None
         self.set_members(replicas)
 
     def __repr__(self) -> str:
@@ -122,7 +130,7 @@ class ReplicaSet:
         (self._waiting if any_report else self._waiting_for_use)[callback] = None
 
     def look_again(self) -> None:
-        """Something else changed that whoever waits may wait for."""
+        """Something else changed that waiting requests may wait for."""
         self._wake()
 
     def wait_no_more(self, callback: Callable[[], None]) -> None:
@@ -142,7 +150,7 @@ class ReplicaSet:
         leaving: names of those that take no new requests. Whoever is not listed is gone. The same list changes nothing; a
         known name at another address is another replica.
         """
-        known = {(view.name, view.url): view for view in self._ears}
+        known = {(view.name, view.url): view for view in self._subscriptions}
         stay: list[ReplicaView] = []
         leave: list[ReplicaView] = []
         for member in (Member(*replica) for replica in replicas):
@@ -154,7 +162,8 @@ class ReplicaSet:
         if (tuple(stay), tuple(leave)) == (self.views, self.leaving) and not known:
             return
         for index, view in enumerate(stay):
-            if view.standing != "member":  # control did not look after it meanwhile
+            # Control did not look after it meanwhile.
+            if view.standing != "member":
                 view.admitted = False
             view.index, view.standing = index, "member"
         for view in leave:
@@ -170,17 +179,17 @@ class ReplicaSet:
         view = ReplicaView(
             0, member.name, member.url.rstrip("/"), member.weight, self._use_changed, member.own
         )
-        self._ears[view] = _Ear()
+        self._subscriptions[view] = _Subscription()
         if self._tasks is not None:
             self._listen(self._tasks, view)
         return view
 
     def _part(self, view: ReplicaView) -> None:
         view.standing = "gone"
-        ear = self._ears.pop(view)
-        ear.calm()
-        if ear.watch is not None:
-            ear.watch.cancel()
+        subscription = self._subscriptions.pop(view)
+        subscription.calm()
+        if subscription.watch is not None:
+            subscription.watch.cancel()
         view.report = None
 
     def subscribe(self, callback: Callable[[], None]) -> None:
@@ -216,8 +225,8 @@ class ReplicaSet:
 
     def refused(self, view: ReplicaView) -> None:
         """The data path was refused a connection: without an event stream either, the replica is dead."""
-        ear = self._ears.get(view)
-        if ear is not None and not ear.connected:
+        subscription = self._subscriptions.get(view)
+        if subscription is not None and not subscription.connected:
             self._lost(view)
 
     def failed(self, view: ReplicaView) -> None:
@@ -251,7 +260,7 @@ class ReplicaSet:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                for view in self._ears:
+                for view in self._subscriptions:
                     self._listen(tasks, view)
                 await asyncio.Event().wait()
         finally:
@@ -259,7 +268,7 @@ class ReplicaSet:
             learned.cancel()
 
     def _listen(self, tasks: asyncio.TaskGroup, view: ReplicaView) -> None:
-        self._ears[view].watch = tasks.create_task(self._watch(view), name=f"events of {view.name}")
+        self._subscriptions[view].watch = tasks.create_task(self._watch(view), name=f"events of {view.name}")
 
     async def _watch(self, view: ReplicaView) -> None:
         backoff_s = self._backoff_s_min
@@ -287,7 +296,7 @@ class ReplicaSet:
         stream = await open_stream(
             view.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header
         )
-        self._ears[view].stream = stream
+        self._subscriptions[view].stream = stream
         try:
             seen, quiet_checks = 0, 0
             while quiet_checks < SILENCE_CHECKS:
@@ -307,7 +316,7 @@ class ReplicaSet:
     def _heard(self, view: ReplicaView, line: bytes) -> None:
         try:
             if line.startswith(OF_A_KIND):
-                self._told(view, msgspec.json.decode(line, type=SessionsTold | Trajectories))
+                self._told(view, msgspec.json.decode(line, type=SessionsReport | Trajectories))
                 return
             report = msgspec.json.decode(line, type=ReplicaReport)
             if not view.own:
@@ -315,33 +324,34 @@ class ReplicaSet:
             if report.replica != view.name:
                 raise ValueError(f"{view.url} is {report.replica}, expected {view.name}")
         except (msgspec.MsgspecError, ValueError):
-            self._lost(view)  # whoever speaks there is not the replica that was heard before
+            # Another process answers there now: the replica that was heard before is lost.
+            self._lost(view)
             raise
-        ear = self._ears[view]
-        ear.calm()
-        if report.boot != ear.boot:
-            ear.boot = report.boot
+        subscription = self._subscriptions[view]
+        subscription.calm()
+        if report.boot != subscription.boot:
+            subscription.boot = report.boot
             view.admitted = False
         if report != view.report:
             news = _serving(report) != _serving(view.report)
             view.report = report
             self._changed(use=news)
 
-    def _told(self, view: ReplicaView, told: SessionsTold | Trajectories) -> None:
-        if isinstance(told, SessionsTold):
+    def _told(self, view: ReplicaView, told: SessionsReport | Trajectories) -> None:
+        if isinstance(told, SessionsReport):
             self.on_sessions(view.name, told)
         else:
             view.trajectories = told
 
     def _doubt(self, view: ReplicaView) -> None:
         """The event stream is gone: the report goes too, unless another one comes in time."""
-        ear = self._ears[view]
-        if view.report is not None and ear.doubt is None:
-            ear.doubt = asyncio.get_running_loop().call_later(self._grace_s, self._lost, view)
+        subscription = self._subscriptions[view]
+        if view.report is not None and subscription.doubt is None:
+            subscription.doubt = asyncio.get_running_loop().call_later(self._grace_s, self._lost, view)
 
     def _lost(self, view: ReplicaView) -> None:
-        if (ear := self._ears.get(view)) is not None:
-            ear.calm()
+        if (subscription := self._subscriptions.get(view)) is not None:
+            subscription.calm()
         if view.report is not None:
             view.report = None
             self._changed()
@@ -386,13 +396,16 @@ class ReplicaSet:
 
 
 @dataclass(eq=False)
-class _Ear:
+class _Subscription:
     """How one replica is heard."""
 
     watch: asyncio.Task[None] | None = None
-    stream: ResponseStream | None = None  # the last event stream
-    boot: str | None = None  # the last one heard of
-    doubt: asyncio.TimerHandle | None = None  # ends the report's grace
+    # The last event stream.
+    stream: ResponseStream | None = None
+    # The last boot that was heard.
+    boot: str | None = None
+    # The timer that ends the report's grace.
+    doubt: asyncio.TimerHandle | None = None
 
     @property
     def connected(self) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
+from midstream.core.types import BASE_SNAPSHOT
 from midstream.ledger.records import Signalled
-from midstream.types import BASE_SNAPSHOT
 
-KEPT = 1024  # signals
+# Signals that are kept.
+KEPT = 1024
 
 
 class SignalOrder:
@@ -26,8 +27,8 @@ class SignalOrder:
         self._generations: dict[str, int] = {BASE_SNAPSHOT: 0}
         self._names: dict[int, str] = {0: BASE_SNAPSHOT}
         self._sorted = [0]
-        self._ready = 0  # the highest generation of what was ready
-        self._told: tuple[Signalled, ...] | None = None
+        # The highest generation of a ready snapshot.
+        self._ready = 0
 
     def __repr__(self) -> str:
         return f"SignalOrder({len(self._sorted) - 1} signals, the last one {self.desired!r})"
@@ -43,20 +44,17 @@ class SignalOrder:
             self._clear(reset)
         for signal in signals:
             self._learn(*signal)
-        self._told = None
 
     def ready(self, snapshot: str, generation: int) -> None:
         """It is on a replica, which was told to load it under `generation`."""
         position = self._generations.get(snapshot, 0)
         if self._ready < position <= generation:
-            self._ready, self._told = position, None
+            self._ready = position
 
     def told(self) -> tuple[Signalled, ...]:
-        """All that is known, for `learn`. The same object while nothing changes."""
-        if self._told is None:
-            known = ((self._names[generation], generation) for generation in self._sorted[1:])
-            self._told = tuple(Signalled(name, at, at <= self._ready) for name, at in known)
-        return self._told
+        """All that is known, for `learn`, in order."""
+        known = ((self._names[generation], generation) for generation in self._sorted[1:])
+        return tuple(Signalled(name, at, at <= self._ready) for name, at in known)
 
     def position(self, snapshot: str) -> int | None:
         """Greater for what was signalled later; None: it is not known."""
@@ -65,7 +63,8 @@ class SignalOrder:
     def newest(self, served: Iterable[str]) -> int:
         """The position of the newest snapshot that was ready, or is served."""
         newest = max(self._ready, *(self._generations.get(name, 0) for name in (*served, BASE_SNAPSHOT)))
-        return self._sorted[bisect_right(self._sorted, newest) - 1]  # that one may have been signalled again
+        # A snapshot may have been signalled again after its first signal.
+        return self._sorted[bisect_right(self._sorted, newest) - 1]
 
     def name(self, position: int) -> str:
         return self._names[position]

@@ -1,7 +1,7 @@
 """What the gateway knows of one replica, and whether placement may use it.
 
-Always holds: `usable` and `admitting` are what `admitted`, `report` and `standing` make of them, and whoever asked to be told
-is told when they change.
+Always holds: `usable` and `admitting` follow from `admitted`, `report` and `standing`, and subscribers are told when they
+change.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from midstream.types import ReplicaReport, Trajectories
+from midstream.core.types import ReplicaReport, Trajectories
 
 Standing = Literal["member", "leaving", "gone"]
 
@@ -58,12 +58,17 @@ class ReplicaView:
         self.url = url
         self.weight = weight
         self.own = own
-        self.last_words = ""  # what it said of itself before it fell silent; empty: it is heard
-        self.load = 0  # requests on it: this gateway's, or all that it reported if those are more
-        self.failures = 0  # requests in a row that failed on it before it answered
+        # What the replica reported of itself before it fell silent. Empty: it is heard.
+        self.last_words = ""
+        # Requests on it: this gateway's, or all that it reported if those are more.
+        self.load = 0
+        # Requests in a row that failed on it before it answered one.
+        self.failures = 0
         self.trajectories: Trajectories | None = None
-        self.usable = False  # placement may send requests to it
-        self.admitting = False  # it takes new requests, as far as is known
+        # Placement may send requests to it.
+        self.usable = False
+        # It admits new requests, as far as is known.
+        self.admitting = False
         self._on_change = on_change
         self._report: ReplicaReport | None = None
         self._reported = 0

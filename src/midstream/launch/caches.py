@@ -1,8 +1,8 @@
-"""The replicas' cache directories: who holds one, who takes one over, and how those go that nobody needs any more.
+"""The replicas' cache directories: held, taken over, and removed when they are not needed any more.
 
 Owns: the lock of a cache directory, and every renaming and removal of one.
-Always holds: a cache directory is renamed or removed only by who holds its lock, so never under the replica process that uses
-it; what is held is the directory that has the name, and not one that had it before.
+Always holds: only the holder of its lock renames or removes a cache directory, so never under the replica process that uses it.
+The lock held is that of the directory that has the name now, not of one that had it before.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import IO
 
-from midstream.private import private_directory, private_file
+from midstream.core.private import private_directory, private_file
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-GONE = ".gone-"  # begins the names of caches that are being removed
+#: Begins the names of caches that are being removed.
+GONE = ".gone-"
 
 
 @contextlib.contextmanager
 def held(cache_dir: Path) -> Iterator[None]:
-    """Hold the directory, made if it is not there. Raises BlockingIOError when somebody else does, and OSError."""
+    """Hold the directory; it is made if it does not exist. Raises BlockingIOError while another process holds it, and
+    OSError."""
     while True:
         private_directory(cache_dir)
         try:
             lock = private_file(cache_dir / LOCK).open("w")
         except FileNotFoundError:
-            continue  # removed since
+            # Another process removed it since.
+            continue
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is(lock, cache_dir / LOCK):
@@ -42,12 +45,16 @@ def held(cache_dir: Path) -> Iterator[None]:
 
 
 def take_over(root: Path, name: str) -> Path:
-    """The cache directory of that name below `root`. If there is none, one that nobody uses gets the name, whoever had it:
-    what is in a cache goes by its content. So there are never more than were used at once. Raises OSError."""
+    """The cache directory of that name below `root`. Raises OSError.
+
+    If there is none, an unused one gets the name, whichever replica had it: files in a cache are found by their content. So
+    there are never more caches than were used at once.
+    """
     own = root / name
     if not own.is_dir():
         for other in sorted(_caches(root)):
-            with contextlib.suppress(OSError):  # it is in use, or was taken or removed since
+            # An error: it is in use, or was taken or removed since.
+            with contextlib.suppress(OSError):
                 with held(other):
                     other.rename(own)
                 break
@@ -55,9 +62,9 @@ def take_over(root: Path, name: str) -> Path:
 
 
 def remove_caches(cache: Path, others: Set[str]) -> None:
-    """Remove a replica's cache directory and those of its deployment's other numbers, but of none of `others`.
+    """Remove a replica's cache directory and those of its deployment's other numbers, except those of `others`.
 
-    Those that a process uses stay.
+    A directory that a process uses stays.
     """
     deployment = cache.name.rpartition("-")[0]
     doomed = [
@@ -69,9 +76,9 @@ def remove_caches(cache: Path, others: Set[str]) -> None:
 
 
 def set_strange_caches_aside(root: Path, wanted: Set[str]) -> list[Path]:
-    """Caches of deployments none of whose replicas is wanted, since they went while no server ran: to be removed, renamed.
+    """Rename the caches of deployments none of whose replicas is wanted: they went while no server ran. Returns what to remove.
 
-    Those that a process uses stay.
+    A directory that a process uses stays.
     """
     deployments = {name.rpartition("-")[0] for name in wanted}
     _aside(d for d in _caches(root) if d.name.rpartition("-")[0] not in deployments)
@@ -84,7 +91,7 @@ def remove_all(directories: Iterable[Path]) -> None:
 
 
 def _caches(root: Path) -> list[Path]:
-    """Named [DEPLOYMENT-]replica-NUMBER."""
+    """The cache directories: their names are [DEPLOYMENT-]replica-NUMBER."""
     return [
         directory
         for directory in root.glob("*replica-*")
@@ -93,7 +100,7 @@ def _caches(root: Path) -> list[Path]:
 
 
 def _aside(directories: Iterable[Path]) -> list[Path]:
-    """Those that nobody uses, renamed."""
+    """Rename those that no process uses. Returns their new names."""
     aside = []
     for directory in directories:
         gone = directory.parent / f"{GONE}{directory.name}-{secrets.token_hex(4)}"
@@ -110,7 +117,7 @@ def _aside(directories: Iterable[Path]) -> list[Path]:
 
 
 def _is(file: IO[str], path: Path) -> bool:
-    """The open file is the one at that path now."""
+    """Whether the open file is the one at that path now."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which engine a replica gets, by the settings: the parts of its spec that say so, and the engine made from them.
+"""The engine of a replica: the fields of its settings that choose it, and the engine made from them.
 
 Always holds: replicas of one machine do not share cores or GPUs, as long as there are enough.
 """
@@ -8,31 +8,29 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from midstream.config import Settings
+from midstream.core.config import Settings
+from midstream.core.errors import ConfigError
 from midstream.engine.base import Engine
-from midstream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from midstream.launch.child import ReplicaSpec
+from midstream.launch.specs import ReplicaSpec
 
 
 def usable_cores() -> list[int]:
-    """Of this machine, that this process may run on."""
+    """The numbers of this machine's cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def number_of(replica: str) -> int:
-    """Of a replica's name, counted from 0."""
+    """The number in a replica's name, counted from 0."""
     found = re.search(r"(\d+)$", replica)
     return int(found[1]) if found else 0
 
 
 def engine_fields(settings: Settings, number: int, replicas: int, *, alone: bool = False) -> dict[str, Any]:
-    """Fields of the ReplicaSpec of replica `number` of so many on this machine. alone: nothing else runs replicas here.
+    """Fields of the ReplicaSpec of replica `number`, of so many on this machine. alone: it need not share this machine's cores.
 
     Raises ConfigError.
     """
@@ -65,13 +63,13 @@ def make_engine(spec: ReplicaSpec) -> Engine:
         return VllmEngine(
             model_dir, spec.vllm, Path(spec.cache_dir), url=spec.vllm_url, cores=spec.cores, gpus=spec.gpus
         )
-    from midstream.engine.embedded.process import EmbeddedEngine
+    from midstream.engine.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(model_dir, spec.engine)
 
 
 def requests_max(spec: ReplicaSpec) -> int:
-    """Choices inside a replica or waiting at its gate."""
+    """How many choices may be inside a replica or wait at its gate."""
     if spec.kind == "vllm":
         return spec.vllm.max_waiting
     return spec.engine.max_running + spec.engine.max_waiting

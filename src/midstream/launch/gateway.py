@@ -1,4 +1,4 @@
-"""The gateway process: data path, control app, ledger and reconciler.
+"""The gateway process: public port, control app, ledger and reconciler.
 
 Owns: wiring concrete classes. Run as `python -m midstream.launch.gateway` by the supervisor.
 """
@@ -9,70 +9,102 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.routing import BaseRoute
 
-from midstream.errors import ConfigError, NotFound
+from midstream.api.app import control_app
+from midstream.api.deployments import deployment_routes
+from midstream.api.hotload import hotload_routes
+from midstream.core.errors import ConfigError, NotFound
+from midstream.core.names import ServedNames
+from midstream.core.private import UMASK
+from midstream.core.types import TransitionType
+from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.membership import Resolver, entries_of_settings, membership_routes
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.gateway.app import control_app
-from midstream.gateway.deployments import deployment_routes
-from midstream.gateway.handover import Offer, take_over
-from midstream.gateway.hotload import hotload_routes
-from midstream.gateway.membership import Resolver, entries_of_settings, membership_routes
-from midstream.gateway.metrics import GatewayMetrics
-from midstream.gateway.registry import Deployment, Deployments
-from midstream.gateway.roster import Roster, Running, replica_count
-from midstream.gateway.server import Gateway
-from midstream.gateway.sessions import SessionTable
-from midstream.gateway.wire import data_path, new_event_loop
-from midstream.launch.child import (
-    CATCH_UP_S,
-    STOP_GRACE_S,
-    Accepting,
-    Announcer,
-    GatewaySpec,
-    Listening,
-    configure_logging,
-    raise_file_limit,
-    read_spec,
-    return_memory,
-    stop_requested,
-)
-from midstream.launch.workers import Workers
+from midstream.fleet.sessions import SessionTable
+from midstream.fleet.tally import GatewayReport
+from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_child
+from midstream.launch.specs import Accepting, GatewaySpec, Listening
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.records import DeploymentChange
-from midstream.names import ServedNames
-from midstream.private import UMASK
-from midstream.types import TransitionType
+from midstream.proxy.handover import Offer, take_over
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.proxy.server import Gateway
 
 logger = logging.getLogger(__name__)
 
-LEDGER_WAIT_S = 60.0  # a ledger that does not answer at the start is asked again for so long
+#: A ledger that does not answer at the start is asked again for so long.
+LEDGER_WAIT_S = 60.0
 LEDGER_PAUSE_S = 1.0
+#: A gateway waits so long until it can use all replicas, while other gateways listen.
+CATCH_UP_S = 10.0
 CATCH_UP_POLL_S = 0.02
-LEARN_S = 1.5  # requests of unknown sessions wait so long at most for replicas to say what they hold
-_SAID = "_settings"  # of the default deployment: what the settings said of it when it was last started
+#: Requests of unknown sessions wait so long at most for replicas to say which sessions they hold.
+LEARN_S = 1.5
+#: The field of the default deployment with the settings of its last start.
+_SAID = "_settings"
 
 
-async def serve(spec: GatewaySpec, announce: Announcer) -> int:
+async def serve(spec: GatewaySpec, channel: Channel) -> None:
+    return_memory()
+    os.umask(UMASK)
     ledger = Ledger(spec.ledger)
     row = await first_answer(ledger, spec)
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)
+    desired_state = _desired_state(spec, ledger, deployments, channel)
+    gateway = _gateway(spec, ledger, deployments, desired_state)
+    offer = Offer(lambda: gateway.sockets)
+    stop = asyncio.create_task(
+        channel.stop_requested(lambda line: desired_state.running(msgspec.json.decode(line, type=Running)))
+    )
+    background: list[asyncio.Task[None]] = []
+    try:
+        starts_alone = spec.takes_over is None and not spec.shares_port
+        port = await gateway.start(spec.host, spec.port) if starts_alone else spec.port
+        channel.send(Listening(port=port, offer=offer.path))
+        background.append(asyncio.create_task(desired_state.run()))
+        if spec.takes_over is not None:
+            await _take_over(spec, spec.takes_over, gateway, desired_state)
+            channel.send(Accepting())
+        elif spec.shares_port:
+            await _join(spec, gateway, desired_state)
+        taken = asyncio.create_task(offer.taken())
+        background.append(taken)
+        done, _ = await asyncio.wait((stop, *background), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            # A background task that ended is a bug: this process ends, and is started again.
+            task.result()
+        if taken in done:
+            await _retire(gateway, stop, spec.settings.restart_drain_s)
+        if stop.done() or not taken.done():
+            await gateway.drain(STOP_GRACE_S)
+    finally:
+        offer.close()
+        await gateway.close()
+        for task in (stop, *background):
+            task.cancel()
+        await asyncio.gather(stop, *background, return_exceptions=True)
+        ledger.close()
+
+
+def _gateway(
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState
+) -> Gateway:
     metrics = GatewayMetrics(deployments)
-    workers = Workers(spec, deployments, metrics)
-    roster = _roster(spec, ledger, deployments, announce, workers)
-    keyed = bool(spec.settings.api_keys)
     app = control_app(
         deployments,
         metrics,
         created=int(time.time()),
-        keyed=keyed,
-        extra_routes=_served_api(spec, ledger, deployments, roster),
+        keyed=bool(spec.settings.api_keys),
+        extra_routes=_served_api(spec, ledger, deployments, desired_state),
     )
     gateway = Gateway(
         spec.settings,
@@ -82,73 +114,39 @@ async def serve(spec: GatewaySpec, announce: Announcer) -> int:
         front_path=spec.tinker_path,
         replica_token=spec.token,
     )
-    offer = Offer(lambda: gateway.sockets, workers.offers)
-    stop = asyncio.create_task(
-        stop_requested(lambda line: roster.running(msgspec.json.decode(line, type=Running)))
-    )
-    background: list[asyncio.Task[None]] = []
-    try:
-        port = spec.port
-        if spec.takes_over is None:
-            port = await gateway.start(spec.host, spec.port)
-        announce(Listening(port=port, offer=offer.path))
-        background.append(asyncio.create_task(roster.run()))
-        theirs: Mapping[str, str] = {}
-        if spec.takes_over is not None:
-            theirs = await _take_over(spec, spec.takes_over, gateway, roster)
-            announce(Accepting())
-        if spec.settings.workers > 1:
-            background.append(workers.start(gateway.control_path, port, theirs))
-        taken = asyncio.create_task(offer.taken())
-        background.append(taken)
-        done, _ = await asyncio.wait((stop, *background), return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()  # a background task that ended is a bug: end, and be started again
-        if taken in done:
-            await _retire(gateway, workers, stop, spec.settings.restart_drain_s)
-        if stop.done() or not taken.done():
-            await asyncio.gather(gateway.drain(STOP_GRACE_S), workers.stop())
-    finally:
-        offer.close()
-        await gateway.close()
-        for task in (stop, *background):
-            task.cancel()
-        await asyncio.gather(stop, *background, return_exceptions=True)
-        await workers.stop()
-        ledger.close()
-    return 0
+    _report(desired_state, gateway, metrics)
+    return gateway
 
 
-def _roster(
-    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, announce: Announcer, workers: Workers
-) -> Roster:
-    roster = Roster(
+def _desired_state(
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, channel: Channel
+) -> DesiredState:
+    desired_state = DesiredState(
         ledger,
         deployments,
         lambda row: _run_time(ledger, spec, row),
-        announce,
+        channel.send,
         settings=entries_of_settings(spec.settings.replicas, spec.settings.replica_weights),
-        busy=workers.leader.busy,
     )
     if spec.settings.replicas_dns is not None:
-        roster.resolver = Resolver(spec.settings.replicas_dns, roster.wake)
-    return roster
+        desired_state.resolver = Resolver(spec.settings.replicas_dns, desired_state.wake)
+    return desired_state
 
 
 def _served_api(
-    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, roster: Roster
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState
 ) -> list[BaseRoute]:
-    """The control API beside what every gateway has."""
+    """The endpoints of deployments, of replicas and of hot loads."""
     return [
         *deployment_routes(
             ledger,
             deployments,
             bucket=spec.bucket,
             allowed_buckets=spec.settings.allowed_buckets,
-            changed=roster.look_once,
+            changed=desired_state.changed,
         ),
         *membership_routes(
-            ledger, deployments, allowed=spec.settings.allowed_replicas, changed=roster.look_once
+            ledger, deployments, allowed=spec.settings.allowed_replicas, changed=desired_state.changed
         ),
         *hotload_routes(
             ledger,
@@ -159,32 +157,56 @@ def _served_api(
     ]
 
 
-async def _retire(gateway: Gateway, workers: Workers, stop: asyncio.Task[None], drain_s: float) -> None:
-    """Finish the requests that are there, for drain_s at most, or until `stop`."""
+async def _retire(gateway: Gateway, stop: asyncio.Task[None], drain_s: float) -> None:
+    """Finish the requests that it has, within drain_s, or until `stop`."""
     logger.info("another process took over the port; this one finishes its requests")
-    workers.retire()
-    rest = asyncio.gather(gateway.retire(drain_s), workers.left())
-    await asyncio.wait((stop, rest), timeout=drain_s, return_when="FIRST_COMPLETED")
+    rest = asyncio.create_task(gateway.retire(drain_s))
+    await asyncio.wait((stop, rest), return_when="FIRST_COMPLETED")
     rest.cancel()
     await asyncio.gather(rest, return_exceptions=True)
 
 
-async def _take_over(spec: GatewaySpec, path: str, gateway: Gateway, roster: Roster) -> Mapping[str, str]:
-    """Listen where another process does, once this one can use every replica, or has tried for CATCH_UP_S; that one retires.
-
-    Returns where the processes beside that one offer their sockets. Raises OSError.
-    """
-    until = time.monotonic() + CATCH_UP_S
-    while not roster.caught_up and time.monotonic() < until:  # noqa: ASYNC110 - many things say when
-        await asyncio.sleep(CATCH_UP_POLL_S)
+async def _take_over(spec: GatewaySpec, path: str, gateway: Gateway, desired_state: DesiredState) -> None:
+    """Listen where another process does, once this one has caught up. That one retires. Raises OSError."""
+    await _caught_up(desired_state)
     taken = await take_over(path)
     await gateway.start(spec.host, spec.port, taken.sockets)
     taken.confirm()
-    return taken.workers
+
+
+async def _join(spec: GatewaySpec, gateway: Gateway, desired_state: DesiredState) -> None:
+    """Listen beside the other gateways, once this one has caught up, or at once while none of them listens. Raises OSError."""
+    await _caught_up(desired_state, lambda: desired_state.heard and desired_state.siblings.listening == 0)
+    await gateway.start(spec.host, spec.port)
+    desired_state.wake()
+
+
+async def _caught_up(desired_state: DesiredState, alone: Callable[[], bool] = lambda: False) -> None:
+    """Until this process can use every replica, no longer than CATCH_UP_S. alone: there is no other to wait behind."""
+    until = time.monotonic() + CATCH_UP_S
+    # Many events can make it true, so it is polled.
+    while not (desired_state.caught_up or alone()) and time.monotonic() < until:  # noqa: ASYNC110
+        await asyncio.sleep(CATCH_UP_POLL_S)
+
+
+def _report(desired_state: DesiredState, gateway: Gateway, metrics: GatewayMetrics) -> None:
+    """Have the supervisor told of this process's counts and readiness, and the metrics include those of the other gateways."""
+    boot = secrets.token_hex(8)
+    metrics.siblings = lambda: desired_state.siblings
+    metrics.report = desired_state.report_now
+    metrics.listening = lambda: bool(gateway.sockets)
+    metrics.ready = lambda: bool(gateway.sockets) and desired_state.caught_up
+    desired_state.report = lambda: GatewayReport(
+        boot=boot,
+        listening=metrics.listening(),
+        ready=metrics.ready(),
+        changes=desired_state.changes,
+        tally=metrics.tally(),
+    )
 
 
 async def first_answer(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:
-    """default_deployment(), of a database that may be busy with others when the server starts. Raises ConfigError."""
+    """As default_deployment(). Asks again while the database is busy. Raises ConfigError after LEDGER_WAIT_S."""
     until = time.monotonic() + LEDGER_WAIT_S
     while True:
         try:
@@ -197,10 +219,9 @@ async def first_answer(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:
 
 
 async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:
-    """The row of the deployment of the command line.
+    """The row of the deployment of the command line. Raises ConfigError.
 
-    What the settings say of it counts when they say something else than at the last start; otherwise what the API was told
-    since stays. Raises ConfigError.
+    A setting that changed since the last start counts. One that did not leaves the value that the API was given since.
     """
     transition: TransitionType = "SYNC" if spec.transition == "sync" else "ASYNC"
     said = {"replicas": spec.replicas, "transition": transition, "bucket": spec.bucket}
@@ -233,20 +254,5 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
     )
 
 
-def main() -> int:
-    announce = Announcer()
-    spec = read_spec(GatewaySpec)
-    configure_logging("gateway", spec.log_level)
-    raise_file_limit()
-    return_memory()
-    os.umask(UMASK)
-    try:
-        with asyncio.Runner(loop_factory=lambda: new_event_loop(data_path(spec.settings))) as runner:
-            return runner.run(serve(spec, announce))
-    except (ConfigError, OSError) as error:
-        announce(Listening(error=str(error)))
-        return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_child("gateway", GatewaySpec, serve))

@@ -1,9 +1,11 @@
-"""The gateway of a server, or several of them on nodes of their own.
+"""The gateways of a server: one, several on one port of this machine, or several on nodes of their own.
 
-Owns: their processes, and what they want together.
-Always holds: each is told of every replica; a replica is wanted while any gateway that is up wants it, or one that was replaced
-and is not done yet, so it goes only when no gateway has a request on it any more; none of them is the first, so the end of one
-changes nothing for the others.
+Owns: their processes, what they want together, and what each is told of the others: how many there are, what they counted.
+Always holds:
+- Each gateway is told of every replica.
+- A replica is wanted while a gateway wants it. Gateways that were replaced and have requests left count too. So a replica goes
+  only when no gateway has a request on it any more.
+- None of the gateways is special, so the end of one changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -12,22 +14,25 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
-from midstream.gateway.roster import Running, Wanted, WantedReplica
+from midstream.fleet.desired_state import Running, Wanted, WantedReplica
+from midstream.fleet.tally import Siblings, Tally, merged, siblings_of
 from midstream.launch.process import (
-    RESTART_PAUSE_S_MAX,
     RESTART_PAUSE_S_MIN,
+    Conversation,
     HostUnwell,
     StartFailed,
     Supervised,
+    longer,
 )
 
 logger = logging.getLogger(__name__)
 
-#: A gateway by its name, what gets each line that it says, and what it is told when it starts; not started.
-Make = Callable[[str, Callable[[bytes], None], Callable[[], Running]], Supervised]
+#: Makes the gateway process of that name, not started.
+Make = Callable[[str, Conversation], Supervised]
 
 
 class Gateways:
@@ -36,14 +41,20 @@ class Gateways:
     def __init__(
         self, make: Make, count: int, want: Callable[[Wanted], None], running: Callable[[], Running]
     ) -> None:
-        """want: told what should run, when that may be something else than before. running: all that does."""
+        """want: gets the union of all lists, whenever it may have changed. running: all replicas that run."""
         self._want = want
-        self._lists: dict[str, Wanted] = {}  # what each said last, since it ended last
-        self._replaced: dict[tuple[str, int], Wanted] = {}  # of each process that finishes what it has
+        self._running = running
+        #: What the processes that have ended counted, and which they are.
+        self._ended, self._ended_boots = Tally(), set[str]()
+        #: By name, what each was told of the others last, and what each said last, since it ended last.
+        self._told: dict[str, Siblings] = {}
+        self._said: dict[str, Wanted] = {}
+        #: By name and pid, what each process said last that was replaced and finishes its requests.
+        self._replaced: dict[tuple[str, int], Wanted] = {}
         self._up: set[str] = set()
         self._lives: list[asyncio.Task[None]] = []
         names = ["gateway"] if count == 1 else [f"gateway-{number}" for number in range(count)]
-        self._members = [make(name, self._ear(name), running) for name in names]
+        self._members = [make(name, self._conversation(name)) for name in names]
         for member in self._members:
             member.on_retiring = functools.partial(self._hear_replaced, member.name)
 
@@ -53,8 +64,11 @@ class Gateways:
     def __iter__(self) -> Iterator[Supervised]:
         return iter(self._members)
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     async def start(self) -> None:
-        """Returns when all are up; each is started again when it ends, from when it was up first. Raises StartFailed.
+        """Returns when all are up. From when it was up first, each is started again when it ends. Raises StartFailed.
 
         A host that is not well is waited for, or another one.
         """
@@ -62,23 +76,30 @@ class Gateways:
         ups = [loop.create_future() for _ in self._members]
         lives = zip(self._members, ups, strict=True)
         self._lives = [asyncio.create_task(self._live(member, up), name=member.name) for member, up in lives]
-        await asyncio.gather(*ups)
+        up = asyncio.gather(*ups)
+        first: list[asyncio.Future[Any]] = [up, *self._lives]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        for life in self._lives:
+            if life.done():
+                # A bug ends it before its gateway is up.
+                life.result()
+        await up
 
     async def supervise(self) -> None:
-        """Until cancelled; raises what ends one for good: a bug."""
+        """Until cancelled; raises what ends the supervision of one: a bug."""
         await asyncio.gather(*self._lives)
 
     async def replace(self, drain_s: float) -> None:
-        """Each by a new process, one after another; the old ones finish what they have, in `drain_s`. Raises StartFailed."""
+        """Each by a new process, one after another. The old ones finish their requests, in `drain_s`. Raises StartFailed."""
         for member in self._members:
             await member.replace(drain_s)
 
     def tell(self, running: Running) -> None:
         for member in self._members:
-            member.tell(running)
+            member.tell(self._message(member.name, running))
 
     def places(self) -> dict[str, str]:
-        """Of those that are not on this machine: where each one is."""
+        """Where the gateways run that do not run on this machine, by name."""
         return {member.name: member.place for member in self._members if member.place is not None}
 
     async def stop(self, grace_s: float) -> None:
@@ -116,51 +137,86 @@ class Gateways:
             try:
                 return await member.start(lambda why: logger.warning("%s", why))
             except HostUnwell as error:
-                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                pause_s = longer(pause_s)
                 logger.warning("%s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
 
-    def _ear(self, name: str) -> Callable[[bytes], None]:
-        def hear(line: bytes) -> None:
-            try:
-                self._lists[name] = msgspec.json.decode(line, type=Wanted)
-            except msgspec.DecodeError as error:  # cut short by its end; the next one says all again
-                logger.warning("%s said %r: %s", name, line[:200], error)
-            else:
-                self._combine()
+    def _conversation(self, name: str) -> Conversation:
+        return Conversation(functools.partial(self._hear, name), lambda: self._message(name, self._running()))
 
-        return hear
+    def _message(self, name: str, running: Running) -> Running:
+        """What the gateway of that name is told, noted as told."""
+        self._told[name] = siblings = self._siblings(name)
+        return msgspec.structs.replace(running, siblings=siblings)
+
+    def _siblings(self, name: str) -> Siblings:
+        """The others, for the gateway of that name."""
+        said = {other: wanted for other, wanted in self._said.items() if other in self._up}
+        own = said.get(name, Wanted()).report
+        every = [wanted.report for wanted in (*said.values(), *self._replaced.values())]
+        reports = [one for one in every if one is not None and one.boot not in self._ended_boots]
+        return siblings_of(None if own is None else own.boot, reports, self._ended)
+
+    def _hear(self, name: str, line: bytes) -> None:
+        if (said := _decoded(name, line)) is not None:
+            self._said[name] = said
+            self._changed()
 
     def _hear_replaced(self, name: str, pid: int, line: bytes | None) -> None:
         """line: None when that process has ended."""
-        try:
-            if line is None:
-                self._replaced.pop((name, pid), None)
-            else:
-                self._replaced[name, pid] = msgspec.json.decode(line, type=Wanted)
-        except msgspec.DecodeError as error:  # as in _ear
-            logger.warning("%s said %r: %s", name, line and line[:200], error)
+        if line is None:
+            self._count_ended(self._replaced.pop((name, pid), None))
+        elif (said := _decoded(name, line)) is not None:
+            self._replaced[name, pid] = said
+            self._is_not_its_own(name, said)
         else:
-            self._combine()
+            return
+        self._changed()
+
+    def _is_not_its_own(self, name: str, said: Wanted) -> None:
+        """The report of a replaced process is another process's for the one that has its name now."""
+        known = self._said.get(name)
+        if known is not None and None not in (known.report, said.report) and known.report == said.report:
+            self._said[name] = msgspec.structs.replace(known, report=None)
 
     def _is_up(self, name: str) -> None:
         self._up.add(name)
-        self._combine()
+        self._changed()
 
     def _has_ended(self, name: str) -> None:
         self._up.discard(name)
-        self._lists.pop(name, None)
-        self._combine()
+        self._count_ended(self._said.pop(name, None))
+        self._changed()
 
-    def _combine(self) -> None:
-        """What no gateway that is up has said is not known: while that is all, what was wanted stays so."""
-        said = [wanted for name, wanted in self._lists.items() if name in self._up]
+    def _count_ended(self, wanted: Wanted | None) -> None:
+        if wanted is not None and wanted.report is not None:
+            self._ended = merged((self._ended, wanted.report.tally))
+            self._ended_boots.add(wanted.report.boot)
+
+    def _changed(self) -> None:
+        """Ask for the union of the lists; tell each gateway for which the others are not as they were.
+
+        The list of a gateway that has said nothing yet is unknown. While no list is known, the last union stays.
+        """
+        said = [wanted for name, wanted in self._said.items() if name in self._up]
         if said:
             self._want(union([*said, *self._replaced.values()]))
+        for member in self._members:
+            if self._siblings(member.name) != self._told.get(member.name):
+                member.tell(self._message(member.name, self._running()))
+
+
+def _decoded(name: str, line: bytes) -> Wanted | None:
+    """None for a line that its process's end cut short. The next line says all again."""
+    try:
+        return msgspec.json.decode(line, type=Wanted)
+    except msgspec.DecodeError as error:
+        logger.warning("%s said %r: %s", name, line[:200], error)
+        return None
 
 
 def union(lists: Iterable[Wanted]) -> Wanted:
-    """Every replica of any list, in their order; of one that two describe otherwise, which is so for a moment, the first."""
+    """Every replica of any list, in their order. Where two lists differ for a moment, the first one counts."""
     found: dict[str, WantedReplica] = {}
     for wanted in lists:
         for replica in wanted.replicas:

@@ -1,8 +1,8 @@
-"""Which models this server knows: their names, and the directories they are loaded from.
+"""The models that this server knows: their names, and the directories that they are loaded from.
 
 Owns: the built-in model's directory, made on first use.
-Always holds: the name of a model is fixed while the server runs, and names one directory; nothing is made but in the state
-directory, so a model whose storage is not mounted is missing, whatever it is called.
+Always holds: the name of a model is fixed while the server runs, and names one directory. Only the state directory is written
+to. So a model whose storage is not mounted is missing, also if it has the built-in model's name.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from midstream.config import Settings, check_name
-from midstream.errors import ConfigError
+from midstream.core.config import Settings, check_name
+from midstream.core.errors import ConfigError
 
 BUILT_IN = "tiny-moe"
 
 
 def known_models(settings: Settings) -> tuple[str, dict[str, Path]]:
-    """The name of the model of the command line, and the directories of all by name. Raises ConfigError.
+    """The name of the command line's model, and the directories of all known models by name. Raises ConfigError.
 
-    Known are the model of the command line, those of the setting `models`, and the built-in one unless its name is taken.
+    Known are the command line's model, those of the setting `models`, and the built-in one unless its name is taken.
     """
     known = {name: _checkpoint(f"models.{name}", directory) for name, directory in settings.models.items()}
     for name in known:
@@ -42,7 +42,7 @@ def built_in_directory(state_dir: Path) -> Path:
 
 
 def model_directory(known: Mapping[str, Path], name: str, state_dir: Path) -> Path:
-    """Where the model lies; the built-in one is made if it is not there. Raises ConfigError."""
+    """The model's directory. The built-in model is made if it does not exist. Raises ConfigError."""
     directory = known.get(name)
     if directory is None:
         raise ConfigError(f"model {name} is not known any more: give it in the setting models.{name}")
@@ -51,7 +51,7 @@ def model_directory(known: Mapping[str, Path], name: str, state_dir: Path) -> Pa
 
 
 def make_built_in(directory: Path, state_dir: Path) -> None:
-    """Write the built-in model if the directory is its own and is not there. Others belong to those who gave them."""
+    """Write the built-in model, if the directory is the built-in model's and does not exist."""
     if directory == built_in_directory(state_dir) and not directory.is_dir():
         from midstream.models.tiny_moe import write_tiny_moe
 

@@ -1,9 +1,11 @@
-"""One supervised child process: its start, its restarts, its end, and what is said between it and the supervisor.
+"""One supervised child process: its start, its restarts, its end, and its conversation with the supervisor.
 
-Owns: what is asked of a child wherever it runs (`Supervised`), and the one on this machine (`Child`).
-Always holds: a child that dies after it was ready is started again, on the same port if that can be, with a growing pause;
-a port that nobody names is chosen by the child as it begins to listen, so nobody takes it in between; neither a child nor what
-it started outlives stop(), nor does what one that died had started.
+Owns: the interface of a child wherever it runs (`Supervised`), and the child on this machine (`Child`).
+Always holds:
+- A child that dies after it was ready is started again, on the same port if that is possible, with a growing pause.
+- Without a port in its settings the child chooses one as it begins to listen, so no other process takes it in between.
+- Neither a child nor a process that it started outlives stop(). The processes of a dead child end before its restart.
+- The last lines of a child are heard before its end is reported.
 """
 
 from __future__ import annotations
@@ -16,17 +18,25 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
-from midstream.launch.child import LINE_BYTES_MAX, Accepting, Listening
+from midstream.launch.channel import LINE_BYTES_MAX
+from midstream.launch.specs import Accepting, Listening
 
 logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S_MIN = 0.1
 RESTART_PAUSE_S_MAX = 10.0
-TAKE_OVER_S = 60.0  # a successor that does not serve by then is given up
-RETIRE_GRACE_S = 30.0  # beyond its own bound, for what it ends then to be ended
+#: A successor that does not serve by then is given up.
+TAKE_OVER_S = 60.0
+#: Beyond its own time limit, for a replaced process to end what it ends then.
+RETIRE_GRACE_S = 30.0
+#: For the last lines of a process that has ended to be read.
+LAST_LINES_S = 1.0
+#: For a process to end after its streams have.
+KILL_AFTER_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -35,7 +45,21 @@ class StartFailed(Exception):
 
 
 class HostUnwell(StartFailed):
-    """Not for what it is: its host, or what leads there, is not well. That may pass, so it is a wait and not a failure."""
+    """The child's host, or the way to it, is not well. That may pass, so this is a wait and not a failure."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """on_line: gets each line that the child says after its answer. Where it runs elsewhere, one that was not the newest for
+    long may be left out. greeting: the message that a child gets whenever it has started.
+    """
+
+    on_line: Callable[[bytes], None] | None = None
+    greeting: Callable[[], msgspec.Struct] | None = None
+
+
+#: Nothing is heard, and nothing told.
+SILENT = Conversation()
 
 
 def ignore(_why: str) -> None:
@@ -50,10 +74,12 @@ class Supervised(ABC):
     """One supervised process, here or elsewhere."""
 
     name: str
-    host: str  # where it listens, as this machine reaches it, from when it started first
+    #: Where it listens, as this machine reaches it, once it has started.
+    host: str
     port: int = 0
-    place: str | None = None  # where it runs, e.g. "node 10.0.0.7"; None: this machine
-    #: Gets what a replaced process says, by its pid: first what it said last before, and None when it has ended.
+    #: Where it runs, e.g. "node 10.0.0.7"; None: this machine.
+    place: str | None = None
+    #: Gets what a replaced process says, by its pid: first the last line that it said before, and None when it has ended.
     on_retiring: Callable[[int, bytes | None], None] = staticmethod(_unheard)
 
     @property
@@ -64,33 +90,33 @@ class Supervised(ABC):
     @property
     @abstractmethod
     def running(self) -> bool:
-        """There is a process, which may be starting or ending."""
+        """Whether there is a process. It may be starting or ending."""
 
     @abstractmethod
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
         """Returns when the child listens. Raises StartFailed, HostUnwell where another host might do.
 
-        on_waiting: told what it cannot be started without yet, if that is something that may still come.
+        on_waiting: gets the reason while the start waits for something that may still come.
         """
 
     @abstractmethod
     async def ended(self) -> str:
-        """How the one that started last ended, when it has; nothing of it is left then that could be ended."""
+        """Waits until the process that started last has ended; says how. No process of its group is left then."""
 
     @abstractmethod
     def tell(self, message: msgspec.Struct) -> None:
-        """Say something to the child, if it is there; one that has ended is told again when it starts."""
+        """Send a message to the child, if it is there. One that has ended gets its greeting when it starts."""
 
     @abstractmethod
     async def stop(self, grace_s: float) -> None:
-        """Ask it to end, kill it when it does not."""
+        """Ask it to end, and kill it when it does not."""
 
     @abstractmethod
     def kill(self) -> None:
         """End it, and whatever it started, at once."""
 
     async def replace(self, drain_s: float) -> None:
-        """Start another one that takes its place; returns when that one serves. The old one finishes what it has, in `drain_s`.
+        """Start a process that takes its place; returns when that one serves. The old one finishes its requests in `drain_s`.
 
         Raises StartFailed: the old one goes on then.
         """
@@ -98,7 +124,7 @@ class Supervised(ABC):
 
     @abstractmethod
     def renew(self) -> None:
-        """It could not be started again: try otherwise next time."""
+        """Try otherwise at the next start, since it could not be started again."""
 
     async def supervise(
         self,
@@ -108,21 +134,22 @@ class Supervised(ABC):
     ) -> None:
         """Start it again whenever it ends; runs until cancelled.
 
-        on_restart: called after each attempt, with why it failed, None when it did not. on_waiting: as that of start(), and
-        told why a host is unwell. on_ended: called when it has ended, before the first attempt.
+        on_restart: called after each attempt, with the reason if it failed, else None. on_waiting: as that of start(); also
+        told why a host is unwell. on_ended: called when the process has ended, before the first attempt.
         """
         loop = asyncio.get_running_loop()
         pause_s = RESTART_PAUSE_S_MIN
         while True:
             started_at = loop.time()
             how = await self.ended()
+            # It was well for a while.
             if loop.time() - started_at > RESTART_PAUSE_S_MAX:
-                pause_s = RESTART_PAUSE_S_MIN  # it was well for a while
+                pause_s = RESTART_PAUSE_S_MIN
             logger.error("%s %s; starting it again", self.name, how)
             on_ended()
             while True:
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, RESTART_PAUSE_S_MAX)
+                pause_s = longer(pause_s)
                 try:
                     await self.start(on_waiting)
                 except HostUnwell as error:
@@ -137,6 +164,108 @@ class Supervised(ABC):
                     break
 
 
+def longer(pause_s: float) -> float:
+    """The pause before the next attempt, after one that failed."""
+    return min(pause_s * 2, RESTART_PAUSE_S_MAX)
+
+
+class Life:
+    """One process of a child, from its start to its end."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.name = name
+        self.process = process
+        #: It can read messages: it has answered.
+        self.answered = False
+        #: Where it offers its listening sockets to a successor.
+        self.offer: str | None = None
+        #: The last line that it said after its answer.
+        self.said: bytes | None = None
+        self._input, self._output = process.stdin, process.stdout
+        self._listening: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    async def ask(self, spec: msgspec.Struct) -> Listening:
+        """Its answer to its settings. Raises StartFailed; the process has ended then."""
+        self._input.write(msgspec.json.encode(spec) + b"\n")
+        line = await self._output.readline()
+        try:
+            answer = _answer(self.name, line)
+        except StartFailed:
+            await self.end()
+            raise
+        self.answered, self.offer = True, answer.offer
+        return answer
+
+    async def accepting(self) -> list[bytes]:
+        """Waits for Accepting, for at most TAKE_OVER_S; returns the lines before it. Raises StartFailed."""
+        said: list[bytes] = []
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                while line := await self._output.readline():
+                    with contextlib.suppress(msgspec.DecodeError):
+                        msgspec.json.decode(line, type=Accepting)
+                        return said
+                    said.append(line)
+        except TimeoutError as error:
+            raise StartFailed(f"{self.name} did not take over in {TAKE_OVER_S:g} s") from error
+        raise StartFailed(f"{self.name} ended before it took over; its log says why")
+
+    def listen(self, hear: Callable[[Life, bytes], None]) -> None:
+        """From now on `hear` gets each line that it says."""
+        self._listening = asyncio.create_task(self._listen(hear), name=f"{self.name} says")
+
+    async def _listen(self, hear: Callable[[Life, bytes], None]) -> None:
+        while line := await self._output.readline():
+            hear(self, line)
+
+    def tell(self, message: msgspec.Struct) -> None:
+        if self.answered and self.running:
+            self._input.write(msgspec.json.encode(message) + b"\n")
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to end, and kill it when it does not."""
+        if not self.running:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        await self.wait(grace_s)
+        await self.end()
+
+    async def wait(self, seconds: float, what: str = "") -> None:
+        """For it to end by itself, but no longer than that."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.process.wait()
+        except TimeoutError:
+            logger.warning("%s%s did not end within %.0f s; killing it", self.name, what, seconds)
+
+    async def end(self) -> None:
+        """Kill it and whatever it started; returns when it has ended."""
+        self.kill()
+        await self.process.wait()
+
+    def kill(self) -> None:
+        """A child leads a process group of its own, which outlives it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def last_lines(self) -> None:
+        """Wait until what it said before it ended is heard. Another process may hold its output open: LAST_LINES_S at most."""
+        if self._listening is not None:
+            await asyncio.wait((self._listening,), timeout=LAST_LINES_S)
+            self._listening.cancel()
+
+
 class Child(Supervised):
     """One supervised process on this machine."""
 
@@ -145,16 +274,14 @@ class Child(Supervised):
         name: str,
         module: str,
         spec: msgspec.Struct,
+        conversation: Conversation = SILENT,
         *,
         host: str = LOOPBACK,
         python: str | None = None,
-        on_line: Callable[[bytes], None] | None = None,
-        greeting: Callable[[], msgspec.Struct] | None = None,
         movable: bool = False,
     ) -> None:
         """spec: its settings; a `port` of 0 is a free one, the same one whenever it is started again. host: where the child
-        listens. python: its interpreter, this process's if None. on_line: gets what the child says after it has answered.
-        greeting: what it is told whenever it has started.
+        listens. python: its interpreter, this process's if None.
 
         movable: another free port will do after it could not be started again, as its own may be somebody else's by now.
         """
@@ -163,221 +290,147 @@ class Child(Supervised):
         self._python = python or sys.executable
         self._module = module
         self._spec = spec
-        self._on_line = on_line
-        self._greeting = greeting
+        self._on_line, self._greeting = conversation.on_line, conversation.greeting
         self._movable = movable
-        self._port_before = 0  # that it chose, to be taken again; 0: none, or the settings name it
-        self._process: asyncio.subprocess.Process | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._said: bytes | None = None  # by the process that runs now, last
-        self._answered = False  # the process that runs now has said where it listens
-        self.offer: str | None = None  # where that process offers its sockets to a successor
+        #: The port that it chose, to be taken again. 0: none, or the settings name it.
+        self._port_before = 0
+        self._life: Life | None = None
+        #: The process that is to take over, and a future that is done once it has, or has failed to.
+        self._next: Life | None = None
         self._replacing: asyncio.Future[None] | None = None
-        self._next: asyncio.subprocess.Process | None = None  # that is to take over
-        self._next_answered = False
-        self._retiring: dict[asyncio.subprocess.Process, asyncio.Task[None]] = {}
+        self._retiring: dict[Life, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
-        return f"Child({self.name}, pid={self._process.pid if self._process else None}, port={self.port})"
+        return f"Child({self.name}, pid={self.pid}, port={self.port})"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that was started last; None before the first."""
+        return None if self._life is None else self._life.pid
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._life is not None and self._life.running
+
+    @property
+    def offer(self) -> str | None:
+        """Where the process that runs now offers its listening sockets to a successor."""
+        return None if self._life is None else self._life.offer
 
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:
-        self._answered = False
-        self._said = None
-        self._process = await self._create()
-        self._is_up(await self._ask(self._process, self._spec_now()))
-        self._listening = self._listen_to(self._process)
+        spec = self._spec
+        if self._port_before:
+            spec = msgspec.structs.replace(spec, port=self._port_before)
+        self._life = life = await self._create()
+        self._is_up(life, await life.ask(spec))
         if self._greeting is not None:
-            self.tell(self._greeting())
+            life.tell(self._greeting())
 
     async def replace(self, drain_s: float) -> None:
-        old, offer = self._process, self.offer
-        if old is None or offer is None or not self.running or self._replacing is not None:
+        old = self._life
+        if old is None or old.offer is None or not old.running or self._replacing is not None:
             raise StartFailed(f"{self.name} is not running, or is being replaced")
         self._replacing = asyncio.get_running_loop().create_future()
         try:
-            self._next = process = await self._create()
-            spec = msgspec.structs.replace(self._spec, port=self.port, takes_over=offer)
+            self._next = life = await self._create()
+            spec = msgspec.structs.replace(self._spec, port=self.port, takes_over=old.offer)
             try:
-                answer = await self._ask(process, spec)
-                said = await self._taken_over(process)
-            except BaseException:  # also when the server stops meanwhile
-                await self._end(process)
+                answer = await life.ask(spec)
+                if self._greeting is not None:
+                    life.tell(self._greeting())
+                said = await life.accepting()
+            except BaseException:
+                # Also when the server stops meanwhile: nobody else knows of the new process.
+                await life.end()
                 raise
-            listening = self._listening
-            if self._said is not None:
-                self.on_retiring(old.pid, self._said)
-            self._process, self._next, self._said = process, None, None
-            self._is_up(answer)
-            for line in said:
-                self._hear(line)
-            self._listening = self._listen_to(process)
-            retiring = self._retire(old, listening, drain_s + RETIRE_GRACE_S)
+            if old.said is not None:
+                self.on_retiring(old.pid, old.said)
+            self._life, self._next = life, None
+            retiring = self._retire(old, drain_s + RETIRE_GRACE_S)
             self._retiring[old] = asyncio.create_task(retiring, name=f"{self.name}, replaced")
+            for line in said:
+                self._hear(life, line)
+            self._is_up(life, answer)
         finally:
             self._next = None
-            self._next_answered = False
             self._replacing.set_result(None)
             self._replacing = None
 
-    async def _create(self) -> asyncio.subprocess.Process:
+    async def _create(self) -> Life:
         """Raises StartFailed."""
         try:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 self._python,
                 "-m",
                 self._module,
-                self.name,  # for whoever reads the process list
+                # For people who read the process list.
+                self.name,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone
+                # Ctrl-C reaches the supervisor alone.
+                start_new_session=True,
                 limit=LINE_BYTES_MAX,
             )
         except OSError as error:
             raise StartFailed(f"{self.name} cannot be started: {error}") from error
+        return Life(self.name, process)
 
-    async def _ask(self, process: asyncio.subprocess.Process, spec: msgspec.Struct) -> Listening:
-        """What a new process answers to its settings. Raises StartFailed; it has ended then."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")
-        line = await process.stdout.readline()
-        try:
-            return _answer(self.name, line)
-        except StartFailed:
-            await self._end(process)
-            raise
-
-    def _is_up(self, answer: Listening) -> None:
-        self._answered = True
+    def _is_up(self, life: Life, answer: Listening) -> None:
         self.port = answer.port
-        self.offer = answer.offer
         if getattr(self._spec, "port", None) == 0:
             self._port_before = self.port
+        if self._on_line is not None:
+            life.listen(self._hear)
 
-    async def _taken_over(self, process: asyncio.subprocess.Process) -> list[bytes]:
-        """Until a new process, which has answered, says that it serves; what else it said. Raises StartFailed."""
-        self._next_answered = True
-        if self._greeting is not None:
-            self._write(process, self._greeting())
+    def _hear(self, life: Life, line: bytes) -> None:
+        life.said = line
+        if life in self._retiring:
+            self.on_retiring(life.pid, line)
+        elif life is self._life and self._on_line is not None:
+            self._on_line(line)
+
+    async def _retire(self, life: Life, seconds: float) -> None:
         try:
-            async with asyncio.timeout(TAKE_OVER_S):
-                return await self._accepting(process)
-        except TimeoutError as error:
-            raise StartFailed(f"{self.name} did not take over in {TAKE_OVER_S:g} s") from error
-
-    async def _accepting(self, process: asyncio.subprocess.Process) -> list[bytes]:
-        """Until it says so; what it said before. Raises StartFailed when it ends before."""
-        assert process.stdout is not None
-        said: list[bytes] = []
-        while line := await process.stdout.readline():
-            with contextlib.suppress(msgspec.DecodeError):
-                msgspec.json.decode(line, type=Accepting)
-                return said
-            said.append(line)
-        raise StartFailed(f"{self.name} ended before it took over; its log says why")
-
-    async def _retire(
-        self, process: asyncio.subprocess.Process, listening: asyncio.Task[None] | None, seconds: float
-    ) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await process.wait()
-        except TimeoutError:
-            logger.warning("%s, replaced, did not end within %.0f s; killing it", self.name, seconds)
+            await life.wait(seconds, ", replaced,")
         finally:
-            await self._end(process)
-            if listening is not None:
-                await listening
-            self.on_retiring(process.pid, None)
-            del self._retiring[process]
+            await life.end()
+            await life.last_lines()
+            self.on_retiring(life.pid, None)
+            del self._retiring[life]
 
     def tell(self, message: msgspec.Struct) -> None:
-        if self._process is not None and self._answered:
-            self._write(self._process, message)
-        if self._next is not None and self._next_answered:
-            self._write(self._next, message)
-        for process in self._retiring:
-            self._write(process, message)
-
-    def _write(self, process: asyncio.subprocess.Process, message: msgspec.Struct) -> None:
-        if process.returncode is None:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(message) + b"\n")
+        for life in self._lives():
+            life.tell(message)
 
     def kill(self) -> None:
-        for process in (self._process, self._next, *self._retiring):
-            if process is not None and process.returncode is None:
-                _kill_all_of(process)
+        for life in self._lives():
+            if life.running:
+                life.kill()
 
-    def _listen_to(self, process: asyncio.subprocess.Process) -> asyncio.Task[None] | None:
-        if self._on_line is None:
-            return None
-        assert process.stdout is not None
-        return asyncio.create_task(self._listen(process, process.stdout))
-
-    async def _listen(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> None:
-        while line := await stdout.readline():
-            if process is self._process:
-                self._hear(line)
-            elif process in self._retiring:
-                self.on_retiring(process.pid, line)
-
-    def _hear(self, line: bytes) -> None:
-        """Of the process that runs now."""
-        self._said = line
-        if self._on_line is not None:
-            self._on_line(line)
+    def _lives(self) -> list[Life]:
+        """The process that runs, the one that is to take over, and those that finish their requests."""
+        return [life for life in (self._life, self._next, *self._retiring) if life is not None]
 
     async def ended(self) -> str:
         while True:
-            process = self._process
-            assert process is not None
-            code = await process.wait()
+            life = self._life
+            assert life is not None
+            code = await life.process.wait()
             if self._replacing is not None:
                 await asyncio.wait((self._replacing,))
-            if process is self._process:  # otherwise another one has its place
-                _kill_all_of(process)
-                return f"(pid {process.pid}) ended with code {code}"
+            # Otherwise a successor has its place.
+            if life is self._life:
+                life.kill()
+                await life.last_lines()
+                return f"(pid {life.pid}) ended with code {code}"
 
     def renew(self) -> None:
         if self._movable:
             self._port_before = 0
 
-    def _spec_now(self) -> msgspec.Struct:
-        return (
-            msgspec.structs.replace(self._spec, port=self._port_before) if self._port_before else self._spec
-        )
-
     async def stop(self, grace_s: float) -> None:
-        every = [self._process, self._next, *self._retiring]
-        await asyncio.gather(*(self._stop(process, grace_s) for process in every if process is not None))
+        await asyncio.gather(*(life.stop(grace_s) for life in self._lives()))
         await asyncio.gather(*self._retiring.values())
-
-    async def _stop(self, process: asyncio.subprocess.Process, grace_s: float) -> None:
-        if process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(grace_s):
-                await process.wait()
-        except TimeoutError:
-            logger.warning("%s did not end within %.0f s; killing it", self.name, grace_s)
-        await self._end(process)
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        _kill_all_of(process)
-        await process.wait()
-
-
-def _kill_all_of(process: asyncio.subprocess.Process) -> None:
-    """It and whatever it started: a child is the leader of a process group of its own, which outlives it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _answer(name: str, line: bytes) -> Listening:

@@ -1,8 +1,8 @@
-"""What runs on a node of a Ray cluster: an actor that has one child process there.
+"""An actor on a node of a Ray cluster, with one child process there.
 
-Owns: the child's process, and what of its settings only the node knows: its address, its caches, whether its files are there.
-Always holds: the child's standard input is this actor's, so the child ends when the actor's process does, however that ends, a
-replica, whose GPUs are others' then, at once; an actor has one child at a time.
+Owns: the child's process, and the settings that only the node knows: its address, its caches, and whether its files exist.
+Always holds: an actor has one child at a time. The actor holds the child's standard input, so the child ends when the actor's
+process ends, however that happens. A replica then ends at once, since Ray gives its GPUs to others.
 """
 
 from __future__ import annotations
@@ -13,63 +13,68 @@ from pathlib import Path
 import msgspec
 import ray
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 from midstream.launch.caches import take_over
-from midstream.launch.child import GatewaySpec, Listening, ReplicaSpec
 from midstream.launch.models import make_built_in
-from midstream.launch.process import Child, StartFailed
+from midstream.launch.process import Child, Conversation, StartFailed
+from midstream.launch.specs import GatewaySpec, Listening, ReplicaSpec
 
-REPLICA = "midstream.launch.ray_replica"  # the module `replica`, and it ends with the actor
+#: Runs the module `replica`, and ends with the actor.
+REPLICA = "midstream.launch.ray_replica"
 
 
 class ChildActor:
-    """Made by Ray. Methods run on one event loop; those that wait do not hold up the others."""
+    """Made by Ray. Methods run on one event loop. One that waits does not hold up the others."""
 
     def __init__(self, name: str, module: str, python: str | None, directories: tuple[str, ...]) -> None:
-        """directories: that must be there on the node. python: interpreter of the child, the actor's if None."""
+        """directories: that must exist on the node. python: the child's interpreter, the actor's if None."""
         self._name = name
         self._module = module
         self._python = python
         self._directories = directories
         self._child: Child | None = None
-        self._line = b""  # what the child said last, and how many lines that makes
+        #: The child's last line, and its number.
+        self._line = b""
         self._number = 0
         self._heard = asyncio.Event()
-        self._told = 0  # the number of the message that the child was told last
+        #: The number of the last message that the child was told.
+        self._told = 0
 
     async def where(self) -> str:
         """The node's address."""
         return str(ray.util.get_node_ip_address())
 
     async def start(self, spec: ReplicaSpec | GatewaySpec) -> Listening:
-        """Start the child, at the port of the one before if there was one. Returns when it listens, or why it does not."""
+        """Start the child, at the port of the one before if there was one. Returns its answer, when it listens or cannot
+        start."""
         address = await self.where()
         port = 0 if self._child is None else self._child.port
         try:
             here = await asyncio.to_thread(on_node, spec, address, port, self._directories)
             module = REPLICA if isinstance(spec, ReplicaSpec) else self._module
-            self._child = Child(self._name, module, here, python=self._python, on_line=self._hear)
+            conversation = Conversation(self._hear)
+            self._child = Child(self._name, module, here, conversation, python=self._python)
             await self._child.start()
         except (StartFailed, ConfigError, OSError) as error:
             return Listening(error=f"on node {address}: {error}")
         return Listening(port=self._child.port)
 
     async def ended(self) -> str:
-        """How the child ended, when it has."""
+        """Waits until the child has ended; says how."""
         assert self._child is not None
         return await self._child.ended()
 
     async def newest(self, seen: int) -> tuple[int, bytes]:
-        """The number and the text of the line that the child said last, when it has said more than `seen` lines.
+        """Waits until the child has said more than `seen` lines; returns the number and the text of the last one.
 
-        Whoever asks hears of it, so an answer that gets lost on its way can be asked for again.
+        The caller keeps count, so an answer that is lost on its way can be asked for again.
         """
         while self._number <= seen:
             await self._heard.wait()
         return self._number, self._line
 
     async def tell(self, number: int, message: msgspec.Struct) -> None:
-        """number: one sent before has a lower one, and is left out if it comes later."""
+        """number: grows with each message. A message that arrives after a later one is ignored."""
         if self._child is not None and number > self._told:
             self._told = number
             self._child.tell(message)
@@ -88,9 +93,9 @@ class ChildActor:
 def on_node(
     spec: ReplicaSpec | GatewaySpec, address: str, port: int, directories: tuple[str, ...]
 ) -> ReplicaSpec | GatewaySpec:
-    """A child's settings on the node of that address. port: what it listens at if nobody says; 0 takes a free one.
+    """A child's settings on the node of that address. port: where it listens if the settings do not say; 0 takes a free one.
 
-    Raises ConfigError, which names what is missing here, and OSError.
+    Raises ConfigError, which names the missing directory or model, and OSError.
     """
     for directory in directories:
         if not Path(directory).is_dir():
@@ -109,5 +114,5 @@ def on_node(
 
 
 def cache_root(snapshots: Path, address: str) -> Path:
-    """Where a node has its replicas' caches: a directory of its own also if the nodes share the state directory."""
+    """The directory of a node's caches. It is the node's own also where nodes share the state directory."""
     return snapshots / address

@@ -1,10 +1,13 @@
-"""A child process in an actor on some node of a Ray cluster.
+"""A child process in an actor on a node of a Ray cluster.
 
-Owns: the child's placement group and actor, and what is said through the actor.
-Always holds: a child that ends on a living actor is started again there; when its actor or its node is lost, or it cannot be
-started where it is, group and actor are given up and made anew, wherever there is room, where it could not be started only if
-there is no other; what is given up goes at once, or with the next child placed or stopped after Ray can be reached again; what
-was said last, either way, arrives, also if the actor could not be reached for a while; the event loop never waits for Ray.
+Owns: the child's placement group and actor, and the messages that pass through the actor.
+Always holds:
+- A child that ends on a living actor is started again there.
+- When its actor or its node is lost, or it cannot be started where it is, group and actor are given up and made anew, wherever
+  there is room. The node where it could not be started is used only if there is no other.
+- A group that is given up is removed at once, or with the next child placed or stopped after Ray can be reached again.
+- The last message in either direction arrives, also if the actor could not be reached for a while.
+- The event loop never waits for Ray.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,32 +24,26 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from midstream.launch.process import HostUnwell, StartFailed, Supervised, ignore
+from midstream.launch.process import SILENT, Conversation, HostUnwell, StartFailed, Supervised, ignore
 from midstream.launch.ray_actor import ChildActor
 from midstream.launch.ray_demand import Demand, waiting_for
 
 logger = logging.getLogger(__name__)
 
-PLACED_WITHIN_S = 5.0  # a child that has no place by then says so
-ELSEWHERE_S = 2  # for a group to find room beside the one in which its child could not be started; Ray takes whole seconds
+#: A child that has no place by then says so.
+PLACED_WITHIN_S = 5.0
+#: For a group to find room beside the one in which its child could not be started. Ray takes whole seconds.
+ELSEWHERE_S = 2
 LOOK_AGAIN_S = 2.0
-UNREACHABLE_S = 5.0  # an actor that cannot be reached for so long is given up
+#: An actor that cannot be reached for so long is given up.
+UNREACHABLE_S = 5.0
 REACH_AGAIN_S = 0.5
-#: What Ray's calls raise when the cluster, or a part of it, is not well.
+#: The errors of Ray's calls when the cluster, or a part of it, is not well.
 UNWELL = (RayError, OSError, RuntimeError)
-ANSWER_S = 5.0  # for an actor to say that its child was stopped, beside the time that may take
-#: Groups that were given up and may still be there: of the process, as its connection to the cluster is.
+#: For an actor to say that its child was stopped, after the child's own time to stop.
+ANSWER_S = 5.0
+#: Groups that were given up and may still exist. One list for the process, like its connection to the cluster.
 _given_up: list[Any] = []
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """on_line: gets the newest line that the child said; one that was not the newest for long may be left out. greeting:
-    what a child is told first.
-    """
-
-    on_line: Callable[[bytes], None]
-    greeting: Callable[[], msgspec.Struct]
 
 
 class RayChild(Supervised):
@@ -59,15 +55,16 @@ class RayChild(Supervised):
         module: str,
         spec: msgspec.Struct,
         demand: Demand,
+        conversation: Conversation = SILENT,
         *,
         python: str | None = None,
         directories: tuple[str, ...] = (),
         host: str | None = None,
-        conversation: Conversation | None = None,
     ) -> None:
-        """spec: what differs by node is filled in there. host: where it listens, if that is not the node's own address.
+        """spec: settings that differ by node are filled in there. host: where it listens, if that is not the node's own
+        address.
 
-        The others: as those of Child and ChildActor.
+        The other arguments are those of Child and ChildActor.
         """
         self.name = name
         self.host = host or ""
@@ -77,14 +74,13 @@ class RayChild(Supervised):
         self._python = python
         self._directories = directories
         self._fixed_host = host
-        self._on_line = None if conversation is None else conversation.on_line
-        self._greeting = None if conversation is None else conversation.greeting
+        self._on_line, self._greeting = conversation.on_line, conversation.greeting
         self._group: Any = None
         self._actor: Any = None
         self._listening: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._message: msgspec.Struct | None = None
-        self._number = 0  # of the message
+        self._number = 0
         self._to_tell = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -120,9 +116,10 @@ class RayChild(Supervised):
             asked_at = loop.time()
             try:
                 return f"{await _result(self._actor.ended.remote())} on {self.place}"
-            except ActorUnavailableError as error:  # perhaps for a moment only: Ray has not given it up yet
+            except ActorUnavailableError as error:
+                # Perhaps for a moment only: Ray has not given it up yet. An answer that took long was under way meanwhile.
                 now = loop.time()
-                if unreachable_since is None or now - asked_at > UNREACHABLE_S:  # it was there in between
+                if unreachable_since is None or now - asked_at > UNREACHABLE_S:
                     unreachable_since = now
                 if now - unreachable_since > UNREACHABLE_S:
                     return await self._lost(error)
@@ -142,24 +139,26 @@ class RayChild(Supervised):
             try:
                 async with asyncio.timeout(grace_s + ANSWER_S):
                     await _result(self._actor.stop.remote(grace_s))
-            except UNWELL as error:  # TimeoutError is an OSError
+            except UNWELL as error:
+                # Also after the time limit: TimeoutError is an OSError.
                 logger.warning("%s on %s did not say that it ended: %s", self.name, self.place, _said(error))
         await self._leave()
 
     def kill(self) -> None:
-        """What runs in the actor ends with it, which need not be reached for that."""
+        """The child ends with the actor, which need not be reached for that."""
         if self._actor is not None:
             asyncio.get_running_loop().run_in_executor(None, self._end, self._actor)
 
     def renew(self) -> None:
-        """Nothing to do: what could not be started has left its place."""
+        """Nothing to do: a child that could not be started has left its place."""
 
     # -- inside
 
     async def _take_place(self, on_waiting: Callable[[str], None]) -> None:
-        """A group and an actor in it, when there is room. Raises what UNWELL names; ValueError for what Ray never has."""
+        """Make a group, and an actor in it when there is room. Raises UNWELL; ValueError for a demand that Ray refuses."""
         await _all_of(asyncio.to_thread(self._make_group))
-        if _given_up:  # else Ray would choose the same node again
+        if _given_up:
+            # The old groups keep their room until now, else Ray would choose the same node again.
             await asyncio.to_thread(self._group.wait, ELSEWHERE_S)
             await _remove_given_up()
         await _all_of(asyncio.to_thread(self._make_actor))
@@ -175,7 +174,7 @@ class RayChild(Supervised):
             on_waiting(f"{self.name}: starts on {self.place}")
 
     def _make_group(self) -> None:
-        """In a thread. Its name is for those who look at the cluster; Ray wants it to be unique."""
+        """In a thread. Its name is for people who look at the cluster. Ray wants a unique one."""
         demand, name = self._demand, f"{self.name}-{secrets.token_hex(4)}"
         self._group = placement_group(demand.bundles(), strategy=demand.strategy, name=name)
 
@@ -195,7 +194,7 @@ class RayChild(Supervised):
         self._actor = made.remote(self.name, self._module, self._python, self._directories)
 
     async def _wait_for(self, where: asyncio.Future[str], on_waiting: Callable[[str], None]) -> bool:
-        """Until the actor is there; whether anything was said of why it is not."""
+        """Until the actor is there. Returns whether a reason for waiting was told."""
         said = ""
         timeout_s = PLACED_WITHIN_S
         while not (await asyncio.wait((where,), timeout=timeout_s))[0]:
@@ -207,7 +206,7 @@ class RayChild(Supervised):
         return bool(said)
 
     def _waits_for(self, group: Any) -> str:
-        """In one line. In a thread."""
+        """Why it waits, in one line. In a thread."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         table = placement_group_table(group)
         if table.get("state") == "CREATED":
@@ -223,9 +222,9 @@ class RayChild(Supervised):
         return how
 
     async def _leave(self, *, elsewhere: bool = False) -> None:
-        """Give up actor and group, if there are any. What ran there ends with the actor.
+        """Give up actor and group, if there are any. The child ends with the actor.
 
-        elsewhere: the group keeps its room until it is known whether there is other room.
+        elsewhere: the group keeps its room until another one has been looked for.
         """
         actor, group = self._actor, self._group
         self._actor = self._group = self.place = None
@@ -244,7 +243,8 @@ class RayChild(Supervised):
         """In a thread."""
         try:
             ray.kill(actor, no_restart=True)
-        except UNWELL as error:  # it goes with its group
+        except UNWELL as error:
+            # It goes with its group.
             logger.warning("%s: its actor may still be there: %s", self.name, _said(error))
 
     async def _listen(self, actor: Any, on_line: Callable[[bytes], None]) -> None:
@@ -252,34 +252,38 @@ class RayChild(Supervised):
         while self._actor is actor:
             try:
                 seen, line = await _result(actor.newest.remote(seen))
-            except UNWELL:  # ended() says whether it is lost
+            except UNWELL:
+                # ended() finds out whether it is lost.
                 await asyncio.sleep(REACH_AGAIN_S)
             else:
                 on_line(line)
 
     async def _pass_on(self, actor: Any) -> None:
-        """The newest message, one after another: an older one never comes later."""
+        """Send the newest message, one call after another, so that no older message arrives later."""
         while self._actor is actor:
             await self._to_tell.wait()
             self._to_tell.clear()
             try:
                 await _result(actor.tell.remote(self._number, self._message))
-            except UNWELL:  # ended() says whether it is lost
+            except UNWELL:
+                # As in _listen().
                 self._to_tell.set()
                 await asyncio.sleep(REACH_AGAIN_S)
 
 
 async def _remove_given_up() -> None:
-    """All that were given up before; those that cannot be removed now stay among them."""
+    """Remove the groups that were given up. One that cannot be removed now stays in the list."""
 
     async def remove() -> None:
         for group in _given_up.copy():
-            if group not in _given_up:  # somebody else is at it
+            # Another call removes it.
+            if group not in _given_up:
                 continue
             _given_up.remove(group)
             try:
                 await asyncio.to_thread(remove_placement_group, group)
-            except UNWELL as error:  # at the latest it goes with this process's job
+            except UNWELL as error:
+                # At the latest it goes with this process's job.
                 _given_up.append(group)
                 logger.warning("a placement group may still be there: %s", _said(error))
 
@@ -288,7 +292,7 @@ async def _remove_given_up() -> None:
 
 
 async def _all_of(work: Coroutine[Any, Any, None]) -> None:
-    """It has ended when this returns, raises or is cancelled."""
+    """Waits for the work, also when this is cancelled."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -298,18 +302,18 @@ async def _all_of(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _of_the_host(error: Exception) -> bool:
-    """Not something that would be the same wherever the child is: what the actor's own code raised, a demand that is none."""
+    """Whether another host may do: False for an error of the actor's own code, and for a demand that Ray refuses."""
     if isinstance(error, RayActorError):
         return not error.actor_init_failed
     return isinstance(error, UNWELL) and not isinstance(error, RayTaskError)
 
 
 def _result(reference: Any) -> asyncio.Future[Any]:
-    """What a call of an actor gives. Raises RayError."""
+    """The result of a call of an actor. Raises RayError."""
     return asyncio.wrap_future(reference.future())
 
 
 def _said(error: BaseException) -> str:
-    """In one line."""
+    """The message in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "; ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines) or type(error).__name__

@@ -1,4 +1,5 @@
-"""What a child asks of a Ray cluster, and how it is said that the cluster has no room for it. Pure; does not import ray."""
+"""The resources that a child demands of a Ray cluster, and the message that there is no room for it. Pure; does not import
+ray."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from midstream.config import RaySettings
+from midstream.core.config import RaySettings
 
 NODES_SHOWN = 8
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement group. bundle: resources by name, of each of its bundles; the first has the child."""
+    """A placement group. bundle: the resources of each of its bundles, by name. The child is in the first one."""
 
     bundle: dict[str, float]
     count: int = 1
@@ -29,7 +30,7 @@ def replica_demand(settings: RaySettings) -> Demand:
 
 
 def gateway_demand(settings: RaySettings) -> Demand:
-    """A core, unless the settings say something else of CPU."""
+    """One core, unless the settings have another number for CPU."""
     wanted = {"CPU": 1.0, **settings.gateway_resources}
     return Demand(bundle={name: amount for name, amount in wanted.items() if amount > 0})
 
@@ -37,7 +38,7 @@ def gateway_demand(settings: RaySettings) -> Demand:
 def waiting_for(
     name: str, demand: Demand, nodes: Mapping[str, Mapping[str, float]], free: Mapping[str, float]
 ) -> str:
-    """One line. nodes: what each has in all, by its address. free: what nobody uses, in the whole cluster."""
+    """One line. nodes: all resources of each node, by its address. free: the unused resources of the whole cluster."""
     what = shown(demand.bundle)
     if demand.count > 1:
         what = f"{demand.count} x {what} ({demand.strategy})"

@@ -15,39 +15,30 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import uvloop
-
+from midstream.core.errors import ConfigError
+from midstream.core.names import ServedNames
+from midstream.core.private import UMASK
 from midstream.engine.base import EngineDied
-from midstream.errors import ConfigError, SnapshotError
 from midstream.launch.caches import held
-from midstream.launch.child import (
-    STOP_GRACE_S,
-    Announcer,
-    Listening,
-    ReplicaSpec,
-    configure_logging,
-    raise_file_limit,
-    read_spec,
-    stop_requested,
-)
+from midstream.launch.channel import STOP_GRACE_S, Channel, run_child
 from midstream.launch.engines import make_engine, requests_max
-from midstream.names import ServedNames
-from midstream.private import UMASK
-from midstream.replica.admission import Door
-from midstream.replica.chat import TextModel
+from midstream.launch.specs import Listening, ReplicaSpec
+from midstream.replica.gate import Door
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
-from midstream.replica.source import CachedSource
-from midstream.snapshots.cache import SnapshotCache
-from midstream.snapshots.chain import ChainFetcher
+from midstream.replica.swap.source import CachedSource
+from midstream.replica.text.chat import TextModel
 from midstream.snapshots.layout import read_spec as read_checkpoint
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.chain import ChainFetcher
 
-OTHER_ENDS_S = 2 * STOP_GRACE_S  # it finishes streams, then its engine ends
+#: For another process that finishes streams, and for its engine to end then.
+OTHER_ENDS_S = 2 * STOP_GRACE_S
 
 
 @contextlib.contextmanager
 def alone(cache_dir: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
-    """Hold the cache directory, which belongs to one replica process: that of a server that was killed may still end.
+    """Hold the cache directory, which belongs to one replica process. Waits for that of a killed server to end.
 
     Raises ConfigError when it does not end within `wait_s`.
     """
@@ -66,7 +57,12 @@ def alone(cache_dir: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
         yield
 
 
-async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
+def with_its_cache(spec: ReplicaSpec) -> contextlib.AbstractContextManager[None]:
+    os.umask(UMASK)
+    return alone(Path(spec.cache_dir))
+
+
+async def serve(spec: ReplicaSpec, channel: Channel) -> None:
     model_dir = Path(spec.model_dir)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     replica = Replica(
@@ -87,10 +83,11 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
     try:
         await server.start()
         await replica.start()
+        # Whatever exists now stays. Collections that skip it do not hold up streams.
         gc.collect()
-        gc.freeze()  # what is there now stays: no collection needs to look at it while streams wait
-        announce(Listening(port=sock.getsockname()[1]))
-        await stop_requested()
+        gc.freeze()
+        channel.send(Listening(port=sock.getsockname()[1]))
+        await channel.stop_requested()
         replica.gate.set(Door.DOWN)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
@@ -98,21 +95,10 @@ async def serve(spec: ReplicaSpec, announce: Announcer) -> int:
     finally:
         await replica.close()
         await server.close()
-    return 0
 
 
 def main() -> int:
-    announce = Announcer()
-    spec = read_spec(ReplicaSpec)
-    configure_logging(spec.name or "replica", spec.log_level)
-    raise_file_limit()
-    os.umask(UMASK)
-    try:
-        with alone(Path(spec.cache_dir)):
-            return uvloop.run(serve(spec, announce))
-    except (ConfigError, SnapshotError, EngineDied, OSError) as error:
-        announce(Listening(error=str(error)))
-        return 1
+    return run_child("replica", ReplicaSpec, serve, (EngineDied,), with_its_cache)
 
 
 if __name__ == "__main__":

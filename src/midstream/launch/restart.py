@@ -1,7 +1,7 @@
-"""Gateways replaced while they serve: how a running server is asked for it, and how it says what came of it.
+"""Gateways replaced while they serve: how a running server is asked for it, and how it tells the result.
 
-Owns: the file that a server holds locked in its state directory, and what it says there: its pid, and what came of restarts.
-Always holds: what is asked for while a restart is under way is done after it.
+Owns: the file that a server holds locked in its state directory, with its pid and the result of the last restart.
+Always holds: one server at a time has a state directory. A restart that is asked for during another one follows it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
+from midstream.core.private import private_directory, private_file
 from midstream.launch.process import StartFailed
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,25 @@ LOCK = "lock"
 POLL_S = 0.1
 
 
+@contextlib.contextmanager
+def locked(state_dir: Path) -> Iterator[None]:
+    """Hold the state directory: two servers would fight over its ledger. Raises ConfigError."""
+    try:
+        private_directory(state_dir)
+        file = private_file(state_dir / LOCK).open("a")
+    except OSError as error:
+        raise ConfigError(f"--state-dir {state_dir}: {error.strerror or error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"--state-dir {state_dir}: another midstream server uses it") from error
+        file.truncate(0)
+        yield
+
+
 class ServerFile(msgspec.Struct, frozen=True, kw_only=True):
-    """restarts: of the gateways, that are over. error: how the last one failed."""
+    """restarts: how many restarts of the gateways have ended. error: why the last one failed."""
 
     pid: int
     restarts: int = 0
@@ -55,7 +73,7 @@ class Restarts:
         self._running.cancel()
 
     async def _run(self) -> None:
-        # Not before the loop runs: by then whoever made this handles the signal, which would end the process otherwise.
+        # Not before the loop runs: by then the caller handles the signal, which would otherwise end the process.
         self._say()
         while True:
             await self._asked.wait()
@@ -72,14 +90,14 @@ class Restarts:
             self._say()
 
     def _say(self) -> None:
-        """In place: the lock is the file's."""
+        """The file is written in place, since the lock is on the file."""
         with self._path.open("r+b") as file:
             file.write(msgspec.json.encode(self._said) + b"\n")
             file.truncate()
 
 
 def restart(state_dir: Path, wait_s: float) -> str | None:
-    """Have the gateway of the server in `state_dir` replaced; returns when it is. Why it was not; None: it was.
+    """Have the gateways of the server in `state_dir` replaced. Blocks until they are; returns why they were not, else None.
 
     Raises ConfigError when no server runs there.
     """
@@ -96,20 +114,22 @@ def restart(state_dir: Path, wait_s: float) -> str | None:
 
 
 def _running_server(path: Path, wait_s: float) -> ServerFile:
-    """What the server says that runs there. wait_s: for a line that is just being written."""
+    """The file of the server that runs there. wait_s: for a line that is just being written. Raises ConfigError."""
     deadline = time.monotonic() + wait_s
     with contextlib.suppress(OSError), path.open("rb") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                break  # nobody holds it
+                # Nobody holds it: no server runs.
+                break
             except BlockingIOError:
                 file.seek(0)
                 line = file.read()
             try:
                 return msgspec.json.decode(line, type=ServerFile)
             except msgspec.DecodeError:
-                if not line or time.monotonic() > deadline:  # another kind of server, or an older one
+                # Without a line it is another kind of server, such as `midstream replica`.
+                if not line or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_S)
     raise ConfigError(f"--state-dir {path.parent}: no `midstream serve` runs there")

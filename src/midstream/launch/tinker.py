@@ -1,8 +1,8 @@
 """The Tinker front: the SDK's API on a private Unix socket, which the gateway passes `/api/v1/` to.
 
 Owns: wiring concrete classes. Run as `python -m midstream.launch.tinker` by the supervisor. Imports no torch: the trainer is a
-process of its own, started when something is to be trained.
-Always holds: at its end polls are answered before their connections close, and no trainer is left.
+process of its own, started when a client trains.
+Always holds: when it ends, polls are answered before their connections close, and no trainer is left.
 """
 
 from __future__ import annotations
@@ -12,40 +12,32 @@ import ssl
 from pathlib import Path
 
 import msgspec
-import uvloop
 
-from midstream.errors import ConfigError
-from midstream.gateway.appserver import AppServer
-from midstream.gateway.auth import Authenticator
-from midstream.launch.child import (
-    Announcer,
-    Listening,
-    TinkerSpec,
-    configure_logging,
-    raise_file_limit,
-    read_spec,
-    stop_requested,
-)
+from midstream.core.errors import ConfigError
+from midstream.launch.channel import Channel, run_child
+from midstream.launch.specs import Listening, TinkerSpec
+from midstream.proxy.appserver import AppServer
+from midstream.proxy.auth import Authenticator
 from midstream.tinker.app import tinker_app
 from midstream.tinker.futures import Futures
 from midstream.tinker.publishing import DeploymentPublisher
 from midstream.tinker.sampling import Sampling
 from midstream.tinker.store import Store
-from midstream.tinker.trainer.messages import Start
-from midstream.tinker.trainer.process import Trainer
 from midstream.tinker.training import Training
 from midstream.tinker.types import Served
 from midstream.tinker.weights import Places
+from midstream.trainer.process import Trainer
+from midstream.trainer.protocol import Start
 
 
 class _Config(msgspec.Struct):
-    """Of a checkpoint's config.json; text_config: of a model that has more than text."""
+    """A checkpoint's config.json. text_config: in that of a model that has more than text."""
 
     max_position_embeddings: int | None = None
     text_config: _Config | None = None
 
 
-async def serve(spec: TinkerSpec, announce: Announcer) -> int:
+async def serve(spec: TinkerSpec, channel: Channel) -> None:
     tls = _unverified() if spec.gateway_url.startswith("https:") else None
     served = served_model(spec)
     places = Places(Path(spec.state_dir) / "tinker")
@@ -87,15 +79,14 @@ async def serve(spec: TinkerSpec, announce: Announcer) -> int:
         await server.start()
         gc.collect()
         gc.freeze()
-        announce(Listening())
-        await stop_requested()
+        channel.send(Listening())
+        await channel.stop_requested()
     finally:
         futures.close()
         await server.stop()
         await sampling.close()
         await training.close()
         store.close()
-    return 0
 
 
 def served_model(spec: TinkerSpec) -> Served:
@@ -129,24 +120,12 @@ def trainer_start(spec: TinkerSpec) -> Start:
 
 
 def _unverified() -> ssl.SSLContext:
-    """For this machine's own gateway, whose certificate need not be for this address."""
+    """For the gateway of this server, whose certificate need not be for this address."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
 
 
-def main() -> int:
-    announce = Announcer()
-    spec = read_spec(TinkerSpec)
-    configure_logging("tinker", spec.log_level)
-    raise_file_limit()
-    try:
-        return uvloop.run(serve(spec, announce))
-    except (ConfigError, OSError) as error:
-        announce(Listening(error=str(error)))
-        return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_child("tinker", TinkerSpec, serve))

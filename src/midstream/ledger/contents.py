@@ -1,8 +1,8 @@
 """What identities mean: the bytes of each one's own files, and the weights that each kind of engine makes of them.
 
-Each function is part of its caller's transaction.
-Always holds: what a replica has served under an identity stays its meaning until the ledger is reset or a signal overwrites it
-on purpose; what only a manifest said gives way to the next signal. What is learnt first stays.
+Each function is part of its caller's transaction. key: the deployment's primary key.
+Always holds: the content that a replica has served under an identity stays its meaning until the ledger is reset or a signal
+overwrites it on purpose. A content that only a manifest gave is replaced by the next signal. The first digest learnt stays.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from midstream.errors import SnapshotRefused
+from midstream.core.errors import SnapshotRefused
+from midstream.core.types import Content, SnapshotCheck, SnapshotContent
 from midstream.ledger.records import Signal
 from midstream.ledger.schema import contents, insert_new, weights
 from midstream.snapshots.content import difference, size_difference
-from midstream.types import Content, SnapshotCheck, SnapshotContent
 
-REMEMBERED = 4096  # contents that were read before, by their digest
+#: How many contents are kept in memory, by their digest.
+REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
 class Meant:
-    """What a signal makes of its identity's meaning. content: to be stored; None: nothing is known of it."""
+    """What a signal makes of its identity's meaning.
+
+    content: to be stored; None when it is unknown. keeps: the stored content stays. overwrites: a content that was served is
+    replaced.
+    """
 
     key: int
     identity: str
     content: Content | None
-    keeps: bool  # what is stored stays
-    overwrites: bool = False  # a meaning that was served gives way
+    keeps: bool
+    overwrites: bool = False
 
     def store(self, db: sa.Connection) -> None:
         if self.keeps:
@@ -82,7 +87,7 @@ class Contents:
         )
 
     def learn(self, db: sa.Connection, key: int, found: SnapshotContent) -> None:
-        """What a replica serves becomes the meaning, in the place of what only a manifest said."""
+        """The content that a replica serves becomes the meaning, in place of one that only a manifest gave."""
         this = _this(contents, key, found.snapshot)
         if insert_new(db, contents, _row(key, found.snapshot, found.files, proven=True)):
             return
@@ -93,7 +98,7 @@ class Contents:
 
 
 def prove(db: sa.Connection, key: int, identities: Collection[str]) -> None:
-    """A replica that was told these identities' contents serves files that are them."""
+    """A replica serves files that have the contents of these identities."""
     these = (contents.c.deployment_id == key) & contents.c.identity.in_(sorted(identities))
     db.execute(contents.update().where(these).values(proven=True))
 
@@ -116,7 +121,7 @@ def weights_of(db: sa.Connection, key: int, identities: Collection[str]) -> dict
 
 
 def _difference(signal: Signal, stored: Content) -> str | None:
-    """As far as can be told without reading the files: their sizes, and their manifest."""
+    """The first difference that sizes and manifest show, without reading the files; None when they show none."""
     if signal.content is not None:
         return difference(stored, signal.content)
     return None if signal.sizes is None else size_difference(stored, signal.sizes)

@@ -1,7 +1,7 @@
 """The database under the ledger: opened or created, its transactions, its failures.
 
-Always holds: a writing transaction sees what is committed when it has its lock; a reading one sees one moment. What a
-database URL holds in secrets is in no message.
+Always holds: a writing transaction sees all commits before it got its lock. A reading one sees one moment. No message has a
+secret of a database URL.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from midstream.errors import ConfigError, ReplicaUnavailable
+from midstream.core.errors import ConfigError, ReplicaUnavailable
+from midstream.core.private import private_file
 from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, insert_new, metadata, schema_version
-from midstream.private import private_file
 
 BUSY_TIMEOUT_S = 10.0
-SYNCHRONOUS = "FULL"  # on SQLite: what is committed outlives a power cut
+#: On SQLite: a commit outlives a power cut.
+SYNCHRONOUS = "FULL"
 CONNECT_TIMEOUT_S = 5
-_CREATING = 0x6D696473  # PostgreSQL's advisory lock of those who create tables
+#: PostgreSQL's advisory lock of a process that creates tables.
+_CREATING = 0x6D696473
 _READS_ONLY = "midstream_reads_only"
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
@@ -39,7 +41,8 @@ class Database:
         """Open, or create the tables. Raises ConfigError when it cannot be used."""
         self.engine = _engine(url)
         self.shown = _shown(self.engine.url)
-        self._open: set[Any] = set()  # connections of the driver's
+        #: The driver's connections.
+        self._open: set[Any] = set()
         if self.engine.dialect.name == "sqlite":
             sa.event.listen(self.engine, "connect", _configure_sqlite)
             sa.event.listen(self.engine, "begin", _begin_sqlite)
@@ -66,7 +69,7 @@ class Database:
         self.engine.dispose()
 
     def interrupt(self) -> None:
-        """Break the connections to a server, so that whoever waits for it fails now. From any thread; the next use connects."""
+        """Break the connections to a server: a call that waits for it fails now. From any thread. The next use connects."""
         for connection in list(self._open):
             with (
                 suppress(self.engine.dialect.loaded_dbapi.Error, OSError),
@@ -97,7 +100,8 @@ def _engine(url: str) -> sa.Engine:
             url = "postgresql+psycopg://" + url.removeprefix(short)
     try:
         parsed = sa.make_url(url)
-    except (SQLAlchemyError, ValueError) as error:  # its text may hold the URL with its password
+    except (SQLAlchemyError, ValueError) as error:
+        # Not with its text, which may hold the URL with its password.
         raise ConfigError(
             "the ledger's database URL is not one: expected postgresql://user:password@host/name"
         ) from error
@@ -120,7 +124,7 @@ def _engine(url: str) -> sa.Engine:
 
 
 def _connect_arguments(url: sa.URL) -> dict[str, Any]:
-    """Of libpq: what bounds every wait. What the URL says of these wins."""
+    """Arguments of libpq that limit every wait. Those in the URL win."""
     milliseconds = int(BUSY_TIMEOUT_S * 1000)
     options = f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}"
     asked = url.query.get("options", ())
@@ -136,12 +140,13 @@ def _connect_arguments(url: sa.URL) -> dict[str, Any]:
 
 
 def _shown(url: sa.URL) -> str:
-    """Without its password, and without its query, which may hold one too."""
+    """The URL without its password, and without its query, which may hold one too."""
     return url.set(query={}).render_as_string(hide_password=True)
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins no transactions of its own; _begin_sqlite does
+    # The driver begins no transactions by itself; _begin_sqlite does.
+    connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
     cursor.execute("PRAGMA journal_mode = WAL")
@@ -157,7 +162,7 @@ def _begin_sqlite(db: sa.Connection) -> None:
 
 
 def _prepare_schema(db: sa.Connection) -> int:
-    """The schema version found, after creating the tables in an empty database, or those that the version before lacked."""
+    """The schema version of the database. Creates the tables in an empty one, and those that the version before lacked."""
     if db.dialect.name == "postgresql":
         db.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
     if not sa.inspect(db).has_table(schema_version.name):

@@ -1,16 +1,19 @@
 """The ledger's deployments: made, changed, reset, removed. Each function is part of its caller's transaction.
 
-Always holds: a deployment that is removed or reset leaves no snapshot behind, and a reset one keeps counting generations,
-so that nothing a replica was told before can be mistaken for something newer.
+Always holds: a deployment that is removed or reset leaves no snapshot behind. A reset one goes on counting generations, so that
+no replica takes an older message for a newer one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
 
-from midstream.errors import ConfigError, Conflict, NotFound
+from midstream.core.errors import ConfigError, Conflict, NotFound
+from midstream.core.types import BASE_SNAPSHOT, TransitionType
 from midstream.ledger.records import DeploymentChange, DeploymentRow
 from midstream.ledger.schema import (
     contents,
@@ -22,9 +25,34 @@ from midstream.ledger.schema import (
     transitions,
     weights,
 )
-from midstream.types import BASE_SNAPSHOT, TransitionType
 
 _OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A deployment to be made. replicas_min, replicas_max: how many it asks for. fields: JSON values."""
+
+    name: str
+    model: str
+    bucket_url: str
+    transition: TransitionType
+    replicas_min: int
+    replicas_max: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def values(self, now: float) -> dict[str, Any]:
+        """Its row."""
+        resets = ("reset_ledger_generation", "reset_all_generation", "reset_new_session_generation")
+        return {
+            **vars(self),
+            "fields": {key: value for key, value in self.fields.items() if value is not None},
+            "deleting": False,
+            "desired_snapshot": BASE_SNAPSHOT,
+            "created_at": now,
+            "updated_at": now,
+            **dict.fromkeys(("generation", "last_generation", *resets), 0),
+        }
 
 
 def find(db: sa.Connection, name: str) -> Any:
@@ -42,6 +70,14 @@ def lock(db: sa.Connection, name: str) -> Any:
     return find(db, name)
 
 
+def one(db: sa.Connection, name: str) -> DeploymentRow:
+    return as_row(find(db, name))
+
+
+def every(db: sa.Connection) -> list[DeploymentRow]:
+    return [as_row(row) for row in db.execute(sa.select(deployments).order_by(deployments.c.name))]
+
+
 def ensure(
     db: sa.Connection,
     name: str,
@@ -51,8 +87,8 @@ def ensure(
     replicas: int,
     now: float,
 ) -> DeploymentRow:
-    fresh = _fresh(name, model, bucket_url, transition or "ASYNC", (replicas, replicas), {}, now)
-    insert_new(db, deployments, fresh)
+    fresh = Fresh(name, model, bucket_url, transition or "ASYNC", replicas, replicas)
+    insert_new(db, deployments, fresh.values(now))
     row = lock(db, name)
     if row.generation > 0 and row.model != model:
         raise ConfigError(
@@ -64,23 +100,13 @@ def ensure(
     if any(getattr(row, column) != value for column, value in values.items()):
         values["updated_at"] = now
     db.execute(deployments.update().where(deployments.c.id == row.id).values(values))
-    return as_row(find(db, name))
+    return one(db, name)
 
 
-def create(
-    db: sa.Connection,
-    name: str,
-    model: str,
-    bucket_url: str,
-    transition: TransitionType,
-    replicas: tuple[int, int],
-    fields: dict[str, Any],
-    now: float,
-) -> DeploymentRow:
-    fresh = _fresh(name, model, bucket_url, transition, replicas, fields, now)
-    if not insert_new(db, deployments, fresh):
-        raise Conflict(f"there is a deployment {name} already")
-    return as_row(find(db, name))
+def create(db: sa.Connection, fresh: Fresh, now: float) -> DeploymentRow:
+    if not insert_new(db, deployments, fresh.values(now)):
+        raise Conflict(f"there is a deployment {fresh.name} already")
+    return one(db, fresh.name)
 
 
 def update(db: sa.Connection, name: str, change: DeploymentChange, now: float) -> DeploymentRow:
@@ -90,7 +116,7 @@ def update(db: sa.Connection, name: str, change: DeploymentChange, now: float) -
         merged = {**row.fields, **change["fields"]}
         values["fields"] = {key: value for key, value in merged.items() if value is not None}
     db.execute(deployments.update().where(deployments.c.id == row.id).values(values))
-    return as_row(find(db, name))
+    return one(db, name)
 
 
 def delete(db: sa.Connection, name: str) -> None:
@@ -100,11 +126,11 @@ def delete(db: sa.Connection, name: str) -> None:
 
 
 def reset(db: sa.Connection, name: str, floor: int) -> int:
-    """The generation under which replicas go back to the base weights; 0 when nothing was ever signalled."""
+    """The generation under which replicas go back to the base weights; 0 when no snapshot was ever signalled."""
     row = lock(db, name)
     if row.generation == 0 or row.reset_ledger_generation == row.generation:
         return int(row.generation)
-    generation = max(int(row.last_generation), floor) + 1
+    generation = next_generation(db, row, floor)
     _forget(db, row.id)
     values: dict[str, Any] = {
         "desired_snapshot": BASE_SNAPSHOT,
@@ -117,35 +143,20 @@ def reset(db: sa.Connection, name: str, floor: int) -> int:
     return generation
 
 
+def new_generation(db: sa.Connection, name: str, floor: int) -> int:
+    return next_generation(db, lock(db, name), floor)
+
+
+def next_generation(db: sa.Connection, row: Any, floor: int) -> int:
+    """A generation above `floor` and above all that were given before; noted as given. row: of the deployment, locked."""
+    generation = max(int(row.last_generation), floor) + 1
+    db.execute(deployments.update().where(deployments.c.id == row.id).values(last_generation=generation))
+    return generation
+
+
 def _forget(db: sa.Connection, key: int) -> None:
     for table in _OF_A_DEPLOYMENT:
         db.execute(table.delete().where(table.c.deployment_id == key))
-
-
-def _fresh(
-    name: str,
-    model: str,
-    bucket_url: str,
-    transition: TransitionType,
-    replicas: tuple[int, int],
-    fields: dict[str, Any],
-    now: float,
-) -> dict[str, Any]:
-    resets = ("reset_ledger_generation", "reset_all_generation", "reset_new_session_generation")
-    return {
-        "name": name,
-        "model": model,
-        "bucket_url": bucket_url,
-        "transition": transition,
-        "replicas_min": replicas[0],
-        "replicas_max": replicas[1],
-        "fields": {key: value for key, value in fields.items() if value is not None},
-        "deleting": False,
-        "desired_snapshot": BASE_SNAPSHOT,
-        "created_at": now,
-        "updated_at": now,
-        **dict.fromkeys(("generation", "last_generation", *resets), 0),
-    }
 
 
 def as_row(row: Any) -> DeploymentRow:

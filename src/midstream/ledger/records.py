@@ -1,4 +1,4 @@
-"""What the ledger says, as plain values."""
+"""The ledger's arguments and results, as plain values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from midstream.types import (
+from midstream.core.types import (
     BASE_SNAPSHOT,
     CompressionFormat,
     Content,
@@ -19,19 +19,23 @@ from midstream.types import (
 
 Verdict = Literal["reload", "out", "agreed"]
 
-CHAIN_MAX = 64  # incremental snapshots on one full snapshot, unless the settings say otherwise
+#: Incremental snapshots on one full snapshot, unless the settings say otherwise.
+CHAIN_MAX = 64
 
 
 @dataclass(frozen=True)
 class DeploymentRow:
-    """replicas_min, replicas_max: as asked for. fields: whatever else the API was told, by its names there."""
+    """A deployment. replicas_min, replicas_max: as asked for. fields: other properties that the API was given, by its names.
+
+    generation: of the last effective signal or reset; 0 before the first.
+    """
 
     name: str
     model: str
     bucket_url: str
     transition: TransitionType
     desired_snapshot: str
-    generation: int  # of the last effective signal or reset; 0: nothing signalled yet
+    generation: int
     created_at: float
     updated_at: float
     replicas_min: int = 1
@@ -41,7 +45,7 @@ class DeploymentRow:
 
 
 class DeploymentChange(TypedDict, total=False):
-    """What can be changed of a deployment. `fields` is merged into what is stored; a value of None removes one."""
+    """Changes of a deployment. `fields` is merged into the stored fields; a value of None removes one."""
 
     bucket_url: str
     transition: TransitionType
@@ -53,10 +57,11 @@ class DeploymentChange(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """One hot-load signal, understood. previous: what an incremental snapshot is the difference to, None: it is full.
+    """One hot-load signal, parsed.
 
-    sizes: of the files as they are in the bucket; None: unknown. content: what their manifest says they are. overwrite: the
-    identity means these files from now on, whatever it meant before.
+    previous: the snapshot that an incremental one is a difference to; None for a full one. sizes: of the files in the bucket,
+    in bytes; None when unknown. content: the files by their manifest. overwrite: the identity means these files from now on,
+    whatever it meant before.
     """
 
     identity: str
@@ -75,10 +80,11 @@ class Signal:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What the replicas report when a signal comes.
+    """The reports of the replicas when a signal comes.
 
-    failed_generation: a replica failed on what is desired under this generation (its row may not be written yet).
-    generation_floor: the highest one reported. serving: (snapshot, generation it was loaded under) of each ready replica.
+    failed_generation: a replica failed on the snapshot desired under this generation. Its stage change may not be stored yet.
+    generation_floor: the highest generation reported. serving: (snapshot, generation it was loaded under) of each ready
+    replica.
     """
 
     failed_generation: int | None = None
@@ -91,9 +97,11 @@ NO_FLEET = Fleet()
 
 @dataclass(frozen=True)
 class SnapshotRow:
-    """parents: of a delta, the files it stands on, the full snapshot first, as they were when it was signalled.
+    """A signalled snapshot.
 
-    content: what its own files are, byte for byte, once known.
+    parents: the files that a delta stands on, the full snapshot first, as they were when it was signalled. content: its own
+    files, byte for byte, once known. signalled_at, fingerprint: at its last effective signal. ready_at: when it was ready on a
+    replica for the first time.
     """
 
     identity: str
@@ -101,10 +109,10 @@ class SnapshotRow:
     url: str
     reset_prompt_cache: ResetPromptCache
     first_signalled_at: float
-    signalled_at: float  # of the last effective signal
+    signalled_at: float
     generation: int
-    fingerprint: str | None  # of its files at that signal
-    ready_at: float | None  # when it was ready on a replica for the first time
+    fingerprint: str | None
+    ready_at: float | None
     previous: str | None = None
     compression: CompressionFormat | None = None
     checksum_format: str | None = None
@@ -124,6 +132,8 @@ class Signalled(NamedTuple):
 
 @dataclass(frozen=True)
 class TransitionRow:
+    """A stage change of a replica. at: seconds since the epoch."""
+
     replica: str
     boot: str
     seq: int
@@ -136,10 +146,10 @@ class TransitionRow:
 
 @dataclass(frozen=True)
 class BootHistory:
-    """What is stored of a replica when one of its boots is first heard of.
+    """The stored reports of a replica when it is first heard of in one of its boots.
 
     last_seq: the last stage change stored of this boot, -1 when there is none.
-    previous_boot: the boot before, None when none is known or this boot is not new; `tail` has its last stage changes.
+    previous_boot: the boot before, None when none is known or this boot is not new. tail: its last stage changes.
     """
 
     last_seq: int
@@ -161,8 +171,8 @@ class Death:
 class Disagreement:
     """The check of a replica differed from the others', which serve the same files.
 
-    generation: of the check. retry_generation: under which it loads them once more. verdict: reload until that is done; out
-    when it differed again, or could not load them; agreed once it is like the others.
+    generation: of the check. retry_generation: of the load that it does once more. verdict: "reload" until that is done, "out"
+    when it differed again or could not load them, "agreed" once it is like the others.
     """
 
     replica: str
@@ -176,20 +186,20 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """What the reconciler (fleet/) acts on: read in one transaction.
+    """What the reconciler (fleet/) acts on, read in one transaction.
 
-    desired: None while nothing has been signalled: the replicas serve the weights they started with. BASE_SNAPSHOT after
-        the ledger was reset: they go back to those.
-    fallbacks: snapshots that some replica has served, the last one to become ready first, as they may be sent.
-    since: by identity, of the desired one and the fallbacks: the first generation that meant the files of now. A replica
-        that loaded the identity under this or a later generation has exactly these.
-    ever_ready: whether any published snapshot was ever ready on any replica.
+    desired: None while no snapshot has been signalled: the replicas serve the weights that they started with. BASE_SNAPSHOT
+        after the ledger was reset: they go back to those.
+    fallbacks: snapshots that a replica has served, as they may be sent. The last one to become ready comes first.
+    since: the first generation that meant the current files, by identity, for the desired one and the fallbacks. A replica that
+        loaded the identity under this or a later generation has exactly these files.
+    ever_ready: whether a published snapshot was ever ready on a replica.
     reset_all, reset_new_session: the generation of the last signal with this policy, 0 when there was none.
-    deaths: the newest, oldest first, but those that the replica made up for: it loaded that snapshot, or one that was
+    deaths: the newest ones, oldest first. A death does not count after the replica has loaded that snapshot, or one that was
         signalled later.
     disagreements: the last one of each replica.
-    proven: some replica has served what is desired.
-    weights: by identity, of the desired one and the fallbacks: the digest of the weights by kind of engine.
+    proven: a replica has served the desired snapshot.
+    weights: the digest of the weights by kind of engine, by identity, for the desired one and the fallbacks.
     """
 
     desired: Desired | None
@@ -211,11 +221,13 @@ class DeploymentState:
 
 @dataclass(frozen=True)
 class SignalResult:
+    """changed: False when the signal asked for the snapshot that is already desired."""
+
     desired: Desired
-    changed: bool  # False: the signal asked for what is already desired
+    changed: bool
 
 
-#: The weakest first; each does what those before it do.
+#: The weakest first. Each includes those before it.
 RESET_STRENGTH: tuple[ResetPromptCache, ...] = ("none", "new_session", "all")
 
 

@@ -1,9 +1,10 @@
 """The ledger's tables, the same on SQLite and PostgreSQL.
 
-Always holds: one snapshots row per (deployment, identity), one transitions row per (replica, boot, seq) and one deaths row
-per (replica, boot), as database constraints; that is what makes repeated signals and repeated reports harmless. What is read
-on every pass is on the deployments and snapshots rows, or found by an index: the transitions only ever grow. Times are seconds
-since the epoch. JSON columns hold plain values; no column holds a credential.
+Always holds:
+- Constraints allow one snapshots row per (deployment, identity), one transitions row per (replica, boot, seq) and one deaths
+  row per (replica, boot). That makes repeated signals and repeated reports harmless.
+- Each pass of the reconciler reads deployments and snapshots rows, or finds rows by an index: the transitions only ever grow.
+- Times are seconds since the epoch. JSON columns hold plain values. No column holds a credential.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 SCHEMA_VERSION = 4
-UPGRADED_FROM = 3  # it lacked only tables: contents and weights
+#: That version only lacked two tables, contents and weights.
+UPGRADED_FROM = 3
 
 metadata = MetaData()
 
@@ -51,23 +53,25 @@ deployments = Table(
     Column("transition", String(16), nullable=False),
     Column("replicas_min", Integer, nullable=False),
     Column("replicas_max", Integer, nullable=False),
-    Column("fields", JSON, nullable=False),  # what else the API was told of it, by its names there
+    # Other properties that the API was given, by its names.
+    Column("fields", JSON, nullable=False),
     Column("deleting", Boolean, nullable=False),
     Column("desired_snapshot", String(512), nullable=False),
-    Column("generation", BigInteger, nullable=False),  # of the last effective signal
-    Column(
-        "last_generation", BigInteger, nullable=False
-    ),  # given to a signal or a retry: the next is above it
-    Column(
-        "reset_all_generation", BigInteger, nullable=False
-    ),  # of the last signal with this policy; 0: none
+    # Of the last effective signal.
+    Column("generation", BigInteger, nullable=False),
+    # The last one given, to a signal or a retry. The next is above it.
+    Column("last_generation", BigInteger, nullable=False),
+    # Of the last signal with this policy, 0 when there was none.
+    Column("reset_all_generation", BigInteger, nullable=False),
     Column("reset_new_session_generation", BigInteger, nullable=False),
-    # Given to the last reset of the ledger, 0: never. What replicas report of lower ones is forgotten.
+    # Given to the last reset of the ledger, 0 before the first. Reports with lower ones are ignored.
     Column("reset_ledger_generation", BigInteger, nullable=False),
     Column("first_signalled_at", Float),
-    Column("first_ready_at", Float),  # when a published snapshot was ready on a replica for the first time
+    # When a published snapshot was ready on a replica for the first time.
+    Column("first_ready_at", Float),
     Column("created_at", Float, nullable=False),
-    Column("updated_at", Float, nullable=False),  # when its settings were set the last time
+    # When its settings were set the last time.
+    Column("updated_at", Float, nullable=False),
 )
 
 snapshots = Table(
@@ -76,26 +80,30 @@ snapshots = Table(
     Column("id", _RowId, primary_key=True),
     Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("identity", String(512), nullable=False),
-    Column("kind", String(16), nullable=False),  # full, delta
+    # "full" or "delta".
+    Column("kind", String(16), nullable=False),
     Column("url", Text, nullable=False),
-    Column("previous", String(512)),  # what a delta is the difference to
+    # The snapshot that a delta is a difference to.
+    Column("previous", String(512)),
     Column("compression", String(16)),
     Column("checksum_format", String(16)),
-    # Of a delta, as types.SnapshotFiles: the files it stands on as they were when it was signalled, the full snapshot
-    # first, its parent last.
+    # The files that a delta stands on, as types.SnapshotFiles, as they were when it was signalled: the full snapshot first, its
+    # parent last.
     Column("parents", JSON, nullable=False),
     Column("max_cache_age", BigInteger),
     Column("ignore_config", JSON, nullable=False),
     Column("reset_prompt_cache", String(16), nullable=False),
     Column("first_signalled_at", Float, nullable=False),
     Column("signalled_at", Float, nullable=False),
-    Column("generation", BigInteger, nullable=False),  # of its last effective signal
-    Column("fingerprint", String(128)),  # of its files at that signal
-    Column("since_generation", BigInteger, nullable=False),  # of its first signal with these files
-    Column("ready_at", Float),  # when it was ready on a replica for the first time
-    Column(
-        "ready_order", BigInteger
-    ),  # grows with every replica that becomes ready; NULL: not with these files
+    # Of its last effective signal, and of its files at that signal.
+    Column("generation", BigInteger, nullable=False),
+    Column("fingerprint", String(128)),
+    # Of its first signal with these files.
+    Column("since_generation", BigInteger, nullable=False),
+    # When it was ready on a replica for the first time.
+    Column("ready_at", Float),
+    # Grows with every replica that becomes ready. NULL while none was ready with these files.
+    Column("ready_order", BigInteger),
     UniqueConstraint("deployment_id", "identity"),
     Index("snapshots_by_readiness", "deployment_id", "ready_order"),
 )
@@ -130,7 +138,8 @@ deaths = Table(
     Column("identity", String(512), nullable=False),
     Column("generation", BigInteger, nullable=False),
     Column("detail", Text, nullable=False),
-    Column("forgiven", Boolean, nullable=False),  # the replica has loaded it since, or one signalled later
+    # The replica has loaded the snapshot since, or one that was signalled later.
+    Column("forgiven", Boolean, nullable=False),
     UniqueConstraint("deployment_id", "replica", "boot"),
     Index("deaths_by_generation", "deployment_id", "generation"),
 )
@@ -144,8 +153,9 @@ disagreements = Table(
     Column("replica", String(256), nullable=False),
     Column("boot", String(64), nullable=False),
     Column("identity", String(512), nullable=False),
-    Column("generation", BigInteger, nullable=False),  # of the check that differed
-    Column("retry_generation", BigInteger, nullable=False),  # under which it is loaded once more
+    # Of the check that differed, and of the load that follows.
+    Column("generation", BigInteger, nullable=False),
+    Column("retry_generation", BigInteger, nullable=False),
     Column("at", Float, nullable=False),
     Column("detail", Text, nullable=False),
     Column("verdict", String(16), nullable=False),
@@ -154,21 +164,22 @@ disagreements = Table(
 )
 
 
-#: What an identity means: the own files of the snapshot, byte for byte.
+#: The meaning of an identity: the own files of the snapshot, byte for byte.
 contents = Table(
     "contents",
     metadata,
     Column("id", _RowId, primary_key=True),
     Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("identity", String(512), nullable=False),
-    Column("files", JSON, nullable=False),  # as types.Content
-    Column("digest", String(64), nullable=False),  # of `files`: two rows with one digest have equal files
-    # Some replica has served it: the identity means this until it is overwritten on purpose. Else a manifest said it.
+    # As types.Content, with their digest.
+    Column("files", JSON, nullable=False),
+    Column("digest", String(64), nullable=False),
+    # A replica has served it, so the identity means this until it is overwritten on purpose. Else only a manifest gave it.
     Column("proven", Boolean, nullable=False),
     UniqueConstraint("deployment_id", "identity"),
 )
 
-#: What engines made of it: the digest of the weights in memory, one per kind of engine.
+#: The digest of a snapshot's weights in an engine's memory, one per kind of engine.
 weights = Table(
     "weights",
     metadata,
@@ -182,12 +193,12 @@ weights = Table(
 
 
 def storable(text: str) -> str:
-    """A message as every database takes it: it may quote names of a file that somebody uploaded."""
+    """The text without characters that a database refuses. It may quote a name from a file that somebody uploaded."""
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
 
 
 def insert_new(db: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-    """Insert a row unless a unique constraint says it is there; whether it is new."""
+    """Insert a row unless a unique constraint forbids it; whether it is new."""
     dialect = postgresql if db.dialect.name == "postgresql" else sqlite
     insert: Any = dialect.insert(table).values(values).on_conflict_do_nothing()
     return db.execute(insert.returning(*table.primary_key.columns)).first() is not None

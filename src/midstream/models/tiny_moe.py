@@ -4,7 +4,7 @@ Owns: writing its Hugging Face directory (config, safetensors, byte-level tokeni
 is downloaded.
 
 Always holds:
-- Equal arguments give equal bytes in every file, in any process, whatever the state of torch's generator.
+- Equal arguments give equal bytes in every file, in any process, for any state of PyTorch's random generator.
 - The directory appears whole or not at all.
 - Token i < 256 is byte i; special tokens follow. Any text can be tokenised, and decodes to the same text.
 """
@@ -80,8 +80,8 @@ def write_tiny_moe(
     """Write the model to `directory`, which must not exist or be empty (FileExistsError otherwise).
 
     The default `initializer_range` gives logits with a standard deviation of about 0.9 (5.2 of at most 5.6
-    nats of entropy), routers that spread tokens over all experts, and margins small enough that bfloat16 and
-    float32 choose other experts on about 8 % of tokens. At 0.02 logits are nearly uniform.
+    nats of entropy) and routers that spread tokens over all experts. Margins are so small that bfloat16 and
+    float32 choose other experts on about 8 % of tokens. At 0.02, logits are nearly uniform.
     """
     config = _config(layers, hidden, experts, top_k, max_positions, initializer_range)
     if directory.is_dir() and any(directory.iterdir()):
@@ -120,12 +120,10 @@ def build_tokenizer(max_positions: int = 4096) -> Any:
 def _config(
     layers: int, hidden: int, experts: int, top_k: int, max_positions: int, initializer_range: float
 ) -> Any:
+    unit = 2 * HEAD_DIM
     checks = [
         (layers >= 1, f"layers must be at least 1, got {layers}"),
-        (
-            hidden >= 2 * HEAD_DIM and hidden % (2 * HEAD_DIM) == 0,
-            f"hidden must be a multiple of {2 * HEAD_DIM}, got {hidden}",
-        ),
+        (hidden > 0 and hidden % unit == 0, f"hidden must be a multiple of {unit}, got {hidden}"),
         (1 <= top_k <= experts, f"top_k must be 1 to experts ({experts}), got {top_k}"),
         (max_positions >= 1, f"max_positions must be at least 1, got {max_positions}"),
     ]
@@ -155,7 +153,8 @@ def _config(
 
 def _model(config: Any, seed: int, dtype: torch.dtype) -> Any:
     """The model with every parameter drawn from one generator of our own, in order of name."""
-    with torch.random.fork_rng(devices=[]):  # the class draws its own initial values first
+    # The class draws its own initial values first.
+    with torch.random.fork_rng(devices=[]):
         model = Qwen3MoeForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,9 +1,9 @@
 """What each path of a replica's port does: inference, report, events, sessions, desired snapshot, hints.
 
-Owns: the mapping between HTTP exchanges (http1.py) and replica/service.py, and nothing else.
-Always holds: without the right token no request gets as far as its body; every error has the one shape of errors.py; the
-head of a stream is sent with its first event, so an error before that has its own status; a stream that fails after it ends
-with an error event and without [DONE]; a client that disconnects ends its generation at once, streaming or not.
+Owns: the mapping between HTTP exchanges (http/http1.py) and replica/service.py, and nothing else.
+Always holds: a request without the right token is refused before its body. Every error has the one shape of core/errors.py.
+The head of a stream is sent with its first event, so an earlier error has its own status. A stream that fails later ends
+with an error event and without [DONE]. A client that disconnects ends its generation at once, streaming or not.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from email.utils import formatdate
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from midstream import sse
-from midstream.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
-from midstream.http1 import ClientConnection, Exchange
-from midstream.http_budget import Bounds, Budget
-from midstream.http_message import Request, response_head
-from midstream.replica.checked import Kind
-from midstream.replica.generation import Generation
+from midstream.core import sse
+from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
+from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
+from midstream.core.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld, SessionsReport
+from midstream.http.budget import Bounds, Budget
+from midstream.http.http1 import ClientConnection, Exchange
+from midstream.http.message import Request, response_head
 from midstream.replica.replica import Replica
-from midstream.replica.resume import kind_of
+from midstream.replica.request.checked import Kind
+from midstream.replica.response.generation import Generation
+from midstream.replica.response.resume import kind_of
 from midstream.replica.service import Service
 from midstream.replica.sessions import Feed, Sessions
-from midstream.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
-from midstream.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld, SessionsTold
 
 log = logging.getLogger(__name__)
 
-UNFINISHED_BODY_BYTES_MAX = 2**30  # several gateways' shares
-REPORT_GAP_S = 0.05  # changes closer together than this share one line of the event stream
+#: The shares of several gateways.
+UNFINISHED_BODY_BYTES_MAX = 2**30
+#: Changes closer together than this share one line of the event stream.
+REPORT_GAP_S = 0.05
 REPORT_AT_LEAST_EVERY_S = 1.0
-SESSIONS_GAP_S = (
-    0.005  # other gateways may be asked for a session's next turn soon: it is told sooner than the rest
-)
+#: Sessions are reported sooner: another gateway may soon get the session's next turn.
+SESSIONS_GAP_S = 0.005
 _PREFIXES = (b"/v1", b"/inference/v1")
 _JSON = "application/json"
 _TOKEN = HEADER_TOKEN.encode()
@@ -50,7 +51,9 @@ _asked = msgspec.json.Decoder(SessionsAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
-Answer = tuple[int, Any]  # status, and what the JSON body says
+#: A status, and the value of the JSON body.
+Answer = tuple[int, Any]
+_Body = TypeVar("_Body")
 
 
 class MethodNotAllowed(MidstreamError):
@@ -155,7 +158,7 @@ class Outbox:
 
 
 class BaseExchange(abc.ABC):
-    """What every exchange does: a head and a body, whole or in chunks. `fixed`: headers the response has in any case."""
+    """Writes the head and the body of a response, whole or in chunks. `_fixed`: headers of every response."""
 
     def __init__(self, request: Request, client: ClientConnection) -> None:
         self._request = request
@@ -208,7 +211,7 @@ class BaseExchange(abc.ABC):
         self._client.write(self._unwritten() + (last if self._request.http10 else last + b"0\r\n\r\n"))
 
     def _unwritten(self) -> bytes:
-        """What is to be written before anything else."""
+        """Bytes that have to be written first."""
         return b""
 
     def _fail(self, error: MidstreamError) -> None:
@@ -264,7 +267,8 @@ class TaskExchange(BaseExchange):
             await self._answer()
         except MidstreamError as error:
             self._fail(error)
-        except Exception:  # a bug: the client still gets the one error shape and no stream ends silently
+        except Exception:
+            # A bug. The client still gets the one error shape, and no stream ends silently.
             log.exception("%s: unexpected failure", _line(self._request))
             self._fail(MidstreamError("internal error; see the replica's log"))
         self._client.finish()
@@ -315,7 +319,7 @@ class InferenceExchange(TaskExchange):
         return service.admitted(self._kind, self._request.body, self._headers)
 
     def _fail(self, error: MidstreamError) -> None:
-        """A stream that another replica can go on with is broken off: its gateway sees to the rest."""
+        """A resumable stream is broken off, so that its gateway resumes it on another replica."""
         if self._started and self._generation.resumable and isinstance(error, ReplicaUnavailable):
             self._outbox.take(self._client)
             self._client.reset()
@@ -359,7 +363,7 @@ class EventsExchange(TaskExchange):
     def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
         super().__init__(request, client)
         self._replica = replica
-        self._trajectories = _NO_TURNS  # as last told
+        self._trajectories = _NO_TURNS
         self._trajectories_at = float("-inf")
         self._feed: Feed | None = None
         self._telling = False
@@ -367,10 +371,10 @@ class EventsExchange(TaskExchange):
     async def _answer(self) -> None:
         replica = self._replica
         loop = asyncio.get_running_loop()
-        due = loop.time()  # when the next report may go
+        due = loop.time()
         with replica.sessions.feed(self._session_begun) as feed:
             self._feed = feed
-            await self._tell(msgspec.json.encode(SessionsTold(boot=replica.boot)) + b"\n")
+            await self._tell(msgspec.json.encode(SessionsReport(boot=replica.boot)) + b"\n")
             while not replica.closed and not feed.behind:
                 early = due - loop.time()
                 timeout_s = early if early > 0 else REPORT_AT_LEAST_EVERY_S
@@ -458,16 +462,12 @@ def _models(replica: Replica) -> Answer:
 
 
 def _desire(replica: Replica, request: Request) -> Answer:
-    try:
-        wanted = _desired.decode(request.body)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"not a desired snapshot: {error}") from error
-    replica.desire(wanted)
+    replica.desire(_decoded(request, _desired, "a desired snapshot"))
     return 202, replica.report()
 
 
 def _sessions(replica: Replica, request: Request) -> Answer:
-    asked = _asked_for(request)
+    asked = _decoded(request, _asked, "a question about sessions")
     if asked.key is None:
         return 200, SessionsHeld(tuple(replica.sessions.of(asked.tenant, asked.after, asked.limit)))
     found = replica.sessions.one((asked.tenant, asked.key))
@@ -475,23 +475,19 @@ def _sessions(replica: Replica, request: Request) -> Answer:
 
 
 def _close_session(replica: Replica, request: Request) -> Answer:
-    asked = _asked_for(request)
+    asked = _decoded(request, _asked, "a question about sessions")
     if asked.key is None:
         raise InvalidRequest("which session is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
 
 
-def _asked_for(request: Request) -> SessionsAsked:
-    try:
-        return _asked.decode(request.body)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"not a question about sessions: {error}") from error
-
-
 def _hint(replica: Replica, request: Request) -> Answer:
-    try:
-        hint = _hinted.decode(request.body)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"not a hint: {error}") from error
-    replica.hint(hint)
+    replica.hint(_decoded(request, _hinted, "a hint"))
     return 202, {}
+
+
+def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], what: str) -> _Body:
+    try:
+        return decoder.decode(request.body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"not {what}: {error}") from error

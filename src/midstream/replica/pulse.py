@@ -1,6 +1,6 @@
-"""Whether the replica's own event loop stands still: what it then cannot tell is told afterwards.
+"""Measures whether the replica's event loop stands still. A loop that stands still cannot report it, so the report follows.
 
-Always holds: a stall is told for KEPT_S after it ended; the log names each.
+Always holds: a stall is reported for KEPT_S after it ended; the log names each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-STALL_S = 0.5  # later than this is a stall
+#: A beat that is later than this is a stall.
+STALL_S = 0.5
 KEPT_S = 30.0
 
 
@@ -28,7 +29,7 @@ class Pulse:
         self._on_change = on_change
         self._clock = clock
         self._sleep = sleep
-        self._until = 0.0  # the stall is told
+        self._until = 0.0
         self.stalled_s = 0.0
 
     def __repr__(self) -> str:

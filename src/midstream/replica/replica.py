@@ -1,9 +1,9 @@
-"""One replica: an engine, the swap runner beside it, and the report of both.
+"""One replica: an engine, the swap driver beside it, and the report of both.
 
-Owns: the life of the engine (start, death, start again) and the boot id. A swap runner that fails counts as a dead engine.
-Always holds: a boot starts on the base weights with an empty cache and no accepted target; a report's `ready` is true only
-between a successful engine start and its death, and only while what serves has not failed its check; every change of the
-report wakes its watchers.
+Owns: the life of the engine (start, death, start again) and the boot id. A swap driver that fails counts as a dead engine.
+Always holds: a boot starts on the base weights with an empty cache and no accepted target. A report's `ready` is true only
+between a successful engine start and its death, and only while the serving weights have not failed their check. Every change
+of the report wakes its watchers.
 """
 
 from __future__ import annotations
@@ -13,23 +13,32 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from midstream.capabilities import declared
+from midstream.core.capabilities import declared
+from midstream.core.names import ServedNames
+from midstream.core.types import (
+    BASE_SNAPSHOT,
+    ENGINE_SILENT_FROM_S,
+    Desired,
+    Hint,
+    ReplicaReport,
+    Session,
+    Stage,
+)
 from midstream.engine.base import Engine
-from midstream.names import ServedNames
-from midstream.replica.admission import REQUESTS_MAX, Door, Gate
-from midstream.replica.chat import TextModel
-from midstream.replica.check import Checker
-from midstream.replica.grammarcheck import GrammarChecks
-from midstream.replica.hints import Hints
-from midstream.replica.namespaces import Namespaces
-from midstream.replica.pins import PIN_DRAIN_S, Pins
+from midstream.replica.gate import REQUESTS_MAX, Door, Gate
 from midstream.replica.pulse import Pulse
-from midstream.replica.runner import Files, SnapshotSource, SwapRunner
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
-from midstream.replica.swap import SwapMachine
-from midstream.replica.textjobs import TextJobs
-from midstream.types import BASE_SNAPSHOT, ENGINE_SILENT_FROM_S, Desired, Hint, ReplicaReport, Session, Stage
+from midstream.replica.swap.check import Checker
+from midstream.replica.swap.driver import Entrance, SwapDriver
+from midstream.replica.swap.hints import Hints
+from midstream.replica.swap.namespaces import Namespaces
+from midstream.replica.swap.pins import PIN_DRAIN_S, Pins
+from midstream.replica.swap.source import Files, SnapshotSource
+from midstream.replica.swap.table import SwapMachine
+from midstream.replica.text.chat import TextModel
+from midstream.replica.text.grammarcheck import GrammarChecks
+from midstream.replica.text.jobs import TextJobs
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +84,7 @@ class Replica:
         self.sessions = Sessions(
             idle_s=bounds.session_idle_s, clock=clock, monotonic=monotonic, on_change=self._changed
         )
-        self.service: Service | None = None  # from the first successful engine start on
+        self.service: Service | None = None
         self.ready = False
         self.clock = clock
         self._engine = engine
@@ -88,19 +97,20 @@ class Replica:
         self._pulse = Pulse(name, self._changed, monotonic)
         self._beating: asyncio.Task[None] | None = None
         self._grammars = GrammarChecks()
-        self._kept = Kept(self.gate, self.pins, self.namespaces, self.sessions, self._jobs, self._grammars)
-        self._watch = asyncio.Event()  # replaced at every change
-        self._runner_task: asyncio.Task[None] | None = None
+        self._kept = Kept(self.pins, self.namespaces, self.sessions, self._jobs, self._grammars)
+        self._watch = asyncio.Event()
+        self._driving: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
-        self._down: str | None = None  # why the engine cannot be started again
+        #: Why the engine cannot be started again.
+        self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
         self._started_at = clock()
-        self.runner = self._fresh_runner()
+        self.driver = self._fresh_driver()
         engine.on_death(self._on_death)
 
     def __repr__(self) -> str:
-        return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.runner.machine!r}, {self.gate!r})"
+        return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.driver.machine!r}, {self.gate!r})"
 
     async def start(self) -> None:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""
@@ -112,14 +122,17 @@ class Replica:
             text=self._text,
             names=self.names,
             kept=self._kept,
-            outside=self._outside,
-            serving=lambda: self.runner.machine.serving,
+            gate=self.gate,
+            clock=self.clock,
+            monotonic=self._outside.monotonic,
+            random_seed=self._outside.random_seed,
+            serving=lambda: self.driver.machine.serving,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )
-        self.runner.info = info
-        self.runner.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
-        self._runner_task = asyncio.create_task(self.runner.run(), name="swap runner")
-        self._runner_task.add_done_callback(lambda task: self._runner_ended(boot, task))
+        self.driver.info = info
+        self.driver.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
+        self._driving = asyncio.create_task(self.driver.run(), name="swap driver")
+        self._driving.add_done_callback(lambda task: self._driver_ended(boot, task))
         self._down = None
         if self._beating is None:
             self._beating = asyncio.create_task(self._pulse.run(), name="pulse")
@@ -141,7 +154,7 @@ class Replica:
         self._changed()
 
     def desire(self, desired: Desired) -> None:
-        self.runner.desire(desired)
+        self.driver.desire(desired)
 
     def hint(self, hint: Hint) -> None:
         """Fetch files early that a target will need."""
@@ -153,7 +166,7 @@ class Replica:
         return self.sessions.close(session)
 
     def report(self) -> ReplicaReport:
-        machine = self.runner.machine
+        machine = self.driver.machine
         idle = machine.stage is Stage.IDLE
         info = None if self.service is None else self.service.info
         silent_s = int(self._engine.silent_s()) if self.ready else 0
@@ -171,9 +184,9 @@ class Replica:
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,
             pinnable=self.pins.coming is None,
-            check=self.runner.check,
-            contents=self.runner.contents,
-            last_swap=self.runner.last_swap,
+            check=self.driver.check,
+            contents=self.driver.contents,
+            last_swap=self.driver.last_swap,
             engine=self._engine.stats(),
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,
@@ -204,43 +217,47 @@ class Replica:
         self._changed()
 
     async def _on_death(self, reason: str) -> None:
-        if self.ready:  # a boot that never served is start's business
+        if self.ready:
+            # A boot that never served is for `start` to report.
             self.engine_died(self.boot, reason)
 
-    def _runner_ended(self, boot: str, task: asyncio.Task[None]) -> None:
-        """It ends only when told to. If it ended by itself, nobody knows what the engine serves: start over."""
+    def _driver_ended(self, boot: str, task: asyncio.Task[None]) -> None:
+        """A driver that ends by itself leaves open what the engine serves, so the replica starts over."""
         error = None if task.cancelled() else task.exception()
         if self.closed or self._recovery is not None or boot != self.boot:
             return
-        log.error("%s: the swap runner failed", self.name, exc_info=error)
-        self.engine_died(boot, f"the swap runner failed: {error!r}")
+        log.error("%s: the swap driver failed", self.name, exc_info=error)
+        self.engine_died(boot, f"the swap driver failed: {error!r}")
 
     async def _end_boot(self) -> None:
-        """The engine is closed before the runner is waited for: a commit under way ends with the engine at the latest."""
-        if self._runner_task is not None:
-            self._runner_task.cancel()
+        """The engine is closed before the driver is waited for: a commit under way ends with the engine at the latest."""
+        if self._driving is not None:
+            self._driving.cancel()
         try:
             await self._engine.close()
         finally:
-            if self._runner_task is not None:
-                await asyncio.wait((self._runner_task,))
+            if self._driving is not None:
+                await asyncio.wait((self._driving,))
 
     async def _recover(self) -> None:
         try:
             await self._end_boot()
-        except Exception:  # a new engine is started whatever the old one says
+        except Exception:
+            # A new engine is started whatever the old one raises.
             log.exception("%s: the dead engine could not be closed", self.name)
         self.boot = self._outside.new_boot()
         self._started_at = self.clock()
-        self.namespaces.commit("all")  # the cache died with the engine
+        # The cache died with the engine.
+        self.namespaces.commit("all")
         self.sessions.close_all()
-        self.runner = self._fresh_runner()
+        self.driver = self._fresh_driver()
         self._changed()
         delay = 0.5
         while True:
             try:
                 await self.start()
-            except Exception as error:  # whatever stops it from starting now may have passed at the next try
+            except Exception as error:
+                # The cause may be gone at the next try.
                 log.exception("%s: the engine does not start; trying again in %.1f s", self.name, delay)
                 self._down = f"the engine cannot be started again: {error or repr(error)}"[:1000]
                 self._changed()
@@ -250,12 +267,12 @@ class Replica:
                 self._recovery = None
                 return
 
-    def _fresh_runner(self) -> SwapRunner:
+    def _fresh_driver(self) -> SwapDriver:
         boot = self.boot
-        return SwapRunner(
+        return SwapDriver(
             engine=self._engine,
             files=self._files,
-            kept=self._kept,
+            entrance=Entrance(self.gate, self.pins, self.namespaces),
             machine=SwapMachine(self.clock),
             checker=self._checker,
             monotonic=self._outside.monotonic,
@@ -264,8 +281,8 @@ class Replica:
         )
 
     def _changed(self) -> None:
-        if self.runner.quiet:
-            return  # told when that ends
+        if self.driver.quiet:
+            return
         watch, self._watch = self._watch, asyncio.Event()
         watch.set()
 

@@ -10,8 +10,8 @@ import contextlib
 import socket
 import sys
 
-from midstream.http1 import ClientConnection
-from midstream.http_message import Limits
+from midstream.http.http1 import ClientConnection
+from midstream.http.message import Limits
 from midstream.replica.app import ReplicaApp
 from midstream.replica.replica import Replica
 

@@ -1,9 +1,8 @@
-"""Checks and admits one inference request; generation.py runs it on the engine.
+"""Checks and admits one inference request; response/generation.py runs it on the engine.
 
-Always holds: a request that is not valid is refused before it waits at the gate, and one that the gate would refuse is
-refused before it is tokenized; long text is read beside the event loop (textjobs.py), and text that cannot fit the context is
-refused unread; the salt is taken in the step in which the gate was passed, and in that step the snapshot that the request
-asks for serves.
+Always holds: an invalid request is refused before it waits at the gate, and one that the gate would refuse is refused before
+it is tokenized. Long text is tokenized beside the event loop (text/jobs.py); text that cannot fit the context is refused
+unread. A request takes its salt in the step in which it passes the gate, and the snapshot it asks for serves in that step.
 """
 
 from __future__ import annotations
@@ -23,13 +22,27 @@ from urllib.parse import unquote
 
 from msgspec.structs import replace
 
-from midstream.engine.base import Engine
-from midstream.errors import InvalidRequest
-from midstream.names import HEADER_MODEL, ServedNames
-from midstream.replica import admission, grammar
-from midstream.replica.capabilities import ages_are_kept, check_needs, check_resume
-from midstream.replica.chat import TextModel
-from midstream.replica.checked import (
+from midstream.core.errors import InvalidRequest
+from midstream.core.names import HEADER_MODEL
+from midstream.core.resumption import HEADER_RESUMABLE, Resume
+from midstream.core.sessionkey import named_in_body, named_in_headers, session_key
+from midstream.core.types import (
+    HEADER_SESSION,
+    HEADER_TENANT,
+    GenerateRequest,
+    SamplingParams,
+    Session,
+)
+from midstream.core.versions import (
+    HEADER_ADMITTED,
+    Admitted,
+    VersionConstraint,
+    constraint_of_body,
+    from_header,
+)
+from midstream.replica import gate
+from midstream.replica.request.capabilities import ages_are_kept, check_needs, check_resume
+from midstream.replica.request.checked import (
     Checked,
     Kind,
     Prompt,
@@ -40,23 +53,21 @@ from midstream.replica.checked import (
     sampling_for,
     split_prompts,
 )
-from midstream.replica.generation import Generation, Timings, Work, echoed_tokens
-from midstream.replica.grammarcheck import GrammarChecks
-from midstream.replica.namespaces import Namespaces, cache_salt
-from midstream.replica.pins import Asked, Pins
-from midstream.replica.resume import Continued, can_be_resumed
-from midstream.replica.schema import LONG_BODY, ChatBody, CompletionBody, parse_chat, parse_completion
+from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody, parse_chat, parse_completion
+from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, echoed_tokens
+from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
-from midstream.replica.textjobs import Leave, TextJobs
-from midstream.replica.toolformat import ToolFormat
-from midstream.replica.tools import check_template, prepare_history
-from midstream.resumption import HEADER_RESUMABLE, Resume
-from midstream.sessionkey import named_in_body, named_in_headers, session_key
-from midstream.types import HEADER_SESSION, HEADER_TENANT, GenerateRequest, ModelInfo, SamplingParams, Session
-from midstream.versions import HEADER_ADMITTED, Admitted, Wish, from_header, wish_of_body
+from midstream.replica.swap.namespaces import Namespaces, cache_salt
+from midstream.replica.swap.pins import Asked, Pins
+from midstream.replica.text import grammar
+from midstream.replica.text.grammarcheck import GrammarChecks
+from midstream.replica.text.jobs import Leave, TextJobs
+from midstream.replica.text.toolformat import ToolFormat
+from midstream.replica.text.tools import check_template, prepare_history
 
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
-_LONG_TEXT = 16_384  # characters of all prompts together from which tokenizing leaves the event loop
+#: Longer prompts, in characters of all together, are tokenized beside the event loop.
+_LONG_TEXT = 16_384
 
 _Made = TypeVar("_Made")
 Read = Callable[[Leave], list[Prompt]]
@@ -78,9 +89,8 @@ REAL = Outside()
 
 @dataclass(frozen=True)
 class Kept:
-    """What a replica keeps while its engines end and start again."""
+    """What a replica keeps while its engine ends and starts again."""
 
-    gate: admission.Gate
     pins: Pins
     namespaces: Namespaces
     sessions: Sessions
@@ -88,35 +98,12 @@ class Kept:
     grammars: GrammarChecks
 
 
-class Service:
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        info: ModelInfo,
-        text: TextModel,
-        names: ServedNames,
-        kept: Kept,
-        outside: Outside,
-        serving: Callable[[], str],
-        on_engine_death: Callable[[str], None],
-    ) -> None:
-        self.engine = engine
-        self.info = info
-        self.text = text
-        self.names = names
-        self.gate = kept.gate
-        self.pins = kept.pins
-        self.namespaces = kept.namespaces
-        self.sessions = kept.sessions
-        self.jobs = kept.jobs
-        self.grammars = kept.grammars
-        self.replays = asyncio.Lock()  # streams that are resumed take up what they said one after the other
-        self.serving = serving
-        self.clock = outside.clock
-        self.monotonic = outside.monotonic
-        self.random_seed = outside.random_seed
-        self.on_engine_death = on_engine_death
+@dataclass(kw_only=True, eq=False, repr=False)
+class Service(Surroundings):
+    """Serves the requests of one boot."""
+
+    kept: Kept
+    random_seed: Callable[[], int]
 
     @asynccontextmanager
     async def admitted(
@@ -127,14 +114,14 @@ class Service:
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
         timings = Timings(self.monotonic())
-        self.jobs.took(len(body))
+        self.kept.jobs.took(len(body))
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         checked = check(parsed, self.info)
         check_needs(checked, parsed, self.info)
         if resume is not None:
             check_resume(self.info)
         asked = self._asked(parsed, headers, judged=resume is not None)
-        patience = admission.patience(headers.get(admission.HEADER_DRAIN_TIMEOUT))
+        timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
         given, size, read = self._unread(parsed, checked, len(body))
@@ -142,8 +129,8 @@ class Service:
         continued = None if resume is None else Continued(resume, checked, choices)
         counted = choices if continued is None else 0
         self.gate.check(counted)
-        if self.gate.door is admission.Door.OPEN:
-            asked.check(self.serving(), self.pins.coming)
+        if self.gate.door is gate.Door.OPEN:
+            asked.check(self.serving(), self.kept.pins.coming)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
         prompts = await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
@@ -151,15 +138,15 @@ class Service:
             continued.check_prompts(prompts)
             seed = continued.opening.seed
         requests = self._requests(checked, prompts, seed, answer)
-        await self.gate.enter(patience, counted)
+        await self.gate.enter(timeout_s, counted)
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
-        asked.check(self.serving(), self.pins.coming)
+        asked.check(self.serving(), self.kept.pins.coming)
         salt = self._salt(checked, session, headers)
-        age_max = self.namespaces.kv_age_max
+        age_max = self.kept.namespaces.kv_age_max
         requests = [replace(request, salt=salt, kv_age_max=age_max) for request in requests]
-        pinned = self.pins.hold(asked, self.serving()) if asked.pinned else nullcontext()
+        pinned = self.kept.pins.hold(asked, self.serving()) if asked.pinned else nullcontext()
         inside = self.gate.admitted(choices)
-        turns = self.sessions.turn(session, stamp_of(headers))
+        turns = self.kept.sessions.turn(session, stamp_of(headers))
         async with pinned:
             with inside, turns as turn:
                 resumable = can_be_resumed(checked) and self.info.card.has("resume")
@@ -176,12 +163,12 @@ class Service:
                     generation.measure(turn)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
-        """What it asks of the snapshot that serves it. A resumed stream was judged when it began."""
+        """The snapshot that the request asks for. A resumed stream was judged when it began."""
         named = self.names.wanted(body.model, headers.get(HEADER_MODEL, ""))
-        wish = wish_of_body(body.midstream).with_(Wish(named))
+        constraint = constraint_of_body(body.midstream).with_(VersionConstraint(named))
         given = headers.get(HEADER_ADMITTED)
         admitted = None if given is None else from_header(given, Admitted)
-        return Asked(self.names.model, wish, admitted, judged=judged)
+        return Asked(self.names.model, constraint, admitted, judged=judged)
 
     def _unread(
         self, body: CompletionBody | ChatBody, checked: Checked, body_size: int
@@ -199,7 +186,7 @@ class Service:
     async def _prompts(self, read: Read, size: int, headers: Mapping[str, str]) -> list[Prompt]:
         if size < _LONG_TEXT:
             return read(Leave())
-        return await self.jobs.run(headers.get(HEADER_TENANT, ""), read)
+        return await self.kept.jobs.run(headers.get(HEADER_TENANT, ""), read)
 
     def _messages(self, body: ChatBody) -> list[dict[str, Any]]:
         messages = check_messages(body.messages)
@@ -208,13 +195,13 @@ class Service:
         return messages
 
     async def _grammar(self, checked: Checked, tool_format: ToolFormat | None, tenant: str) -> str | None:
-        """What the answer must match, compiled once so that a mistake in it is the client's to see."""
+        """What the answer must match, compiled once so that the client sees a mistake in it."""
         if checked.schema is None and (checked.tools is None or not checked.tools.constrained):
             return None
         eos = self.info.eos_token_ids
         given = (checked.schema, checked.tools, tool_format, self.text, eos)
-        problem_of = self.grammars.of_request
-        return await self.jobs.run(tenant, lambda leave: grammar.build(*given, problem_of(leave.check)))
+        problem_of = self.kept.grammars.of_request
+        return await self.kept.jobs.run(tenant, lambda leave: grammar.build(*given, problem_of(leave.check)))
 
     def _read_chat(
         self,
@@ -246,7 +233,8 @@ class Service:
         self, checked: Checked, prompts: list[Prompt], seed: int, answer: str | None
     ) -> list[GenerateRequest]:
         """Raises InvalidRequest for what the engine refuses and its card does not tell of."""
-        engine_id = uuid.uuid4().hex  # x-request-id may repeat: a retry carries it again
+        # A retry carries the same x-request-id again.
+        engine_id = uuid.uuid4().hex
         # A stop string that is the name of a special token, which has no text, is that token.
         named = self.text.marker_ids(checked.stops) if checked.tools is None and answer is None else ()
         requests = [
@@ -273,16 +261,17 @@ class Service:
         return requests
 
     def _salt(self, checked: Checked, session: Session | None, headers: Mapping[str, str]) -> bytes:
-        too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)  # for all one knows
+        # An engine that does not keep ages may have KV that is too old.
+        too_old = self.kept.namespaces.kv_age_max is not None and not ages_are_kept(self.info)
         if not checked.prompt_cache or too_old:
-            return os.urandom(16)  # shared with nobody
+            return os.urandom(16)
         isolation = checked.isolation_key or headers.get(HEADER_ISOLATION, "")
-        namespace = self.namespaces.admit(session)
+        namespace = self.kept.namespaces.admit(session)
         return cache_salt(namespace, headers.get(HEADER_TENANT, ""), isolation, self.names.model)
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
-    """The gateway's word, or what it would have said when the replica is asked directly."""
+    """The session that the gateway names, or would name if the request had come through one."""
     given = headers.get(HEADER_SESSION)
     named = chain(named_in_headers(headers), named_in_body(checked.prompt_cache_key, checked.user))
     key = unquote(given) if given else session_key(named)
@@ -296,7 +285,7 @@ def _ending_at(sampling: SamplingParams, tokens: Collection[int]) -> SamplingPar
 
 
 def _now_if_short(make: Callable[[], _Made], body_size: int) -> Callable[[], _Made]:
-    """What gives `make()`, of a short body at once: it takes no time, and its mistakes are found before the request waits."""
+    """`make`, called at once for a short body: it takes no time, and mistakes are found before the request waits."""
     if body_size > LONG_BODY:
         return make
     made = make()

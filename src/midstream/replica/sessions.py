@@ -21,20 +21,21 @@ from heapq import nsmallest
 
 import msgspec
 
-from midstream.types import (
+from midstream.core.types import (
     HEADER_PLACED,
     TURN_MEASURES,
     Distribution,
     Session,
+    SessionsReport,
     SessionStats,
-    SessionsTold,
     Trajectories,
 )
 
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S = 3600.0
-TOLD_AT_ONCE_MAX = 1000  # sessions in one line of an event stream
-UNTOLD_MAX = 200_000  # a reader so far behind begins anew
+TOLD_AT_ONCE_MAX = 1000
+#: A reader that is further behind begins anew.
+UNTOLD_MAX = 200_000
 
 
 @dataclass(slots=True)
@@ -43,14 +44,18 @@ class Turn:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    generated_tokens: int = 0  # of all choices
-    longest: int = 0  # tokens of the longest choice
-    first_token_s: float | None = None  # from the request's arrival
-    generation_s: float = 0.0  # from the first token to the end
+    #: Of all choices.
+    generated_tokens: int = 0
+    #: Tokens of the longest choice.
+    longest: int = 0
+    #: From the request's arrival.
+    first_token_s: float | None = None
+    #: From the first token to the end.
+    generation_s: float = 0.0
 
 
 class Feed:
-    """What one reader has still to be told."""
+    """The changes that one reader has not been told yet."""
 
     def __init__(self, held: list[Session], begun: Callable[[], None]) -> None:
         self._untold: dict[Session, None] = dict.fromkeys(held)
@@ -58,7 +63,7 @@ class Feed:
 
     @property
     def behind(self) -> bool:
-        """So much is untold that the reader had better begin anew."""
+        """True when so much is untold that the reader should begin anew."""
         return len(self._untold) > UNTOLD_MAX
 
     def note(self, session: Session) -> None:
@@ -189,7 +194,7 @@ class Sessions:
         return found
 
     def close_all(self) -> None:
-        """Their KV is lost."""
+        """Closes every session, because their KV is lost."""
         for session in list(self._held):
             self._close(session)
         self._on_change()
@@ -202,7 +207,7 @@ class Sessions:
             session, (stats, used) = next(iter(self._held.items()))
             if used >= oldest:
                 break
-            if stats.open_turns:  # it is not idle
+            if stats.open_turns:
                 self._use(session, stats)
             else:
                 self._close(session)
@@ -237,7 +242,7 @@ class Sessions:
                     held.append((session, found[0].stamp))
                 else:
                     closed.append(session)
-            yield msgspec.json.encode(SessionsTold(held=tuple(held), closed=tuple(closed))) + b"\n"
+            yield msgspec.json.encode(SessionsReport(held=tuple(held), closed=tuple(closed))) + b"\n"
 
     def trajectories(self) -> Trajectories:
         return Trajectories(measures=self._measures)
@@ -259,6 +264,6 @@ class Sessions:
 
 
 def stamp_of(headers: Mapping[str, str]) -> int | None:
-    """The gateway's word that the request begins its session here."""
+    """The stamp of the placement that begins the request's session here, as its gateway says."""
     value = headers.get(HEADER_PLACED, "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else None

@@ -1,1 +1,1 @@
-"""Snapshots as files: names, fetching, layout, verification, local cache. No engine, no torch, no HTTP."""
+"""Snapshots as files. `store` gets them out of buckets, `arc2` makes and applies deltas. No engine, no torch, no HTTP."""

@@ -1,30 +1,29 @@
-"""What a snapshot is, byte for byte: size and digest of each of its files, and the manifest that says so in its bucket.
+"""The content of a snapshot: size and digest of each of its files. The manifest in the bucket says it.
 
 A file's digest is the SHA-256 of the SHA-256 digests (32 bytes each) of its parts of 16 MiB, in order. So parts are digested
-side by side while they are copied, and an interrupted copy loses nothing.
+in parallel while they are copied, and an interrupted copy loses nothing.
 
-Always holds: a content names every snapshot file of a directory once, by name; the manifest is not one of them. A manifest
-that is not understood whole is an error, never a guess.
+Always holds: a content names every snapshot file of a directory once, sorted by name. The manifest is not one of them. A
+manifest that is not understood as a whole is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from midstream.errors import SnapshotCorrupt
+from midstream.core.errors import SnapshotCorrupt
+from midstream.core.types import Content, FileContent
 from midstream.snapshots.messages import shown
-from midstream.types import Content, FileContent
 
 MANIFEST_FILE = "midstream.manifest.json"
 MANIFEST_BYTES_MAX = 16 * 2**20
-CONTENT_FILE = ".content.json"  # in a directory of a replica's cache: what it was made from
 PART_BYTES = 16 * 2**20
 _READ_BYTES = 2**20
 _DIGEST_CHARS = 64
@@ -43,7 +42,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def part_digest(file: int, begin: int, end: int) -> bytes:
-    """Of the bytes from `begin` to `end` of an open file. Raises SnapshotCorrupt when it ends before, OSError."""
+    """The digest of the bytes from `begin` to `end` of an open file. Raises SnapshotCorrupt, OSError."""
     whole = hashlib.sha256()
     buffer = memoryview(bytearray(min(_READ_BYTES, max(1, end - begin))))
     while begin < end:
@@ -56,12 +55,12 @@ def part_digest(file: int, begin: int, end: int) -> bytes:
 
 
 def combined(parts: Iterable[bytes]) -> str:
-    """The digest of a file, from those of its parts in order."""
+    """The digest of a file from the digests of its parts, in order."""
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def file_content(path: Path, name: str | None = None) -> FileContent:
-    """Raises OSError."""
+    """The content of one file. name: None for its own. Raises OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         ends = [(at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES)]
@@ -70,13 +69,13 @@ def file_content(path: Path, name: str | None = None) -> FileContent:
 
 
 def directory_content(directory: Path, names: Iterable[str]) -> Content:
-    """Of these files of `directory`, several side by side. Raises OSError."""
+    """The content of these files of `directory`, digested in parallel. Raises OSError."""
     with ThreadPoolExecutor(os.cpu_count() or 1, "digests") as threads:
         return tuple(threads.map(lambda name: file_content(directory / name), sorted(names)))
 
 
 def difference(expected: Content, found: Content) -> str | None:
-    """Which file is not what is expected, and how; None: there is none."""
+    """How the first file that differs does so; None if none does."""
     before, now = ({file.name: file for file in content} for content in (expected, found))
     return _other_names(before, now) or next(
         (
@@ -89,7 +88,7 @@ def difference(expected: Content, found: Content) -> str | None:
 
 
 def size_difference(expected: Content, sizes: Mapping[str, int]) -> str | None:
-    """As `difference`, as far as names and sizes tell."""
+    """As `difference`, by names and sizes alone."""
     return _other_names(
         {file.name: file for file in expected},
         {name: FileContent(name, size, "") for name, size in sizes.items()},
@@ -127,23 +126,3 @@ def parse_manifest(data: bytes) -> Content:
         if not plain or file.size < 0:
             raise SnapshotCorrupt(f"{MANIFEST_FILE}: {shown(file.name)} has no digest and size")
     return tuple(FileContent(f.name, f.size, f.digest) for f in sorted(files, key=lambda f: f.name))
-
-
-def note_contents(directory: Path, contents: Sequence[Content]) -> None:
-    """Note in a cache directory what it was made from: a full snapshot's files, then those of each delta. Raises OSError."""
-    (directory / CONTENT_FILE).write_bytes(msgspec.json.encode(contents))
-
-
-def noted_contents(directory: Path) -> tuple[Content, ...]:
-    """What note_contents noted; (): nothing that can be read."""
-    try:
-        return msgspec.json.decode((directory / CONTENT_FILE).read_bytes(), type=tuple[Content, ...])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return ()
-
-
-def agree(expected: Sequence[Content | None], noted: Sequence[Content]) -> bool:
-    """Whether what was noted is of as many links, and is what is expected of each. None: nothing is."""
-    if len(expected) != len(noted):
-        return False
-    return all(want is None or want == have for want, have in zip(expected, noted, strict=True))

@@ -1,7 +1,6 @@
-"""What a power cut leaves of files: making them last, and knowing that there may have been one.
+"""Makes files survive a power cut, and tells whether there may have been one.
 
-Always holds: when `sync_tree` and `sync_directory` return, what they were given survives a power cut, as far as the file system
-promises it at all.
+Always holds: what `sync_tree` and `sync_directory` have synced survives a power cut, as far as the file system promises it.
 """
 
 from __future__ import annotations
@@ -11,23 +10,21 @@ import os
 from pathlib import Path
 
 _KERNEL_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NOT_OFFERED = (
-    errno.EINVAL,
-    errno.ENOTSUP,
-    errno.ENOSYS,
-)  # by some network file systems, for directories above all
+# Some network file systems offer no sync, above all of directories.
+_NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def boot_id() -> str | None:
-    """Of the time since this machine was started; None: not known, so a power cut since any moment cannot be ruled out."""
+    """Names the time since this machine was started. None if it is not known: then there may have been a power cut."""
     try:
         return _KERNEL_BOOT_ID.read_text().strip() or None
-    except OSError:  # no Linux
+    except OSError:
+        # This is not Linux.
         return None
 
 
 def sync_tree(directory: Path) -> None:
-    """Every file below `directory`, then the directories that name them. Raises OSError."""
+    """Sync every file below `directory`, then the directories. Raises OSError."""
     for at, _, names in os.walk(directory, topdown=False):
         for name in names:
             _sync(os.path.join(at, name))
@@ -35,7 +32,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """The names in `directory`, not what they name. Raises OSError."""
+    """Sync the names in `directory`, not the files. Raises OSError."""
     _sync(str(directory))
 
 

@@ -1,6 +1,6 @@
-"""The names of the formats of incremental snapshots: what is asked for, and what it is called inside. Pure, imports nothing.
+"""The names of delta formats: those that users give, and the internal ones. Pure.
 
-Always holds: a name means the same wherever it comes in, on the wire and on the command line.
+Always holds: a name means the same in a request and on the command line.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from midstream.types import CompressionFormat
+from midstream.core.types import CompressionFormat
 
 FORMATS: Mapping[str, CompressionFormat] = MappingProxyType(
     {
@@ -18,11 +18,12 @@ FORMATS: Mapping[str, CompressionFormat] = MappingProxyType(
         "xor_one_to_one_zstd": "arc_v2",
     }
 )
-CHECKSUM_FORMATS = ("alder32", "adler32")  # the first is how the public clients spell it
+#: The public clients spell it in the first way.
+CHECKSUM_FORMATS = ("alder32", "adler32")
 
 
 def compression_format(name: str) -> CompressionFormat:
-    """The format `name` stands for, in any case. Raises ValueError, which says what there is."""
+    """The format that `name` stands for, in any case. Raises ValueError that lists the formats."""
     found = FORMATS.get(name.lower())
     if found is not None:
         return found
@@ -31,6 +32,6 @@ def compression_format(name: str) -> CompressionFormat:
 
 
 def check_checksum_format(name: str | None) -> None:
-    """Raise ValueError unless `name` is Adler-32 in either spelling and any case, or None (then it is Adler-32)."""
+    """Raise ValueError unless `name` is Adler-32 in either spelling and any case. None stands for Adler-32."""
     if name is not None and name.lower() not in CHECKSUM_FORMATS:
         raise ValueError(f"{name[:80]!r} is not supported: use {CHECKSUM_FORMATS[0]}")

@@ -1,8 +1,7 @@
-"""What a snapshot may be called, and where its files lie. Pure.
+"""Which names a snapshot may have, and where its files lie. Pure.
 
-Always holds: two accepted identities never name the same directory, and no accepted identity names a place
-outside its bucket: every segment between slashes is a plain name. A bucket URL that is accepted holds no secret, and no
-message here shows the part of a refused one where secrets lie.
+Always holds: two accepted identities never name the same directory. No accepted identity names a place outside its bucket.
+An accepted bucket URL holds no secret. Messages about a refused URL leave out the parts that may hold one.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from midstream.errors import ConfigError, SnapshotRefused
+from midstream.core.errors import ConfigError, SnapshotRefused
+from midstream.core.types import BASE_SNAPSHOT
 from midstream.snapshots.messages import shown
-from midstream.types import BASE_SNAPSHOT
 
 MAX_IDENTITY_CHARS = 512
-URL_CHARS = 400  # of a URL in a message
+#: Characters of a URL in a message.
+URL_CHARS = 400
 
 _SCHEMES: Mapping[str, Literal["file", "s3", "gs", "az"]] = {
     "file": "file",
@@ -44,9 +44,9 @@ def check_identity(identity: str) -> None:
     """Raise SnapshotRefused unless `identity` can name a snapshot.
 
     Refused: the empty string, more than 512 characters, `base` (the weights the server started with), control
-    characters, backslashes, text that is not valid Unicode, and any segment between slashes that is empty,
-    `.` or `..`; that covers a leading or trailing slash. `@` is refused because responses are labelled
-    `model@identity`: with it out, splitting a label at the first or at the last `@` gives the same identity.
+    characters, backslashes, invalid Unicode, and any segment between slashes that is empty, `.` or `..`. So a leading or
+    trailing slash is refused, too. `@` is refused because labels of responses are `model@identity`: without it, a label
+    splits the same way at its first and at its last `@`.
     """
     reason = _why_refused(identity)
     if reason is not None:
@@ -75,21 +75,25 @@ def _why_refused(identity: str) -> str | None:
 
 @dataclass(frozen=True)
 class Place:
-    """What a bucket URL names. `path`: of the directory; absolute for a file, else without leading or trailing slash."""
+    """What a bucket URL names.
+
+    container: the bucket's name; empty for a file. path: of the directory; absolute for a file, else without a slash at
+    either end. account, host: Azure's storage account and its host, if the URL names them.
+    """
 
     kind: Literal["file", "s3", "gs", "az"]
-    container: str  # the bucket's name; empty for a file
+    container: str
     path: str
-    account: str | None = None  # Azure: the storage account, when the URL names it
-    host: str | None = None  # Azure: the account's host, when the URL names it
+    account: str | None = None
+    host: str | None = None
 
 
 def parse_bucket(bucket: str) -> Place:
-    """What `bucket`, or a directory in it, is. Raises ConfigError on what is not a bucket's URL.
+    """The place that the URL of a bucket, or of a directory in it, names. Raises ConfigError on any other text.
 
     file:///absolute/path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, and for Azure also
-    abfss://container@account.dfs.core.windows.net/prefix. Special characters are percent-encoded. Credentials never
-    belong into it: they come from the environment.
+    abfss://container@account.dfs.core.windows.net/prefix. Special characters are percent-encoded. Credentials come from the
+    environment, never from the URL.
     """
     place = _parsed(bucket)
     if isinstance(place, str):
@@ -98,7 +102,7 @@ def parse_bucket(bucket: str) -> Place:
 
 
 def _parsed(bucket: str) -> Place | str:
-    """The place, or why there is none."""
+    """The place, or the reason why there is none."""
     try:
         parts = urlsplit(bucket)
     except ValueError:
@@ -139,7 +143,7 @@ def _why_no_path(kind: str, path: str) -> str | None:
 
 
 def public_url(url: str) -> str:
-    """`url` as it may be shown: without user, password, query and fragment, where secrets lie."""
+    """`url` without user, password, query and fragment, which may hold secrets."""
     start = re.split(r"[?#]", url, maxsplit=1)[0]
     scheme, separator, rest = start.partition("://")
     netloc, slash, path = rest.partition("/")

@@ -1,12 +1,13 @@
-"""What a snapshot directory holds, read from file headers alone: no tensor data, no torch.
+"""The layout of a snapshot directory, read from the headers of its files: no tensor data, no torch.
 
-Always holds: a CheckpointSpec describes a directory whose safetensors files are whole (exact size, every byte
-of data owned by one tensor) and agree with the index. A truncated or padded file never gets one. All text in
-it is valid Unicode.
+Always holds: a CheckpointSpec describes a directory whose safetensors files are whole and agree with the index. Each file has
+its exact size, and each byte of data belongs to one tensor. All text in a spec is valid Unicode.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import json
 import math
 import re
@@ -15,13 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midstream.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.snapshots.messages import listed, shown, shown_value
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
+WEIGHT_FILES = ("*.safetensors", INDEX_FILE)
+#: What makes weights a checkpoint.
+COMPANION_FILES = (
+    "tokenizer*.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    CONFIG_FILE,
+)
+SNAPSHOT_FILES = (*WEIGHT_FILES, *COMPANION_FILES)
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+#: The limit of the safetensors format.
+MAX_HEADER_BYTES = 100 * 10**6
 MAX_JSON_BYTES = 100 * 10**6
 MAX_NAME_CHARS = 255
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,21 +52,30 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 
 
+def is_snapshot_file(name: str) -> bool:
+    """Whether a file of this name belongs to a snapshot and may be fetched: a plain name, and never a pickle."""
+    plain = not any(char in name for char in "/\\\0") and not name.startswith(".")
+    known = any(fnmatch.fnmatchcase(name, pattern) for pattern in SNAPSHOT_FILES)
+    return plain and known and not name.endswith(PICKLED)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
-    dtype: str  # the name safetensors gives it: "BF16", "F32", ...
+    """dtype: as safetensors names it: "BF16", "F32", ... file: its name."""
+
+    dtype: str
     shape: tuple[int, ...]
     file: str
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One safetensors file: its tensors, where in the file each one's bytes lie (begin, end), and its metadata."""
+    """One safetensors file. ranges: where in the file each tensor's bytes lie, (begin, end). data_start: where data begins."""
 
     tensors: dict[str, TensorSpec]
     ranges: dict[str, tuple[int, int]]
     metadata: dict[str, Any]
-    data_start: int  # bytes before the tensors' data
+    data_start: int
 
     def __repr__(self) -> str:
         return f"<FileLayout tensors={len(self.tensors)}>"
@@ -67,25 +92,61 @@ class CheckpointSpec:
 
 
 def read_spec(directory: Path) -> CheckpointSpec:
-    """The tensors and configuration of `directory`.
+    """The tensors and the configuration of the checkpoint `directory`; errors as read_checkpoint's."""
+    return read_checkpoint(directory)[0]
 
-    The weights are `model.safetensors`, or the shards `model.safetensors.index.json` names. Raises
-    SnapshotMissing when a file is not there, SnapshotCorrupt when one is not whole or the files disagree;
-    both name the file.
+
+def read_checkpoint(directory: Path) -> tuple[CheckpointSpec, dict[str, FileLayout]]:
+    """The spec of the checkpoint `directory`, and the layout of each of its weights files by name.
+
+    The weights are `model.safetensors`, or the shards that `model.safetensors.index.json` names. Each header is parsed once. No
+    metadata is kept: it counts only in a delta, and may be as large as the format allows.
+    Raises SnapshotMissing when a file is not there, SnapshotCorrupt when one is not whole or the files disagree, SnapshotError
+    when one cannot be read. The message names the file.
     """
     config = _read_json(directory, CONFIG_FILE)
     present = {p.name for p in directory.glob("model*.safetensors")}
     if (directory / INDEX_FILE).exists():
-        return CheckpointSpec(_read_shards(directory, present), config)
-    if WEIGHTS_FILE not in present:
+        files = _read_shards(directory, present)
+    elif WEIGHTS_FILE not in present:
         raise SnapshotMissing(f"{shown(directory.name)}: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there")
-    if len(present) > 1:
+    elif len(present) > 1:
         extra = listed(sorted(present - {WEIGHTS_FILE}))
         raise SnapshotCorrupt(f"{extra}: beside {WEIGHTS_FILE}, with no {INDEX_FILE} to say which counts")
-    return CheckpointSpec(read_safetensors_header(directory / WEIGHTS_FILE), config)
+    else:
+        files = {WEIGHTS_FILE: _without_metadata(directory / WEIGHTS_FILE)}
+    tensors = {name: spec for layout in files.values() for name, spec in layout.tensors.items()}
+    return CheckpointSpec(tensors, config), files
 
 
-def _read_shards(directory: Path, present: set[str]) -> dict[str, TensorSpec]:
+def _read_shards(directory: Path, present: set[str]) -> dict[str, FileLayout]:
+    weight_map = read_weight_map(directory)
+    shards = set(weight_map.values())
+    if unnamed := sorted(present - shards):
+        raise SnapshotCorrupt(f"{shown(unnamed[0])}: is not named by {INDEX_FILE}")
+    files = {}
+    for shard in sorted(shards):
+        files[shard] = _without_metadata(directory / shard)
+        for name in files[shard].tensors:
+            if weight_map.get(name) != shard:
+                raise SnapshotCorrupt(
+                    f"{shown(shard)}: holds {shown(name)}, which {INDEX_FILE} does not place there"
+                )
+    if absent := sorted(name for name, shard in weight_map.items() if name not in files[shard].tensors):
+        shard, name = shown(weight_map[absent[0]]), shown(absent[0])
+        raise SnapshotCorrupt(f"{shard}: lacks {name}, which {INDEX_FILE} places there")
+    return files
+
+
+def _without_metadata(path: Path) -> FileLayout:
+    return dataclasses.replace(read_file_layout(path), metadata={})
+
+
+def read_weight_map(directory: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of `directory` says: plain names of safetensors files, at least one.
+
+    Raises SnapshotMissing, SnapshotCorrupt, SnapshotError.
+    """
     weight_map = _read_json(directory, INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SnapshotCorrupt(f"{INDEX_FILE}: has no weight_map")
@@ -94,21 +155,7 @@ def _read_shards(directory: Path, present: set[str]) -> dict[str, TensorSpec]:
             raise SnapshotCorrupt(
                 f"{INDEX_FILE}: {shown(name)} is mapped to {shown_value(shard)}, which is not a shard's name"
             )
-    shards = set(weight_map.values())
-    if unnamed := sorted(present - shards):
-        raise SnapshotCorrupt(f"{shown(unnamed[0])}: is not named by {INDEX_FILE}")
-    tensors: dict[str, TensorSpec] = {}
-    for shard in sorted(shards):
-        for name, spec in read_safetensors_header(directory / shard).items():
-            if weight_map.get(name) != shard:
-                raise SnapshotCorrupt(
-                    f"{shown(shard)}: holds {shown(name)}, which {INDEX_FILE} does not place there"
-                )
-            tensors[name] = spec
-    if absent := sorted(weight_map.keys() - tensors.keys()):
-        shard, name = shown(weight_map[absent[0]]), shown(absent[0])
-        raise SnapshotCorrupt(f"{shard}: lacks {name}, which {INDEX_FILE} places there")
-    return tensors
+    return weight_map
 
 
 def _is_shard_name(name: Any) -> bool:
@@ -117,15 +164,10 @@ def _is_shard_name(name: Any) -> bool:
     return Path(name).name == name and name.isprintable()
 
 
-def read_safetensors_header(path: Path) -> dict[str, TensorSpec]:
-    """The tensors of one safetensors file, whose layout and size are checked to the byte."""
-    return read_file_layout(path).tensors
-
-
 def read_file_layout(path: Path, gaps: bool = False) -> FileLayout:
     """The layout of one safetensors file, checked to the byte. Raises SnapshotMissing, SnapshotCorrupt, SnapshotError.
 
-    gaps: bytes that belong to no tensor are let pass, so that a caller who knows which tensor is missing can say so.
+    gaps: allow bytes that belong to no tensor, so that the caller can say which tensor is missing.
     """
     name = shown(path.name)
     try:
@@ -194,6 +236,8 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
         return _parse_object(name, path.read_bytes())
     except FileNotFoundError as error:
         raise SnapshotMissing(f"{name}: is not there") from error
+    except OSError as error:
+        raise SnapshotError(f"{name}: cannot be read: {error.strerror}") from error
 
 
 def _parse_object(name: str, data: bytes) -> dict[str, Any]:
@@ -205,7 +249,8 @@ def _parse_object(name: str, data: bytes) -> dict[str, Any]:
 
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique)
-        if _SURROGATE_ESCAPE.search(data):  # escapes are the only way to half a surrogate pair
+        # Only an escape can make half a surrogate pair.
+        if _SURROGATE_ESCAPE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise SnapshotCorrupt(f"{name}: has text that is not valid Unicode") from error

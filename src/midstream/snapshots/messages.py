@@ -1,6 +1,6 @@
-"""How names and values that a snapshot brings along are shown in error messages. Pure.
+"""Shows names and values from a snapshot's files in error messages. Pure.
 
-Always holds: what is shown is short and can be encoded as UTF-8, whatever the snapshot's files hold.
+Always holds: the text is short and can be encoded as UTF-8, whatever the files hold.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 NAME_CHARS = 100
 NAMES_LISTED = 5
-TEXT_CHARS = 300  # of a value, or of another program's message
+#: Characters of a value, or of another program's message.
+TEXT_CHARS = 300
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = NAME_CHARS
@@ -18,7 +19,7 @@ _REPR.maxlevel = 3
 
 
 def shown(text: str, limit: int = NAME_CHARS) -> str:
-    """`text`, cut to about `limit` characters, with what cannot be encoded escaped."""
+    """`text`, cut to about `limit` characters. Characters that cannot be encoded are escaped."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return cut.encode("utf-8", "backslashreplace").decode()
 
@@ -29,7 +30,7 @@ def shown_value(value: object) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names; the others are counted."""
+    """The first few names, and the number of the others."""
     first = ", ".join(shown(name) for name in names[:NAMES_LISTED])
     return first + and_more(len(names) - NAMES_LISTED)
 

@@ -1,7 +1,7 @@
-"""Waiting for threads and for several coroutines, so that nothing is left running and no cancellation is lost.
+"""Waits for threads and for several coroutines. Leaves nothing running, and loses no cancellation.
 
-Always holds: what was started here has ended when the caller goes on; a caller that was cancelled sees its cancellation,
-whatever else went wrong in the same moment.
+Always holds: the work started here has ended when the caller goes on. A caller that was cancelled gets CancelledError, also
+when the work raises an error at the same time.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-#: Of its own: asyncio's threads are few on a small machine, and requests wait for them. More than copies and a rebuild take.
+#: Requests wait for asyncio's own threads, which are few on a small machine. Copies and a rebuild need fewer than these.
 _THREADS = ThreadPoolExecutor(12, "snapshots")
 
 T = TypeVar("T")
 
 
 async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
-    """`call` in a thread, awaited to its end even when cancelled: it uses files that the caller closes or moves next.
+    """Run `call` in a thread and await its end, even when cancelled: the caller closes or moves its files next.
 
-    `on_cancel` may tell the call that nobody wants its result any more.
+    on_cancel: called on cancellation, to tell the call that nobody wants its result.
     """
     task = asyncio.get_running_loop().run_in_executor(_THREADS, call, *args)
     try:
@@ -33,9 +33,9 @@ async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[]
 
 
 async def all_of(steps: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. Raises the first error, once the others, which are cancelled then, have ended.
+    """The results in order. After the first error, cancels the other steps, awaits their end, and raises the error.
 
-    Unlike asyncio.TaskGroup, an error beside the caller's own cancellation does not replace it.
+    Unlike in asyncio.TaskGroup, an error does not replace a cancellation of the caller at the same time.
     """
     tasks = [asyncio.create_task(step) for step in steps]
     try:
@@ -51,7 +51,7 @@ async def all_of(steps: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _ended(futures: Sequence[asyncio.Future[Any]]) -> bool:
-    """Wait until all have ended, however often that is cancelled; whether it was. What they raise is nobody's any more."""
+    """Wait until all have ended, even if this is cancelled, and return whether it was. Their errors are dropped."""
     cancelled = False
     while pending := [future for future in futures if not future.done()]:
         try:

@@ -1,8 +1,8 @@
-"""The Tinker API as an ASGI app: sessions, sampling, training and the futures of what was submitted.
+"""The Tinker API as an ASGI app: sessions, sampling, training and the futures of submissions.
 
-Owns: the long poll. Always holds: a submission is answered at once with a request id, and one that is refused leaves no gap in
-its model's counting; retrieve_future holds an unfinished one for POLL_S and answers 408 then, and never a 5xx, which the SDK
-would ask again about without a pause.
+Owns: the long poll. Always holds: a submission is answered at once with a request id. A refused one leaves no gap in its
+model's counting. retrieve_future holds an unfinished one for POLL_S and then answers 408. It never answers a 5xx: the SDK would
+ask again without a pause.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from midstream.errors import MidstreamError
-from midstream.gateway.access import behind
-from midstream.gateway.auth import Authenticator
-from midstream.tinker import serving, wire
+from midstream.core.errors import MidstreamError
+from midstream.fleet.access import behind
+from midstream.proxy.auth import Authenticator
+from midstream.tinker import codec, serving
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
 from midstream.tinker.runs import Runs
@@ -35,7 +35,6 @@ from midstream.tinker.types import (
     CreateModelBody,
     CreateSamplingSessionBody,
     CreateSessionBody,
-    ForwardBackward,
     LoadWeightsBody,
     OptimStepBody,
     RetrieveBody,
@@ -47,9 +46,12 @@ from midstream.tinker.types import (
     addressee,
     decode,
 )
+from midstream.trainer.types import ForwardBackward
 
-POLL_S = 30.0  # the SDK hangs up after 45
-INLINE_BYTES = 1 << 20  # larger results are announced first, when the client takes that
+# The SDK hangs up after 45 s.
+POLL_S = 30.0
+# Larger results are announced first, when the client takes that.
+INLINE_BYTES = 1 << 20
 EXPIRE_EVERY_S = 60.0
 
 #: Training requests one after another, and in the form that all three SDK versions share.
@@ -142,7 +144,8 @@ def tinker_app(
 
     routes = [behind(check, route) for route in (*front.routes(), *runs.routes())]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    app.router.redirect_slashes = False  # the client would be sent to the host it claims
+    # A redirect would send the client to the host that it claims.
+    app.router.redirect_slashes = False
     return app
 
 
@@ -258,7 +261,8 @@ class _Front:
         body = decode(await body_of(request), SessionBody)
         if not self._store.touch_session(tenant, body.session_id):
             error = no_session(body.session_id)
-            raise TinkerError(410, error.detail, error.param)  # 410 ends the client's heartbeats
+            # A 410 ends the client's heartbeats.
+            raise TinkerError(410, error.detail, error.param)
         return answer({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request) -> Response:
@@ -267,9 +271,8 @@ class _Front:
         session_id = request.path_params["session_id"]
         if self._store.session(tenant, session_id) is not None:
             await self._training.finish_session(tenant, session_id)
-        return answer(
-            {}
-        )  # of an unknown one too: the client is leaving, an error would end it in a traceback
+        # Also for an unknown session: the client is leaving, and an error would end it in a traceback.
+        return answer({})
 
     async def _sessions(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
@@ -357,9 +360,9 @@ class _Front:
             raise TinkerError(400, message, "content-type")
         sent = await body_of(request, serving.MAX_TRAINING_BYTES)
         try:
-            body = wire.forward_backward(sent)
+            body = codec.forward_backward(sent)
         except TinkerError as error:
-            return self._refused(tenant, wire.addressee(sent), error)
+            return self._refused(tenant, codec.addressee(sent), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)
         return answer({"request_id": request_id, "model_id": body.model_id})
 
@@ -377,7 +380,8 @@ class _Front:
             return await self._retrieved(request)
         except (TinkerError, MidstreamError, ClientDisconnect):
             raise
-        except Exception:  # a bug: after a 5xx the SDK would ask again at full speed
+        except Exception:
+            # This is a bug of the front. After a 5xx the SDK would ask again at full speed.
             logger.exception("a result cannot be told")
             message = "the server failed on this result; its log says why"
             return answer({"error": message, "category": "server"})

@@ -1,8 +1,7 @@
 """One completion of the gateway's public port, asked for until it is there.
 
-Always holds: the same request is sent every time; what a retry may cure is retried until its time is up and what it cannot
-cure is told at once; one connection carries one request and is closed when whoever waits is cancelled, which ends the
-generation.
+Always holds: the same request is sent every time. An error that a retry may cure is retried until its time is up; any other one
+is raised at once. One connection carries one request. It is closed when the caller is cancelled, which ends the generation.
 """
 
 from __future__ import annotations
@@ -18,21 +17,25 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from midstream.httpcall import CallFailed, ResponseStream
-from midstream.tinker.errors import Failed
+from midstream.http.call import CallFailed, ResponseStream
+from midstream.trainer.errors import Failed
 
 logger = logging.getLogger(__name__)
 
 PATH = "/v1/completions"
-UNREACHABLE_S = 600.0  # without a sign of life of the server, then a sample fails
-BUSY_S = 3600.0  # in all, while it is too busy
-LOSSES_MAX = 10  # connections that ended under one request
+# Time without a sign of life of the server. Then a sample fails.
+UNREACHABLE_S = 600.0
+# Time in all while the server is too busy.
+BUSY_S = 3600.0
+# Connections that ended under one request.
+LOSSES_MAX = 10
 CONNECT_S = 10.0
 FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 8.0
 _BUSY = frozenset({408, 425, 429})
 _ABSENT = frozenset({502, 503, 504})
-_HINT = " or set context_length_exceeded_behavior: truncate"  # an option that the Tinker API does not have
+# An option that the Tinker API does not have.
+_HINT = " or set context_length_exceeded_behavior: truncate"
 
 
 class Answer(NamedTuple):
@@ -87,13 +90,15 @@ class Completions:
         self, body: bytes, headers: Mapping[str, str], comes_back: Callable[[NotServed], bool]
     ) -> Answer:
         """The answer of a 200. Raises Failed, and NotServed when `comes_back` says that waiting for the snapshot is in vain."""
-        waited_s = silent_s = 0.0  # in all; since the server gave a sign of life
+        # Waited in all, and since the server gave a sign of life.
+        waited_s = silent_s = 0.0
         pause_s, losses = FIRST_PAUSE_S, 0
         while True:
             began, asked_s = self._now(), 0.0
             try:
                 answer = await self._send(body, headers)
-            except Lost as error:  # it worked on the request until then
+            except Lost as error:
+                # The server worked on the request until then.
                 problem, silent_s, losses = str(error), 0.0, losses + 1
             except CallFailed as error:
                 problem, spent_s = str(error), self._now() - began

@@ -1,14 +1,12 @@
-"""How a Tinker call fails: as a response of its own, or later as the error of its future.
+"""How a Tinker call is refused. One that was accepted fails later, as the error of its future (trainer/errors.py).
 
-Always holds: no status is one that the SDK takes for something else: 402 (billing), 409 (retried for minutes), a 400 without
-a body (a broken connection). What the SDK retries (408, 429, 5xx) says when to come again.
+Always holds: no status has another meaning for the SDK: 402 (billing), 409 (retried for minutes), a 400 without a body (a
+broken connection). A refusal that the SDK retries (408, 429, 5xx) says when to come again.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-Category = Literal["user", "server", "unknown"]
+from typing import Any
 
 
 class TinkerError(Exception):
@@ -29,12 +27,3 @@ class TinkerError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-
-
-class Failed(Exception):
-    """What was accepted cannot be done: the future ends with this error. The SDK shows it once and does not try again."""
-
-    def __init__(self, message: str, category: Category = "user") -> None:
-        super().__init__(message)
-        self.message = message
-        self.category: Category = category

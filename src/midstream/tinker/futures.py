@@ -22,7 +22,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from midstream.tinker.errors import Category, TinkerError
+from midstream.tinker.errors import TinkerError
+from midstream.trainer.errors import Category
 
 JSON: Final = "application/json"
 PROTOBUF: Final = "application/x-protobuf"
@@ -62,7 +63,8 @@ class Future:
         self.cancelled = False
         self.expires = expires
         self.waiting = 0
-        self.unasked_since: float | None = None  # the end of the last wait; None: not waited for yet, or now
+        # The end of the last poll. None: it was not polled yet, or is being polled.
+        self.unasked_since: float | None = None
         self._ended = ended
         self._done = asyncio.Event()
         self._on_cancel: Callable[[], object] | None = None
@@ -143,8 +145,10 @@ class Future:
 class _Tenant:
     def __init__(self) -> None:
         self.pending = 0
-        self.finished: dict[str, Future] = {}  # in the order they ended
-        self.fetched: dict[str, Future] = {}  # of these, in the order they were fetched
+        # In the order in which they ended.
+        self.finished: dict[str, Future] = {}
+        # Of the finished ones, in the order in which they were fetched.
+        self.fetched: dict[str, Future] = {}
         self.bytes = 0
 
 
@@ -155,7 +159,8 @@ class Futures:
         self._clock = clock
         self._by_id: dict[str, Future] = {}
         self._tenants: dict[str, _Tenant] = {}
-        self._deadlines: list[tuple[float, str]] = []  # of finished futures; stale ones are skipped
+        # Deadlines of finished futures. Stale ones are skipped.
+        self._deadlines: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -221,7 +226,7 @@ class Futures:
                 future.cancel()
 
     def close(self) -> None:
-        """Everything that is unfinished is gone: whoever waits is answered."""
+        """Every unfinished request is gone: its client is answered."""
         for future in list(self._by_id.values()):
             future.gone("the server was stopped before this request was done")
 

@@ -1,8 +1,8 @@
 """The trainer process and the models in it.
 
 Owns: when the process is started, whose command is next, which models it holds.
-Always holds: one command at a time, in the order in which they were asked for, so models whose next command waits for the last
-take turns; a model that the process lost, or that was put out, is told so at its next command, until it is made anew.
+Always holds: one command at a time, in the order of their requests. Models whose next command waits for the last one take
+turns. The process may lose a model, or put it out: its next command fails and says so, until the model is made anew.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from midstream.tinker.errors import Failed
-from midstream.tinker.trainer import messages as m
-from midstream.tinker.trainer.process import TrainerDied
+from midstream.trainer import protocol as m
+from midstream.trainer.errors import Failed
+from midstream.trainer.process import TrainerDied
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,10 @@ class Loaded:
         self._abandoned = abandoned
         self._max_models = max_models
         self._turn = asyncio.Lock()
-        self._models: set[str] = set()  # that the process holds
-        self._lost: dict[str, str] = {}  # why a model is not there any more
+        # The models that the process holds.
+        self._models: set[str] = set()
+        # Model to the reason why it is not there any more.
+        self._lost: dict[str, str] = {}
 
     def holds(self, model_id: str) -> bool:
         return model_id in self._models and self._trainer.running

@@ -83,7 +83,8 @@ def _file() -> FileDescriptorProto:
             field = message.field.add(name=field_name, number=int(number))
             if _set_type(message, field, kind):
                 optional.append(field)
-        for field in optional:  # their groups of one come after all others
+        # Their groups of one come after all others.
+        for field in optional:
             field.proto3_optional = True
             _into_group(message, field, f"_{field.name}")
     return file

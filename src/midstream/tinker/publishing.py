@@ -18,13 +18,14 @@ import httpx
 
 from midstream.client import SnapshotPublisher
 from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
-from midstream.errors import ConfigError, MidstreamError, SnapshotError
+from midstream.core.errors import ConfigError, MidstreamError, SnapshotError
 from midstream.snapshots.tasks import finished
-from midstream.tinker.errors import Category, Failed
 from midstream.tinker.retention import Chains, remove_snapshot
+from midstream.trainer.errors import Category, Failed
 
 REQUEST_TIMEOUT_S = 30.0
-READY_S = 600.0  # for the replicas to load a snapshot
+# The time that the replicas have to load a snapshot.
+READY_S = 600.0
 FULL_EVERY = 20
 
 T = TypeVar("T")
@@ -118,9 +119,8 @@ class DeploymentPublisher:
             if stop.wait(seconds):
                 raise _Stopped
 
-        tls = self._tls or self.gateway_url.startswith(
-            "https:"
-        )  # without it none is set up, which takes a while
+        # Without HTTPS no TLS context is set up, which takes a while.
+        tls = self._tls or self.gateway_url.startswith("https:")
         return SnapshotPublisher(
             self.gateway_url,
             self._bucket,

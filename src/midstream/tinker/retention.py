@@ -1,7 +1,7 @@
 """Ephemeral snapshots that the bucket does not need any more.
 
-Always holds: the files of the newest CHAINS chains, each a full snapshot and the deltas on it, stay: replicas start from the
-newest one, and fall back on what was served before. Only what this process published is ever removed.
+Always holds: the files of the newest CHAINS chains stay, each a full snapshot and the deltas on it. Replicas start from the
+newest one, and fall back on the one before. Only snapshots that this process published are ever removed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from obstore.exceptions import BaseError
 
-from midstream.errors import ConfigError, SnapshotError
-from midstream.snapshots.bucket import describe, open_bucket
+from midstream.core.errors import ConfigError, SnapshotError
 from midstream.snapshots.content import MANIFEST_FILE
 from midstream.snapshots.identity import parse_bucket, snapshot_url
-from midstream.snapshots.store import has_manifest
-from midstream.snapshots.upload import list_directory
+from midstream.snapshots.store.bucket import describe, open_bucket
+from midstream.snapshots.store.listing import has_manifest
+from midstream.snapshots.store.upload import list_directory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Chains:
         return [identity for chain in old for identity in chain]
 
     def uncertain(self, identity: str) -> None:
-        """`identity` may be in the bucket, and may yet serve: it goes when what it was published after goes."""
+        """`identity` may be in the bucket, and may yet serve: it goes together with the snapshot before it."""
         if not self._chains:
             self._chains.append([])
         self._chains[-1].append(identity)
@@ -61,7 +61,8 @@ def remove_snapshot(bucket: str, identity: str) -> None:
         OSError,
         SnapshotError,
         ConfigError,
-    ) as error:  # a file that is not there is an OSError
+    ) as error:
+        # A file that is not there is an OSError.
         logger.warning("the files of the old snapshot %s stay: %s", identity, describe(error))
         return
     if place.kind == "file":

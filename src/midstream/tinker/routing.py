@@ -1,7 +1,7 @@
 """Which key a sample is routed by, and which weights it may see. Pure.
 
-Always holds: one sampling session and seq_id are one key, also of a submission that is repeated; a request that lacks either
-has none and is balanced. A token of weights that the sampling session is not of never reaches its client.
+Always holds: one sampling session and seq_id are one key, also for a repeated submission. A request that lacks either has no
+key and is balanced. A client never gets a token of other weights than its sampling session's.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from midstream.tinker.errors import Failed, TinkerError
+from midstream.core.types import BASE_SNAPSHOT, HEADER_FOLLOW_PREFIX
+from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
+from midstream.tinker.errors import TinkerError
 from midstream.tinker.types import Policy
 from midstream.tinker.weights import same_run_not_older
-from midstream.types import BASE_SNAPSHOT, HEADER_FOLLOW_PREFIX
-from midstream.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
+from midstream.trainer.errors import Failed
 
 HEADER_KEY = "x-session-id"
 _SETTING = '[tinker] base_model_clients = "serving"'

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from midstream.gateway.auth import Authenticator
+from midstream.proxy.auth import Authenticator
 from midstream.tinker import serving
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.serving import PREFIX, answer, body_of
@@ -35,7 +35,8 @@ class Runs:
         served: Served,
     ) -> None:
         self._store = store
-        self._delete = delete  # of a tenant, the checkpoint with this uri
+        # Deletes a tenant's checkpoint with this uri.
+        self._delete = delete
         self._authenticator = authenticator
         self._served = served
 
@@ -84,7 +85,8 @@ class Runs:
         return answer(
             {
                 "base_model": row.base_model,
-                "is_lora": True,  # of rank 0 too: SDK 0.24 makes no model from anything else, and sends the rank back
+                # Also at rank 0: SDK 0.24 makes no model from anything else, and sends the rank back.
+                "is_lora": True,
                 "lora_rank": lora.rank,
                 "train_unembed": lora.train_unembed,
                 "train_mlp": lora.train_mlp,

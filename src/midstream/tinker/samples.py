@@ -1,8 +1,8 @@
 """A Tinker sample as a completion of the OpenAI API, and the completion as a sample. Pure.
 
-Always holds: what the completion cannot do is refused by the field's name; log-probabilities are those of the distribution the
-tokens were drawn from; the token or the stop string that ended a sequence is part of it; positions without a log-probability
-are None, never a number.
+Always holds: an option that the completion does not have is refused by the field's name. Log-probabilities are those of the
+distribution the tokens were drawn from. The token or the stop string that ended a sequence is part of it. Positions without a
+log-probability are None, never a number.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.errors import TinkerError
 from midstream.tinker.types import SampleBody, SampleResult, SamplingParams, Sequence, Span
+from midstream.trainer.errors import Failed
 
-MAX_SAMPLES = 128  # of one request
+# Samples of one request.
+MAX_SAMPLES = 128
 MAX_TOPK = 20
 MAX_STOPS = 64
-UNBOUNDED = 2**31 - 1  # max_tokens where none were given: cut to the context
+# The max_tokens of a sample without a limit: it is cut to the context.
+UNBOUNDED = 2**31 - 1
 _HEADER_REPLICA = "x-midstream-replica"
 _HEADER_REASON = "x-midstream-route-reason"
 
@@ -52,7 +55,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             body["echo_last"] = self.echoed
         if self.topk:
             body["top_logprobs"] = self.topk
-        body["prompt"] = self.prompt  # last: the gateway follows what the rest of a body begins with
+        # The prompt comes last: the gateway hashes the bytes of a body from its prompt on.
+        body["prompt"] = self.prompt
         return msgspec.json.encode(body)
 
 

@@ -1,7 +1,7 @@
 """asample: one submission becomes one completion of the gateway's public port, and its answer a future's result.
 
-Always holds: every future that was given out ends, with a result, an error or gone; a client that cancels, or is not heard of
-any more, ends its completion; nothing of a caller's key is kept longer than its request.
+Always holds: every future ends, with a result, an error or gone. When a client cancels, or falls silent, its completion ends.
+No part of a caller's key is kept longer than its request.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from typing import Any
 
 import msgspec
 
-from midstream.tinker import wire
+from midstream.tinker import codec
 from midstream.tinker.completion import Answer, Completions, NotServed
-from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
 from midstream.tinker.routing import BASE, SERVING, Weights, key_headers, may_come_back, routing_key
 from midstream.tinker.samples import Sample, Sampled, check, sampled
 from midstream.tinker.store import Store
 from midstream.tinker.types import SampleBody, Served
+from midstream.trainer.errors import Failed
 
 logger = logging.getLogger(__name__)
 
 KIND = "Sample"
-MAX_WAITING_TOKENS = 1 << 26  # of the prompts of one tenant's unfinished samples; a token takes some 50 bytes
-_LARGE_BYTES = 256 * 1024  # a completion from which reading it leaves the event loop
+# Prompt tokens of one tenant's unfinished samples. A token takes some 50 bytes.
+MAX_WAITING_TOKENS = 1 << 26
+# A completion of this size is read off the event loop.
+_LARGE_BYTES = 256 * 1024
 
 
 class Sampling:
@@ -54,7 +57,8 @@ class Sampling:
         self._store = store
         self._count = itertools.count()
         self._running: set[asyncio.Task[None]] = set()
-        self._waiting_tokens: Counter[str] = Counter()  # by tenant
+        # By tenant.
+        self._waiting_tokens: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"Sampling({self._completions!r}, {len(self._running)} under way)"
@@ -117,7 +121,8 @@ class Sampling:
                     f"there is no sampling session {body.sampling_session_id!r}; make a new sampling client"
                 )
                 raise TinkerError(404, message, "sampling_session_id")
-            if session.base_model not in self._served.names:  # the server was started anew with another model
+            # The server was started anew with another model.
+            if session.base_model not in self._served.names:
                 message = (
                     f"this sampling session is of {session.base_model!r}, which is not served here any more"
                 )
@@ -154,14 +159,15 @@ class Sampling:
         except asyncio.CancelledError:
             future.gone()
             raise
-        except Exception:  # a bug: whoever waits gets an answer
+        except Exception:
+            # This is a bug of the front: the client still gets an answer.
             logger.exception("sample %s failed", future.request_id)
             future.fail("the server failed on this sample; its log says why", "server")
         else:
             future.resolve(
                 encoded,
                 PROTOBUF,
-                as_json=wire.sample_json,
+                as_json=codec.sample_json,
                 headers=_headers(done),
                 details=_details(future, done),
             )
@@ -170,7 +176,7 @@ class Sampling:
 async def _read(sample: Sample, answer: Answer, key: str | None) -> tuple[Sampled, bytes]:
     def read() -> tuple[Sampled, bytes]:
         done = sampled(sample, answer.body, answer.headers, key)
-        return done, wire.sample_response(done.result)
+        return done, codec.sample_response(done.result)
 
     return read() if len(answer.body) < _LARGE_BYTES else await asyncio.to_thread(read)
 

@@ -1,7 +1,7 @@
 """What the front's endpoints share: who calls, the request's body, JSON answers, errors.
 
-Always holds: a route is served only to a key that has the scope it needs; every error is a JSON object `{"detail", "param"}`
-with a sentence for a person; a body is read up to a limit.
+Always holds: a route is served only to a key that has the scope it needs. Every error is a JSON object `{"detail", "param"}`
+with a sentence for a person. A body is read up to a limit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from midstream.errors import MidstreamError, Unauthorized
-from midstream.gateway.access import log_refusal
-from midstream.gateway.auth import Authenticator, tenant_of
-from midstream.scopes import EVERYTHING, TINKER_ROUTES, Grant, forbidden, need_of
+from midstream.core.errors import MidstreamError, Unauthorized
+from midstream.core.scopes import EVERYTHING, TINKER_ROUTES, Grant, forbidden, need_of
+from midstream.fleet.access import log_refusal
+from midstream.proxy.auth import Authenticator, tenant_of
 from midstream.tinker.errors import TinkerError
 
 PREFIX = "/api/v1"
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 class Caller(NamedTuple):
     tenant: str
-    api_key: str | None  # as it was presented, for requests in the caller's name
+    # The key as it was presented, for requests in the caller's name.
+    api_key: str | None
 
 
 def caller(authenticator: Authenticator, request: Request) -> Caller:
@@ -159,7 +160,8 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 async def disconnected(request: Request, error: Exception) -> Response:
     assert isinstance(error, ClientDisconnect)
-    return Response(status_code=400)  # to nobody
+    # The client is gone: no response is sent.
+    return Response(status_code=400)
 
 
 async def unexpected(request: Request, error: Exception) -> Response:

@@ -1,11 +1,11 @@
 """The front's durable rows: sessions, sampling sessions, models and checkpoints, in one SQLite file.
 
 Always holds:
-- What is made under a counter of the client's (session and sampling_session_seq_id or model_seq_id) is made once: asking
-  again gives the row there is, or TinkerError 400 when the request differs.
+- A row made under a client's counter (session and sampling_session_seq_id or model_seq_id) is made once. Asking again gives
+  that row, or TinkerError 400 when the request differs.
 - Every row belongs to one tenant; another tenant's row is as unknown as none.
-- A session that nobody used for IDLE_S goes with its sampling sessions and those of its models that have no checkpoints; so
-  does, beyond MAX_SESSIONS of a tenant, the one that is idle the longest. Checkpoints stay until they are deleted.
+- A session without use for IDLE_S goes with its sampling sessions and those of its models that have no checkpoints. Beyond
+  MAX_SESSIONS of a tenant, the session that is idle the longest goes, too. Checkpoints stay until they are deleted.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from midstream.errors import ConfigError
-from midstream.private import private_file
+from midstream.core.errors import ConfigError
+from midstream.core.private import private_file
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.tables import SCHEMA_VERSION, checkpoints, metadata, models, sampling_sessions, sessions
-from midstream.tinker.types import CheckpointKind, LoraConfig, Policy
+from midstream.tinker.types import CheckpointKind, Policy
+from midstream.trainer.types import LoraConfig
 
 IDLE_S = 24 * 3600.0
-SILENT_S = 300.0  # without a heartbeat, which come every 10 s: whoever made the session is dead or asleep
-SEEN_EVERY_S = 60.0  # how late `seen` may be on disk
+# Heartbeats come every 10 s. After so long without one, the session's client is dead or asleep.
+SILENT_S = 300.0
+# How late `seen` may be on disk.
+SEEN_EVERY_S = 60.0
 MAX_SESSIONS = 1000
 MAX_SAMPLING_SESSIONS = 20_000
-MAX_MODELS = 1000  # of a session
+# Models of one session.
+MAX_MODELS = 1000
 EXPIRE_EVERY_S = 300.0
 BUSY_TIMEOUT_MS = 10_000
 
@@ -40,7 +44,8 @@ BUSY_TIMEOUT_MS = 10_000
 class Session(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
-    created: float  # seconds since the epoch
+    # Seconds since the epoch.
+    created: float
     seen: float
     display_name: str | None = None
     user_metadata: dict[str, Any] | None = None
@@ -62,7 +67,8 @@ class SamplingSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
-    id: str  # <session_id>:train:<seq>
+    # <session_id>:train:<seq>
+    id: str
     tenant: str
     session_id: str
     seq: int
@@ -115,7 +121,8 @@ class Store:
             raise ConfigError(f"{path}: cannot be opened: {error}") from error
         if version != SCHEMA_VERSION:
             raise ConfigError(f"{path}: has schema version {version}, this midstream reads {SCHEMA_VERSION}")
-        self._seen: dict[str, float] = {}  # of sessions, as it is on disk
+        # Session to its `seen`, as it is on disk.
+        self._seen: dict[str, float] = {}
         self._sampling: dict[str, SamplingSession] = {}
         # Not at once: those who used it before are given time to say that they still do.
         self._expired = clock()
@@ -130,12 +137,14 @@ class Store:
             with self._engine.begin() as db:
                 yield db
         except SQLAlchemyError as error:
-            why = getattr(error, "orig", None) or type(error).__name__  # without the statement
+            # The error without the statement.
+            why = getattr(error, "orig", None) or type(error).__name__
             raise TinkerError(
                 503, f"the server's records cannot be used now: {why}", retry_after_s=5
             ) from error
 
-    _read = _write  # one connection, one thread: a reader would gain nothing by another mode
+    # There is one connection and one thread: a reader would gain nothing by another mode.
+    _read = _write
 
     # -- sessions
 
@@ -352,7 +361,8 @@ class Store:
             message = (
                 f"this API key has {count} sessions in use, which is the most there may be; end some of them"
             )
-            raise TinkerError(400, message)  # a 429 would hold the client up for minutes, in silence
+            # A 429 would hold the client up for minutes, in silence.
+            raise TinkerError(400, message)
         self._drop_session(db, oldest.id)
 
     def _drop_session(self, db: sa.Connection, session_id: str) -> None:
@@ -419,7 +429,8 @@ def _drop_oldest(db: sa.Connection, table: sa.Table, tenant: str, keep: int) -> 
 
 
 def _configure(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # transactions begin as the engine's listener says
+    # Transactions begin as the engine's listener says.
+    connection.isolation_level = None
     for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "journal_mode = WAL", "synchronous = FULL"):
         connection.execute(f"PRAGMA {pragma}")
 

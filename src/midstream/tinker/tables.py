@@ -18,7 +18,8 @@ sessions = Table(
     Column("id", String(64), primary_key=True),
     Column("tenant", String(64), nullable=False),
     Column("created", Float, nullable=False),
-    Column("seen", Float, nullable=False),  # the last sign of life, up to a minute late
+    # The last sign of life, up to a minute late.
+    Column("seen", Float, nullable=False),
     Column("display_name", Text),
     Column("user_metadata", JSON),
     Index("sessions_by_tenant", "tenant", "seen"),
@@ -64,7 +65,8 @@ checkpoints = Table(
     Column("uri", String(1024), primary_key=True),
     Column("tenant", String(64), nullable=False),
     Column("model_id", String(128), nullable=False),
-    Column("kind", String(16), nullable=False),  # weights, sampler_weights
+    # weights or sampler_weights.
+    Column("kind", String(16), nullable=False),
     Column("name", String(512), nullable=False),
     Column("created", Float, nullable=False),
     Column("snapshot", Text),

@@ -1,10 +1,10 @@
 """Training calls: what each becomes in the trainer process, in the store, in the bucket.
 
 Always holds:
-- A call of a model's is carried out in its turn (turns.py) or its future fails; a call that is refused takes its turn too, so
-  that those after it are not held up.
+- A model's call is carried out in its turn (turns.py) or its future fails. A refused call takes its turn, too, so that the
+  calls after it are not held up.
 - A row that names files is written after the files are whole and synced. A model's weights go into the bucket in the order in
-  which they were saved, while its training goes on; at most one export of it is on the disk.
+  which they were saved, while its training goes on. At most one export of a model is on the disk.
 - A model, a checkpoint or a session of another tenant is as unknown as none.
 """
 
@@ -21,33 +21,34 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from midstream.private import private_directory
+from midstream.core.private import private_directory
 from midstream.tinker import weights as names
-from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.codec import loss_outputs, loss_outputs_json
+from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF, Future, Futures
 from midstream.tinker.loaded import MAX_MODELS, Loaded, TrainerPort
 from midstream.tinker.publishing import Publish
 from midstream.tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
-from midstream.tinker.trainer import messages as m
 from midstream.tinker.turns import GAP_S, Turn, Turns, failing
 from midstream.tinker.types import (
-    AdamParams,
     CreateModelBody,
     CreateSamplingSessionBody,
-    ForwardBackward,
     LoadWeightsBody,
-    LoraConfig,
     OptimizerConfig,
     OptimStepBody,
     SaveWeightsBody,
     SaveWeightsForSamplerBody,
     Served,
 )
-from midstream.tinker.wire import loss_outputs, loss_outputs_json
+from midstream.trainer import protocol as m
+from midstream.trainer.errors import Failed
+from midstream.trainer.types import AdamParams, ForwardBackward, LoraConfig
 
-MAX_WAITING_BYTES = 1 << 30  # of one model's requests whose turn has not come
+# Bytes of one model's requests whose turn has not come.
+MAX_WAITING_BYTES = 1 << 30
 BUSY_RETRY_S = 5
-CREATION = 0  # the turn of what makes a model; the client's own counter begins with 1
+# The turn of the request that makes a model. The client's own counter begins with 1.
+CREATION = 0
 SAMPLER_KINDS = ("snapshot", "inflight")
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -60,7 +61,7 @@ class _Model:
     def __init__(self, row: ModelRow, turns: Turns) -> None:
         self.row = row
         self.turns = turns
-        self.worker: asyncio.Task[None] | None = None
+        self.turns_task: asyncio.Task[None] | None = None
         self.publication: asyncio.Task[None] | None = None
 
 
@@ -101,7 +102,8 @@ class Training:
         self._models: dict[str, _Model] = {}
         # Of sampling sessions being made: who asks again while weights load would load them over what came after.
         self._making: WeakValueDictionary[tuple[str, str, int], asyncio.Lock] = WeakValueDictionary()
-        for left in (places.exports, *places.leftovers()):  # of a process that died
+        # Left by a process that died.
+        for left in (places.exports, *places.leftovers()):
             shutil.rmtree(left, ignore_errors=True)
         private_directory(places.root)
         private_directory(places.exports)
@@ -109,7 +111,10 @@ class Training:
     async def close(self) -> None:
         """Nothing is carried out any more; what is under way is given up, and the trainer process ends."""
         tasks = [
-            t for model in self._models.values() for t in (model.worker, model.publication) if t is not None
+            t
+            for model in self._models.values()
+            for t in (model.turns_task, model.publication)
+            if t is not None
         ]
         for task in tasks:
             task.cancel()
@@ -294,7 +299,8 @@ class Training:
         checkpoint = self._checkpoint(tenant, uri, "path")
         self._store.delete_checkpoint(tenant, uri)
         if checkpoint.kind == "weights":
-            removed = self._places.put_aside(names.parse_uri(uri))  # its name may be used again at once
+            # Its name may be used again at once.
+            removed = self._places.put_aside(names.parse_uri(uri))
             await asyncio.to_thread(shutil.rmtree, removed, ignore_errors=True)
 
     def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
@@ -431,7 +437,7 @@ class Training:
     def _begin(self, row: ModelRow, first: int | None) -> _Model:
         self._close_expired()
         model = self._models[row.id] = _Model(row, Turns(row.id, first, gap_s=self._gap_s))
-        model.worker = asyncio.create_task(self._work(model), name=f"turns of {row.id}")
+        model.turns_task = asyncio.create_task(self._work(model), name=f"turns of {row.id}")
         return model
 
     def _close_expired(self) -> None:

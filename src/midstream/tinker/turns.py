@@ -1,10 +1,10 @@
 """The training requests of one model, in the order of their seq_id.
 
 Always holds:
-- A seq_id is carried out once, after all lower ones: each of them was carried out, or has failed for everybody to see.
+- A seq_id is carried out once, after all lower ones: each of them was carried out, or has visibly failed.
 - A request that comes again is the one that came before; a seq_id that comes with another body is refused (400).
-- Nothing waits for ever: when a missing seq_id has not come within gap_s, what waits for it fails, and so does it if it comes
-  after all. Nothing is ever carried out before something that it was meant to follow.
+- No request waits for ever. When a missing seq_id has not come within gap_s, the requests that wait for it fail. The missing
+  one fails, too, if it still comes. No request is ever carried out before one that it was meant to follow.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from midstream.tinker.errors import Failed, TinkerError
+from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import Future
+from midstream.trainer.errors import Failed
 
-GAP_S = 600.0  # the SDK gives a submission up after five minutes
-REMEMBERED = 10_000  # requests whose repetition is recognised
+# The SDK gives a submission up after five minutes.
+GAP_S = 600.0
+# Requests whose repetition is recognised.
+REMEMBERED = 10_000
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ class Turns:
         self._known: dict[int, _Known] = {}
         self.waiting_bytes = 0
         self._changed = asyncio.Event()
-        self._until: float | None = None  # the gap there is is given up, in the loop's time
+        # When the present gap is given up, in the loop's time.
+        self._until: float | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -150,6 +154,7 @@ def failing(future: Future) -> Iterator[None]:
         future.fail(error.message, error.category)
     except TinkerError as error:
         future.fail(error.detail, "user" if error.status < 500 else "server")
-    except Exception as error:  # a bug: the request gets its answer, and those behind it their turn
+    except Exception as error:
+        # This is a bug: the request gets its answer, and those behind it their turn.
         logger.exception("a %s request failed", future.kind)
         future.fail(f"{future.kind} failed inside the server: {error}", "server")

@@ -7,64 +7,27 @@ change the result (`Exact`), and ignored elsewhere.
 from __future__ import annotations
 
 import re
-from math import prod
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from midstream.tinker.errors import TinkerError
+from midstream.trainer.types import MAX_INT64, AdamParams, LoraConfig
 
-Dtype = Literal["int64", "int32", "float32"]
 Policy = Literal["exact", "run", "serving"]
 CheckpointKind = Literal["weights", "sampler_weights"]
-ITEM_BYTES: Final[dict[Dtype, int]] = {"int64": 8, "int32": 4, "float32": 4}
 MAX_TEXT = 1024
-MAX_INT64 = 2**63 - 1
-MAX_PARTS = 100_000  # objects and arrays in a body: each takes far more memory than its two bytes
-MAX_NESTED = 32  # of what a client notes for itself, and nobody here reads
-MAX_NOTES_BYTES = 1 << 16  # of the same, as JSON
+# Objects and arrays in a body. Each takes far more memory than its two bytes.
+MAX_PARTS = 100_000
+# Nesting of a client's own notes, which the server does not read.
+MAX_NESTED = 32
+# Size of these notes as JSON.
+MAX_NOTES_BYTES = 1 << 16
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SeqId = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
-
-
-class Tensor(msgspec.Struct, frozen=True, kw_only=True):
-    """Dense, little-endian, in C order; prod(shape) items."""
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-    data: bytes
-
-    def __post_init__(self) -> None:
-        if len(self.data) != prod(self.shape) * ITEM_BYTES[self.dtype]:
-            raise ValueError(f"{len(self.data)} bytes do not hold {self.dtype} of shape {list(self.shape)}")
-
-
-class Datum(msgspec.Struct, frozen=True, kw_only=True):
-    """N input tokens and, by name, the loss's inputs, whose first dimension is N as a rule."""
-
-    tokens: tuple[int, ...]
-    inputs: dict[str, Tensor]
-
-
-class ForwardBackward(msgspec.Struct, frozen=True, kw_only=True):
-    """seq_id 0: not given."""
-
-    model_id: str
-    seq_id: int
-    data: tuple[Datum, ...]
-    loss_fn: str
-    config: dict[str, float | str]
-    forward_only: bool
-
-
-class LossOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Per datum, in order, its tensors by name; metrics are named `name:reduction`."""
-
-    outputs: tuple[dict[str, Tensor], ...]
-    metrics: dict[str, float]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +63,10 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """What the front offers. names: what a client may call the base model, the model's own name first."""
 
     names: tuple[str, ...]
-    directory: str  # of the model, with its tokenizer; absolute
-    deployment: str = ""  # accounts/A/deployments/D
+    # Of the model, with its tokenizer. Absolute.
+    directory: str
+    # accounts/A/deployments/D
+    deployment: str = ""
     max_context: int | None = None
     trainable: bool = True
     base_policy: Literal["exact", "serving"] = "exact"
@@ -115,26 +80,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exact(Body, frozen=True, kw_only=True):
-    """A JSON body, or an object within one, whose unknown fields must hold nothing."""
-
-
-class AdamParams(Exact, frozen=True, kw_only=True):
-    learning_rate: float = 1e-4
-    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Meta(ge=0)] = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # not positive: no clipping
-
-
-class LoraConfig(Exact, frozen=True, kw_only=True):
-    """rank 0: all weights are trained."""
-
-    rank: Annotated[int, Meta(ge=0, le=4096)] = 32
-    seed: Annotated[int, Meta(ge=-(2**63), le=MAX_INT64)] | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
+    """A JSON body whose unknown fields must hold nothing, as those of the objects within a body."""
 
 
 class Chunk(Exact, frozen=True, kw_only=True):
@@ -246,7 +192,8 @@ class OptimStepBody(Exact, frozen=True, kw_only=True):
     model_id: Text
     seq_id: SeqId | None = None
     adam_params: AdamParams | None = None
-    optimizer_params: dict[str, Any] | None = None  # of another optimizer
+    # Of another optimizer.
+    optimizer_params: dict[str, Any] | None = None
     type: str = "optim_step"
 
 
@@ -363,6 +310,7 @@ def refuse_unknown(value: Any, struct: type[msgspec.Struct], path: str = "") -> 
     if not isinstance(value, dict):
         return
     fields = _fields(struct)
+    ignores_unknown = issubclass(struct, Body) and not issubclass(struct, Exact)
     for name, item in value.items():
         where = f"{path}.{name}" if path else name
         if name in fields:
@@ -372,7 +320,7 @@ def refuse_unknown(value: Any, struct: type[msgspec.Struct], path: str = "") -> 
                     refuse_unknown(one, within, f"{where}[{index}]")
             elif within is not None:
                 refuse_unknown(item, within, where)
-        elif issubclass(struct, Exact) and item not in (None, False, 0, "", [], {}):
+        elif not ignores_unknown and item not in (None, False, 0, "", [], {}):
             raise TinkerError(400, f"the field {where} is not supported here", where)
 
 

@@ -1,7 +1,7 @@
-"""What saved weights are called: checkpoint URIs, their directories, and the snapshots made of a run's weights.
+"""Names of saved weights: checkpoint URIs, their directories, and the snapshots made of a run's weights.
 
-Always holds: a URI that is accepted names one directory below the root, whatever it is made of; two checkpoints, two runs and
-two saves of one run never share a directory or a snapshot identity; the run of a snapshot can be read off its identity.
+Always holds: an accepted URI names one directory below the root, whatever characters it has. Two checkpoints, two runs and two
+saves of one run never share a directory or a snapshot identity. The identity of a snapshot names its run.
 """
 
 from __future__ import annotations

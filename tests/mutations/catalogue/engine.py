@@ -71,7 +71,7 @@ ENGINE = (
     ),
     Mutation(
         "tie_of_the_filter_not_marked",
-        "engine/embedded/native/sample.h",
+        "engine/cpu/kernels/sample.h",
         "if (weight - border.top_p <= slack) *near_tie |= NEAR_TOP_P;",
         "if (weight - border.top_p <= -slack) *near_tie |= NEAR_TOP_P;",
         "A token as heavy as one that top-p cut off is marked as a near tie.",
@@ -79,11 +79,11 @@ ENGINE = (
     ),
     Mutation(
         "sampling_logprob_of_temperature_one",
-        "engine/embedded/native/sample.h",
+        "engine/cpu/kernels/sample.h",
         "(float)(value / temperature - log_drawn)",
         "(float)(value - log_raw)",
         "A sampling log-probability is of the distribution that the token was drawn from.",
-        ("engine/test_sampler.py", "engine/test_native.py"),
+        ("engine/test_sampler.py", "engine/test_cpu_kernels.py"),
     ),
     Mutation(
         "sampling_logprob_before_the_filters",
@@ -191,7 +191,7 @@ ENGINE = (
     ),
     Mutation(
         "random_number_of_the_batch",
-        "engine/embedded/rows.py",
+        "engine/embedded/logit_rows.py",
         "position=len(work.seq.tokens),",
         "position=len(work.seq.tokens) + len(rows.samples),",
         "Tokens do not depend on what else is in the batch.",
@@ -199,7 +199,7 @@ ENGINE = (
     ),
     Mutation(
         "maps_of_an_expert_swapped",
-        "engine/embedded/mapped.py",
+        "engine/cpu/checkpoint.py",
         'for kind in ("gate_proj", "up_proj")]',
         'for kind in ("up_proj", "gate_proj")]',
         "A snapshot packed straight from its files holds the weights that transformers reads from them.",

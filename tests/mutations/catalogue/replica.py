@@ -5,7 +5,7 @@ from catalogue.mutation import Mutation
 REPLICA = (
     Mutation(
         "async_swap_refuses_newcomers",
-        "replica/admission.py",
+        "replica/gate.py",
         "if self._door is Door.CLOSED:",
         "if self._door in (Door.CLOSED, Door.HELD):",
         "No request fails because of an async swap: newcomers wait.",
@@ -13,7 +13,7 @@ REPLICA = (
     ),
     Mutation(
         "waiting_request_passes_a_closed_gate",
-        "replica/admission.py",
+        "replica/gate.py",
         "            self.choices -= choices\n        self.check(choices)",
         "            self.choices -= choices",
         "A request that waited at the gate is served or told to come again, never let into a closed one.",
@@ -21,7 +21,7 @@ REPLICA = (
     ),
     Mutation(
         "drain_ends_early",
-        "replica/admission.py",
+        "replica/gate.py",
         "if self.inside == 0:",
         "if self.inside <= 1:",
         "A synchronous swap commits only when no request is inside.",
@@ -29,7 +29,7 @@ REPLICA = (
     ),
     Mutation(
         "pinned_while_a_swap_waits",
-        "replica/pins.py",
+        "replica/swap/pins.py",
         "elif self.pinned and coming is not None:",
         "elif self.pinned and coming == serving:",
         "While a swap waits for pinned requests, nobody is pinned anew.",
@@ -39,15 +39,23 @@ REPLICA = (
     ),
     Mutation(
         "failed_check_serves_on",
-        "replica/swap.py",
+        "replica/swap/table.py",
         "        if checking:\n            self.sound = False",
         "        if checking:\n            self.sound = True",
         "Weights that fail their check are out of rotation until a check passes.",
         ("replica/test_replica_swap.py",),
     ),
     Mutation(
+        "given_up_attempt_goes_on",
+        "replica/swap/attempts.py",
+        "(phase, event): (phase, Action.ABANDON)",
+        "(phase, event): (phase, Action.REPORT)",
+        "A swap that was given up for a newer snapshot never switches.",
+        ("replica/test_replica_attempts.py",),
+    ),
+    Mutation(
         "canary_of_no_numbers",
-        "replica/check.py",
+        "replica/swap/check.py",
         "if not math.isfinite(logprob):",
         "if math.isinf(logprob):",
         "A check either tells finite numbers or fails.",
@@ -55,7 +63,7 @@ REPLICA = (
     ),
     Mutation(
         "namespace_dropped",
-        "replica/namespaces.py",
+        "replica/swap/namespaces.py",
         "for part in (str(namespace), tenant, isolation_key, model):",
         "for part in (tenant, isolation_key, model):",
         "Requests of different cache namespaces share no KV.",
@@ -63,7 +71,7 @@ REPLICA = (
     ),
     Mutation(
         "new_session_is_all",
-        "replica/namespaces.py",
+        "replica/swap/namespaces.py",
         'if policy == "all":',
         'if policy != "none":',
         "The policy new_session leaves known sessions in their cache namespace.",
@@ -87,7 +95,7 @@ REPLICA = (
     ),
     Mutation(
         "resumed_on_another_prompt",
-        "replica/resume.py",
+        "replica/response/resume.py",
         "if digest(prompts) != self.opening.prompts:",
         "if not self.opening.prompts:",
         "A stream is continued only on the very prompt tokens that it began with.",
@@ -95,7 +103,7 @@ REPLICA = (
     ),
     Mutation(
         "resumed_over_kv_of_two_snapshots",
-        "resumption.py",
+        "core/resumption.py",
         "if len(names) > 1 or any(len(kv) > 1 for kv in spans):",
         "if len(names) > 2:",
         "A stream is continued only where one snapshot computed all KV behind it.",
@@ -103,7 +111,7 @@ REPLICA = (
     ),
     Mutation(
         "resume_skips_a_token",
-        "resumption.py",
+        "core/resumption.py",
         "for label, ids in runs[:-1]:",
         "for label, ids in runs[:-2]:",
         "A stream tells every token that it gave, so that one who goes on skips none.",
@@ -113,7 +121,7 @@ REPLICA = (
     ),
     Mutation(
         "line_separator_in_an_event",
-        "sse.py",
+        "core/sse.py",
         '.replace(_PARAGRAPH_SEPARATOR, rb"\\u2029")',
         "",
         "A server-sent event holds no character at which a client splits lines.",
@@ -121,7 +129,7 @@ REPLICA = (
     ),
     Mutation(
         "refusal_of_a_swap_is_final",
-        "errors.py",
+        "core/errors.py",
         "    status = 425\n",
         "    status = 409\n",
         "A request that a synchronous swap turns away is told with 425 to come again.",
@@ -129,7 +137,7 @@ REPLICA = (
     ),
     Mutation(
         "text_that_fits_refused",
-        "replica/textsize.py",
+        "replica/text/size.py",
         "return shrinks * max([*sizes,",
         "return shrinks * min([*sizes,",
         "Only text that cannot fit the context is refused unread.",
@@ -137,7 +145,7 @@ REPLICA = (
     ),
     Mutation(
         "tag_of_a_call_shown_as_text",
-        "replica/toolcalls.py",
+        "replica/text/toolcalls.py",
         "end = len(self._held[: len(self._held) - keep].rstrip(SPACE))",
         "end = len(self._held[: len(self._held) - 0 * keep].rstrip(SPACE))",
         "A tool call is found however the answer is cut.",
@@ -145,7 +153,7 @@ REPLICA = (
     ),
     Mutation(
         "undeclared_feature_served",
-        "replica/capabilities.py",
+        "replica/request/capabilities.py",
         "if not card.has(need.feature) and need.asked(checked, body):",
         'if not card.has(need.feature) and need.feature != "grammars" and need.asked(checked, body):',
         "What an engine does not declare is refused by name.",

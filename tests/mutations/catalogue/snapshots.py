@@ -31,7 +31,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "weights_of_older_files_learnt",
-        "ledger/core.py",
+        "ledger/reports.py",
         "known.since_generation <= check.generation",
         "known.since_generation >= check.generation",
         "The digest that is learnt for a name is of weights made of the files it means now.",
@@ -47,15 +47,15 @@ SNAPSHOTS = (
     ),
     Mutation(
         "chain_longer_than_allowed",
-        "ledger/chain.py",
+        "ledger/parents.py",
         "if len(chain) > chain_max:",
         "if len(chain) > chain_max + 1:",
         "A chain has at most the allowed number of incremental snapshots.",
-        ("ledger/test_ledger_chain.py",),
+        ("ledger/test_ledger_parents.py",),
     ),
     Mutation(
         "delta_on_the_wrong_parent",
-        "snapshots/chain.py",
+        "snapshots/store/chain.py",
         "parent, link = self._cache.whole(chain[:i]), chain[i]",
         "parent, link = self._cache.whole(chain[:1]), chain[i]",
         "A delta is applied to the snapshot before it in its chain.",
@@ -63,7 +63,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "checksum_not_compared",
-        "snapshots/delta.py",
+        "snapshots/arc2/rebuild.py",
         "    if str(checksum) != expected:",
         "    if not expected:",
         "A rebuilt tensor whose checksum is wrong is refused.",
@@ -71,7 +71,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "cached_copy_of_other_bytes",
-        "snapshots/content.py",
+        "snapshots/store/local.py",
         "return all(want is None or want == have for want, have in zip(expected, noted, strict=True))",
         "return all(want is None or len(want) == len(have) for want, have in zip(expected, noted, strict=True))",
         "A cached copy is used only if its files are, byte for byte, what the name means.",
@@ -79,7 +79,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "changed_while_it_was_read",
-        "snapshots/fetch.py",
+        "snapshots/store/fetch.py",
         'if (version, after["size"]) != (self.file.version, self.file.size):',
         'if after["size"] != self.file.size:',
         "A file that changed while it was fetched is refused.",
@@ -87,7 +87,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "evicted_while_in_use",
-        "snapshots/cache.py",
+        "snapshots/store/cache.py",
         "if entry.path not in keep:",
         "if entry.path.name not in keep:",
         "What serves, and what a load needs, is never evicted from the cache.",
@@ -95,7 +95,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "cache_trusted_after_a_power_cut",
-        "snapshots/cache.py",
+        "snapshots/store/cache.py",
         "same_boot = now is not None and _noted_boot(root) == now",
         "same_boot = now is not None",
         "A cache written before the machine's last start is not trusted.",
@@ -103,7 +103,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "dtype_not_compared",
-        "snapshots/verify.py",
+        "snapshots/store/verify.py",
         "if b.dtype != n.dtype:",
         "if b.shape != n.shape:",
         "A snapshot replaces the model only if every tensor has its dtype.",
@@ -111,7 +111,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "credential_in_a_message",
-        "snapshots/bucket.py",
+        "snapshots/store/bucket.py",
         'head = re.sub(r"//[^/@\\s]*@", "//", head)',
         'head = re.sub(r"//[^/@\\s]*@@", "//", head)',
         "No credential is in a message.",
@@ -120,7 +120,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "own_files_open_to_others",
-        "private.py",
+        "core/private.py",
         "_OTHERS = 0o077",
         "_OTHERS = 0o070",
         "The server's own files are for its own user.",
@@ -129,8 +129,8 @@ SNAPSHOTS = (
     Mutation(
         "published_before_it_is_on_disk",
         "client/bucket.py",
-        "            sync_tree(temporary)\n            move_into_place(temporary, place)",
-        "            move_into_place(temporary, place)\n            sync_tree(place)",
+        "                sync_tree(temporary)\n                move_into_place(temporary, place)",
+        "                move_into_place(temporary, place)\n                sync_tree(place)",
         "A published snapshot appears only when its files survive a power cut.",
         ("client/test_publish_durable.py",),
     ),

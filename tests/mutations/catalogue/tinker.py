@@ -50,7 +50,7 @@ TINKER = (
     ),
     Mutation(
         "replayed_route_shifted",
-        "tinker/trainer/replay.py",
+        "trainer/replay.py",
         "forced = self._forced[:, layer]",
         "forced = self._forced[:, layer].roll(1, 0)",
         "A replayed route is used at the position it was recorded at.",

@@ -15,16 +15,15 @@ from midstream_conformance.session import Session
 
 AFFINITY = f"{FIREWORKS}: Session affinity"
 KEYS, TURNS = 20, 2
-LASTING = {"max_tokens": 16, "ignore_eos": True}  # long enough for requests that are sent together to meet
+# Long enough for requests that are sent together to meet.
+LASTING = {"max_tokens": 16, "ignore_eos": True}
 TRAJECTORIES = 4
 RETRIED = 12
-SHORT, LONG = (
-    64,
-    224,
-)  # tokens of a prompt and of its answer: half of both is found only where the answer's KV is kept
-#: Requests for each replica, and the share of these that each one must get: of keys, which chance spreads; of requests that
-#: are balanced by load.
+# Tokens of a prompt and of its answer. Half of both is found only where the answer's KV is kept.
+SHORT, LONG = 64, 224
+#: Requests for each replica, and the share of these that each one must get. Chance spreads keys.
 SPREAD, SPREAD_SHARE = 16, 1 / 8
+#: The same for requests that are balanced by load.
 BALANCED, BALANCED_SHARE = 12, 1 / 3
 TWO = ("replicas>=2",)
 SKYRL_HEADER = "x-session-id"
@@ -180,7 +179,8 @@ async def _sticky(
     )
     homes = {key: {answer.replica} for key, answer in zip(keys, first, strict=True)}
     for turn in range(1, TURNS):
-        for key in session.shuffled(keys):  # in one order, taking turns would look like affinity
+        # In one order, taking turns would look like affinity.
+        for key in session.shuffled(keys):
             homes[key].add((await _ask(session, *naming(key, turn))).replica)
     expect(
         all(None not in seen for seen in homes.values()),

@@ -1,7 +1,7 @@
-"""What rows of several groups ask alike. Registers no row.
+"""Questions that rows of several groups ask. Registers no row.
 
-Always holds: whoever gets an answer of these knows that what it was asked for is in it; what is missing is Failed, and what
-cannot be found out Skipped.
+Always holds: an answer given here has what its question asked for. Otherwise Failed is raised, or Skipped when it cannot be
+found out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def async_crossing(session: Session, old: Variant, new: Variant) -> Crossi
 
 
 async def must_not_load(session: Session, identity: str, before: str, *, previous: str | None = None) -> str:
-    """Signal `identity`, which must be refused with a 400 or fail, while `before` goes on serving; what is said of it."""
+    """Signal `identity`, which must be refused with a 400 or fail, while `before` goes on serving. Returns the error."""
     response = await session.snapshots.post(identity, previous=previous)
     if response.is_success:
         said = await session.snapshots.wait_failed(identity)

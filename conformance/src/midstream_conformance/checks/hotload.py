@@ -22,12 +22,15 @@ HOT_LOAD = f"{PROTOCOL}: Hot load"
 PUBLISH = ("publish",)
 SOURCE_HEADER = "x-fireworks-hot-load-source-url"
 LEDGER_TRIES, POLL_S = 50, 0.1
+# A repeated signal is watched for as long as a load takes, within these bounds.
 SETTLE_S = (
     0.5,
     10.0,
-)  # how long a repeated signal is watched: as long as a load takes, at least and at most so long
-WIDTHS = ("hidden_size", "n_embd", "d_model")  # what config.json may call a model's width
-MIN_DIFFERENCE = 0.2  # nats: between other weights, on the average of a prompt's tokens
+)
+# Names that config.json may give a model's width.
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+# Nats between different weights, on the average of a prompt's tokens.
+MIN_DIFFERENCE = 0.2
 
 
 @row(
@@ -117,7 +120,8 @@ async def idempotent(session: Session) -> Evidence:
         await snapshots.signal(identity)
     end, watching = clock() + watched_s, True
     while watching:
-        watching = clock() < end  # once more after that
+        # One more look after the end.
+        watching = clock() < end
         now = await snapshots.status()
         expect(now.serves(identity), "a replica is not ready any more", status=str(now))
         await asyncio.sleep(POLL_S / 2)
@@ -210,7 +214,8 @@ async def config(session: Session) -> Evidence:
             for field in WIDTHS:
                 if not fields and isinstance(inner.get(field), int):
                     inner[field] *= 2
-                    fields.append(place or field)  # some name the field at the top only
+                    # Some servers name the field at the top only.
+                    fields.append(place or field)
         if not fields:
             raise Skipped(f"config.json has none of {', '.join(WIDTHS)}")
 
@@ -276,7 +281,8 @@ async def ledger(session: Session) -> Evidence:
     delta = await snapshots.put_delta(parent, "head" if parent == "same" else "same")
     await snapshots.signal(delta, previous=full)
     await snapshots.wait(delta)
-    for _ in range(LEDGER_TRIES):  # it is written a moment after the replicas serve
+    # The ledger is written a moment after the replicas serve.
+    for _ in range(LEDGER_TRIES):
         body, rows = await _ledger(session)
         if all(
             _complete(session, rows.get(name), name != spoilt.identity)

@@ -102,4 +102,5 @@ def _wrong_checksums(directory: Path) -> None:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-        read_file_layout(file)  # whole but for the checksums
+        # Whole, but for the checksums.
+        read_file_layout(file)

@@ -17,7 +17,8 @@ NAMES = f"{PROTOCOL}: Paths and names"
 METRICS = f"{PROTOCOL}: Metrics in responses"
 QUESTION = "Say something about the weather."
 MODEL_HEADER = "fireworks-model"
-STOP_TRIES = 40  # a model that says any bytes has a short answer of whole characters one time in four
+# A model that generates any bytes has a short answer of whole characters one time in four.
+STOP_TRIES = 40
 
 
 @row("openai.models", "GET /models lists the model that is served", SDKS)

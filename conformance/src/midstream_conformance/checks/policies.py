@@ -22,9 +22,11 @@ from midstream_conformance.variants import Variant
 TABLE = f"{FIREWORKS}: reset_prompt_cache"
 NEEDS = ("publish", "cache_policies")
 HIT, MISS = "reuses", "recomputes"
-NEAR_SEAM = 8  # tokens behind the seam that are looked at
+# Tokens behind the seam that are compared.
+NEAR_SEAM = 8
 RECOMPUTED = "behind the seam tokens are those of a recomputed prefix"
-STREAMS = 4  # that are looked at, under a policy other than all
+# Streams that are compared, under a policy other than all.
+STREAMS = 4
 
 
 @row(

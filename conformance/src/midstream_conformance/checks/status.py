@@ -110,7 +110,8 @@ async def key(session: Session) -> Evidence:
     asked: list[tuple[str, str, Json | None]] = [
         ("POST", completions, body),
         ("GET", HOT_LOAD_PATH, None),
-        ("POST", HOT_LOAD_PATH, {"identity": ""}),  # nobody takes that, whatever the key
+        # No server takes that, whatever the key.
+        ("POST", HOT_LOAD_PATH, {"identity": ""}),
     ]
     if target.transition is not None:
         path = f"/v1/{target.deployment}?updateMask=hot_load_transition_type"

@@ -18,9 +18,12 @@ from midstream_conformance.traffic import Crossing, switch
 SWAP = f"{FIREWORKS}: Behavior during weight swap"
 STREAM = f"{FIREWORKS}: KV cache behavior, Active request stream"
 VERSION = f"{FIREWORKS}: Policy version in responses, Streaming"
-MISFITS_SHARE = 0.02  # of tokens whose logprob may miss its snapshot's: in bfloat16, experts near a tie
-SEAM_SHARE = 0.25  # of streams whose token beside the seam may miss it
-RETRIES = 8  # sessions that were held off and ask again, at most
+# Share of tokens whose logprob may miss its snapshot's. In bfloat16, experts may be near a tie.
+MISFITS_SHARE = 0.02
+# Share of streams whose token beside the seam may miss it.
+SEAM_SHARE = 0.25
+# Requests that a session repeats, at most, after it was held off.
+RETRIES = 8
 
 
 async def _async(session: Session) -> Crossing:
@@ -151,7 +154,8 @@ class _Sync:
     """A sync switch under traffic. retried: of sessions that were held off, what each got when it asked again afterwards."""
 
     found: Crossing
-    retried: Sequence[str | None]  # the snapshot of the answer, or why there is none
+    # The snapshot of the answer, or why there is none.
+    retried: Sequence[str | None]
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Attention over the paged KV cache, registered with Hugging Face models as `midstream_paged`.
 
 Owns: the KV tensors and the one function that reads and writes them.
-Always holds: a step's tokens are written before they are read; a sequence reads only slots of its own block table; tokens
-whose KV must not count are written to the scratch slot. Positions are absolute, so a query sees exactly the KV at
-positions 0..its own.
+Always holds: the KV of a step is written before it is read. A sequence reads only slots of its own block table. KV that must
+not count is written to the scratch slot. Positions are absolute, so a query sees exactly the KV at positions 0..its own.
 
 Batch layout: the tokens of all sequences packed as [1, tokens]; first the sequences with one query token (decode), then
 the others (prefill chunks), each contiguous.
@@ -22,47 +21,53 @@ from midstream.engine.embedded.blocks import PAD_SLOT
 
 IMPLEMENTATION = "midstream_paged"
 
-# The CPU kernel works on tiles of keys and rounds differently in a last, smaller tile (bfloat16: about 0.2 % of rows).
-# Whole tiles make a token's result independent of where its prompt was cut into chunks; decode is independent as it is.
+# PyTorch's CPU kernel works on tiles of keys. In a last, smaller tile it rounds differently (in bfloat16 for 0.2 % of rows).
+# With whole tiles, a token's result does not depend on where its prompt was cut into chunks. Decodes never depend on that.
 QUERY_TILE = 32
 KEY_TILE = 512
 
 
 @dataclass(frozen=True)
 class PrefillSpan:
-    """Query tokens first..last-1 of the packed batch belong to one sequence and are the last of positions 0..end-1."""
+    """Query tokens first..last-1 of the batch belong to one sequence and are the last of positions 0..end-1.
+
+    slots: [end rounded up to KEY_TILE] int64, padded with the pad slot. masks: by sliding window, made when first needed.
+    """
 
     first: int
     last: int
     end: int
-    slots: torch.Tensor  # [end rounded up to KEY_TILE] int64, padded with the pad slot
-    masks: dict[int | None, torch.Tensor] = field(
-        default_factory=dict
-    )  # by sliding window, made when first needed
+    slots: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> torch.Tensor:
         """[queries rounded up to QUERY_TILE, slots] bool, True where a query may look."""
         if window not in self.masks:
             queries, keys = round_up(self.last - self.first, QUERY_TILE), self.slots.shape[0]
-            offset = self.end - (self.last - self.first)  # position of the first query
-            mask = torch.ones((queries, keys), dtype=torch.bool, device=self.slots.device).tril_(
-                diagonal=offset
-            )
+            # The position of the first query.
+            offset = self.end - (self.last - self.first)
+            mask = torch.ones((queries, keys), dtype=torch.bool, device=self.slots.device)
+            mask.tril_(diagonal=offset)
             if window is not None:
                 mask.triu_(diagonal=offset - window + 1)
-                mask[self.last - self.first :, 0] = True  # padding queries must look somewhere
+                # Padding queries must look somewhere.
+                mask[self.last - self.first :, 0] = True
             self.masks[window] = mask
         return self.masks[window]
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What attention must know of a step."""
+    """The batch of a step, for attention. The first `decodes` tokens are one-token sequences.
 
-    write_slots: torch.Tensor  # [tokens] int64
-    decodes: int  # the first `decodes` tokens are one-token sequences
-    decode_slots: torch.Tensor  # [decodes, longest] int64, padded with the pad slot
-    decode_lengths: torch.Tensor  # [decodes] int64
+    write_slots: [tokens] int64. decode_slots: [decodes, longest] int64, padded with the pad slot.
+    decode_lengths: [decodes] int64.
+    """
+
+    write_slots: torch.Tensor
+    decodes: int
+    decode_slots: torch.Tensor
+    decode_lengths: torch.Tensor
     prefills: tuple[PrefillSpan, ...]
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
@@ -81,19 +86,21 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a layer's attention differs from plain causal softmax."""
+    """How a layer's attention differs from plain causal softmax.
+
+    window: positions that a query sees, its own included. softcap: scores become cap * tanh(score / cap).
+    sinks: [heads], a logit per head that takes part in the softmax and has no value.
+    """
 
     scale: float | None
-    window: int | None = None  # a query sees this many positions, its own included
-    softcap: float | None = None  # scores become cap * tanh(score / cap)
-    sinks: torch.Tensor | None = (
-        None  # [heads]: a logit per head that takes part in the softmax and has no value
-    )
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass
 class KVCache:
-    """Per layer keys and values, [slots, kv_heads, head_dim]; allocated when a layer is first used."""
+    """Keys and values of each layer, [slots, kv_heads, head_dim], allocated when the layer is first used."""
 
     slots: int
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -108,7 +115,7 @@ class KVCache:
         self.values[layer].index_copy_(0, slots, value)
 
     def resized(self, slots: int) -> KVCache:
-        """An empty cache of other size for the same layers."""
+        """An empty cache of another size for the same layers."""
         other = KVCache(slots)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             theirs.update({layer: t.new_zeros((slots, *t.shape[1:])) for layer, t in mine.items()})
@@ -142,7 +149,8 @@ def paged_attention(
     cache.write(layer, batch.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = cache.keys[layer], cache.values[layer]
     variant = Variant(scaling, sliding_window, softcap, s_aux)
-    tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
+    # [tokens, heads, head_dim].
+    tokens = query[0].transpose(0, 1)
     output = tokens.new_empty((*tokens.shape[:2], value.shape[-1]))
     if batch.decodes:
         output[: batch.decodes] = _decode(tokens[: batch.decodes], keys, values, batch, variant)
@@ -154,7 +162,7 @@ def paged_attention(
 def _decode(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PackedBatch, variant: Variant
 ) -> torch.Tensor:
-    """One query token per sequence; the query heads of a KV group are folded into the query length."""
+    """Attention of one query token per sequence. The query heads of a KV group are folded into the query length."""
     count, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     slots = batch.decode_slots.reshape(-1)
@@ -198,7 +206,7 @@ def _prefill(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, variant: Variant
 ) -> torch.Tensor:
-    """query: [batch, kv_heads, group x queries, head_dim], heads of a group outermost; mask: bool or additive."""
+    """query: [batch, kv_heads, group x queries, head_dim], heads of a group outermost. mask: bool or additive."""
     if variant.softcap is None and variant.sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=variant.scale)
     scale = variant.scale if variant.scale is not None else query.shape[-1] ** -0.5
@@ -207,7 +215,8 @@ def _attend(
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if variant.sinks is not None:
-        rows = query.shape[2] * query.shape[1] // variant.sinks.shape[0]  # queries per head
+        # Queries per head.
+        rows = query.shape[2] * query.shape[1] // variant.sinks.shape[0]
         sinks = variant.sinks.float().repeat_interleave(rows).reshape(1, query.shape[1], query.shape[2], 1)
         scores = torch.cat((scores, sinks.expand(scores.shape[0], -1, -1, -1)), dim=-1)
         return torch.matmul(scores.softmax(-1)[..., :-1].to(value.dtype), value)
@@ -215,7 +224,7 @@ def _attend(
 
 
 def prefill_span(first: int, last: int, slots: torch.Tensor) -> PrefillSpan:
-    """slots: [end] int64, those of positions 0..end-1; the span's queries are the last of them."""
+    """slots: [end] int64, of positions 0..end-1. The queries of the span are at the last of these positions."""
     end = slots.shape[0]
     padded = slots.new_full((round_up(end, KEY_TILE),), PAD_SLOT)
     padded[:end] = slots

@@ -1,7 +1,7 @@
-"""Work beside the steps: one job after the other, on one thread that gives way to them.
+"""Work beside the steps: one job after the other, on one thread.
 
-Always holds: jobs run in the order they came, so what is disposed of is read by no job before it; a job that raises costs
-itself alone.
+Always holds: jobs run in the order in which they came. So a model is disposed of after every job that reads it. A job that
+raises an error does not stop the jobs behind it.
 """
 
 from __future__ import annotations
@@ -16,39 +16,43 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-#: Beside steps that keep every core busy: under half a core.
+#: Beside steps that keep every core busy, a thread with this niceness gets less than half a core.
 NICENESS = 1
 
 Job = Callable[[], None]
 
 
 class Background:
-    def __init__(self) -> None:
+    def __init__(self, name: str = "background", niceness: int = NICENESS) -> None:
+        self._name = name
+        self._niceness = niceness
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    def __repr__(self) -> str:
-        return f"Background(waiting={self._jobs.qsize()})"
 
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="background", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        give_way()
+        lower_priority(self._niceness)
         while True:
             job = self._jobs.get()
             try:
                 job()
-            except Exception:  # jobs answer for themselves; one that does not must not end those behind it
+            except Exception:
+                # A job handles its own errors. One that does not must not stop the jobs behind it.
                 logger.exception("a job beside the steps failed")
-            del job  # with what it holds
+            # Free what the job holds before waiting for the next one.
+            del job
 
 
-def give_way() -> None:
-    """Lower this thread's priority, and that of threads it starts."""
-    if sys.platform == "linux":  # elsewhere it would be the whole process
+def lower_priority(niceness: int) -> None:
+    """Lower the priority of this thread, and of the threads that it starts."""
+    # On other systems this would change the priority of the whole process.
+    if sys.platform == "linux" and niceness:
+        thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, now + niceness)

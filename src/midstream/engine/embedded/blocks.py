@@ -1,21 +1,21 @@
-"""Paged KV bookkeeping: which block holds what, who uses it, and which may be reused.
+"""Paged KV bookkeeping: the content of each block, its users, and which blocks may be reused.
 
-Owns the block table of one engine: reference counts, the tree of cached prefixes, eviction order. No torch; the tensors
-live in runner.py and are addressed by slot = block * block_size + offset.
+Owns the block table of one engine: reference counts, the tree of cached prefixes, eviction order. Imports no torch. The
+tensors live in the model's cache (model_runner.py) and are addressed by slot = block * block_size + offset.
 
-KV at a position is made by the weights that computed it, over all KV before it. So a cached block is a place in a tree
-(`Prefix`): below the very block that it was computed on, under its tokens and the epoch that computed each of them. Where
-the same tokens were computed under other weights, there are several places side by side.
+The KV at a position depends on the weights that computed it and on all KV before it. So a cached block is a place in a tree
+(`Prefix`): below the very block that it was computed on, under its tokens and the epoch that computed each of them. Tokens
+that were computed under several weights have several places side by side.
 
 Always holds:
-- Block 0 is never given out. Its slot 0 pads reads and is never written, so it stays zero; writes that must not count go
-  to its slot 1, which is never read.
+- Block 0 is never given out. Its slot 0 pads reads and is never written, so it stays zero. Writes that must not count go to
+  its slot 1, which is never read.
 - Every other block is in exactly one state: in use (references > 0), cached (references 0, in the tree) or free (not in
   the tree). used + cached + free = total; `check()` proves it.
-- A block enters the tree when all its slots are computed, and its content never changes while it is there. Equal path
+- A block enters the tree when all its slots are computed, and its content never changes while it is there. An equal path
   (salt, tokens and epochs from position 0 on) means equal KV, and a path has one block.
-- Every block in the tree can be reached from its root: whoever is removed takes all below with it.
-- Eviction takes the cached block unused for longest.
+- Every block in the tree can be reached from its root: a block that is removed takes all blocks below with it.
+- Eviction takes the cached block that was unused for longest.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ SCRATCH_SLOT = 1
 NO_BLOCK = -1
 ROOT_BLOCK = 0
 
-#: Places for the same tokens below one block. The oldest one goes first: most bounds on the age of KV exclude it already.
+#: Places for the same tokens below one block. The oldest goes first: most bounds on the age of KV exclude it already.
 HISTORIES_MAX = 4
 
 
 class OutOfBlocks(Exception):
-    """No block is free or evictable; the caller must wait or preempt."""
+    """No block is free or evictable. The caller must wait or preempt."""
 
 
 @dataclass(eq=False, slots=True)
 class Prefix:
     """A place in the tree: KV of all positions up to the end of one block.
 
-    tokens: of the block, as bytes (a root: the salt). epochs: under which weights each of its positions was computed.
-    block: what holds it; NO_BLOCK: it is not in the tree (any more). children: by their tokens, the youngest first.
+    tokens: of the block, as bytes; of a root, the salt. epochs: of the weights that computed each of its positions.
+    block: the block that holds it, or NO_BLOCK when the place is not in the tree. children: by their tokens, the youngest
+    first.
     """
 
     parent: Prefix | None
@@ -65,10 +66,13 @@ class BlockPool:
         self.block_size = block_size
         self.total = num_blocks - 1
         self._references = [0] * num_blocks
-        self._prefix: list[Prefix | None] = [None] * num_blocks  # the place of each block that is in the tree
-        self._roots: dict[bytes, Prefix] = {}  # by salt; only those with something below
+        # The place of each block that is in the tree.
+        self._prefix: list[Prefix | None] = [None] * num_blocks
+        # By salt, the roots that have a place below them.
+        self._roots: dict[bytes, Prefix] = {}
         self._free = list(range(num_blocks - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # references 0, in the tree; oldest use first
+        # The least recently used block comes first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"BlockPool(used={self.used}, cached={len(self._cached)}, free={len(self._free)}, total={self.total})"
@@ -97,7 +101,7 @@ class BlockPool:
         return block
 
     def root(self, salt: bytes) -> Prefix:
-        """Where a namespace's first blocks are, or will be."""
+        """The place above the first blocks of a namespace."""
         return self._roots.get(salt) or Prefix(None, salt)
 
     def retain(self, block: int) -> None:
@@ -107,7 +111,7 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop one reference; the last one leaves the block cached if it is in the tree, else free."""
+        """Drop one reference. A block without references is cached if it is in the tree, else free."""
         assert self._references[block] > 0, f"block {block} released too often"
         self._references[block] -= 1
         if self._references[block]:
@@ -118,14 +122,14 @@ class BlockPool:
             self._cached[block] = None
 
     def touch(self, prefix: Prefix) -> None:
-        """It was used just now, though perhaps in a copy of one's own."""
+        """Mark the place as used just now, even if its user has a copy of the block."""
         if prefix.block in self._cached:
             self._cached.move_to_end(prefix.block)
 
     def index(self, block: int, parent: Prefix, tokens: bytes, epochs: tuple[int, ...]) -> Prefix:
-        """Offer a fully computed block for reuse; returns its place, which another block of equal content may hold already.
+        """Offer a fully computed block for reuse. Returns its place, which another block of equal content may hold already.
 
-        The place is not kept when its parent is not, or when there are HISTORIES_MAX younger ones beside it; `block` then
+        The place is not kept when its parent is not, or when there are HISTORIES_MAX younger places beside it. `block` then
         stays private.
         """
         if parent.parent is None:
@@ -133,7 +137,8 @@ class BlockPool:
         elif not parent.kept:
             return Prefix(parent, tokens, epochs)
         siblings = parent.children.get(tokens, [])
-        older = 0  # place of the first sibling that is older
+        # The index of the first sibling that is older.
+        older = 0
         for sibling in siblings:
             if sibling.epochs == epochs:
                 return sibling
@@ -189,7 +194,7 @@ class BlockPool:
         assert found == sum(1 for _ in self.indexed()), "a block cannot be reached from its root"
 
     def _remove(self, prefix: Prefix) -> None:
-        """Take a place and all below it out of the tree; those of their blocks that nobody uses are free."""
+        """Take a place and all places below it out of the tree. Their blocks become free if they are not in use."""
         parent = prefix.parent
         assert parent is not None
         siblings = parent.children[prefix.tokens]

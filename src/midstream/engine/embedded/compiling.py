@@ -1,32 +1,26 @@
 """Requests whose grammar is compiled first, on a thread beside the steps.
 
-Owns: that thread, and the requests that wait for it.
-Always holds: requests come out in the order in which they came in, each once, unless it was aborted meanwhile; an abort of one
-of its choices comes out with it.
+Always holds: requests come out in the order in which they came in, each once, unless they were aborted meanwhile. An abort
+of one choice comes out together with its request.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 
-from midstream.types import GenerateRequest
+from midstream.core.types import GenerateRequest
+from midstream.engine.embedded.background import Background
 
 
 class GrammarQueue:
     def __init__(self, prepare: Callable[[str], None]) -> None:
-        """prepare: compiles a grammar and keeps it, good or bad; raises nothing. Called on the thread."""
+        """prepare: compiles a grammar and keeps the result, good or bad, and raises nothing. Runs on the thread."""
         self._prepare = prepare
-        self._waiting: queue.SimpleQueue[GenerateRequest] = queue.SimpleQueue()
+        self._background = Background("grammars", niceness=0)
         self._done: queue.SimpleQueue[GenerateRequest] = queue.SimpleQueue()
-        self._aborted: dict[
-            str, set[int | None]
-        ] = {}  # of each request that waits, the choices that are not wanted
-        self._thread: threading.Thread | None = None
-
-    def __repr__(self) -> str:
-        return f"GrammarQueue({len(self._aborted)} requests)"
+        # Of each waiting request, the choices that were aborted; None stands for the whole request.
+        self._aborted: dict[str, set[int | None]] = {}
 
     @property
     def busy(self) -> bool:
@@ -37,16 +31,13 @@ class GrammarQueue:
 
     def put(self, request: GenerateRequest) -> None:
         self._aborted[request.request_id] = set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
-            self._thread.start()
-        self._waiting.put(request)
+        self._background.submit(lambda: self._compile(request))
 
     def abort(self, request_id: str, index: int | None) -> None:
         self._aborted[request_id].add(index)
 
     def take(self) -> list[tuple[GenerateRequest, list[int]]]:
-        """Requests whose grammars are compiled, and which choices of them were ended meanwhile."""
+        """The requests whose grammars are compiled, each with the choices that were aborted meanwhile."""
         ready = []
         while not self._done.empty():
             request = self._done.get()
@@ -55,10 +46,8 @@ class GrammarQueue:
                 ready.append((request, sorted(index for index in aborted if index is not None)))
         return ready
 
-    def _work(self) -> None:
-        while True:
-            request = self._waiting.get()
-            assert request.grammar is not None
-            if None not in self._aborted[request.request_id]:
-                self._prepare(request.grammar)
-            self._done.put(request)
+    def _compile(self, request: GenerateRequest) -> None:
+        assert request.grammar is not None
+        if None not in self._aborted[request.request_id]:
+            self._prepare(request.grammar)
+        self._done.put(request)

@@ -1,12 +1,12 @@
 """Grammars that generated text must match: compiled once, followed token by token. Imports no torch.
 
-Owns: the grammar library (llguidance) and the tokenizer as it wants it; one matcher per constrained sequence.
+Owns: the grammar library (llguidance), the tokenizer in the library's form, and one matcher per constrained sequence.
 Always holds:
-- A matcher's state is that of its sequence's generated tokens, so it outlives preemption and swaps: tokens stay.
+- The state of a matcher depends on its sequence's generated tokens alone. So it outlives preemption and swaps.
 - A token that ends generation is allowed exactly where the grammar accepts. Where nothing else may follow, it is the only
-  one allowed; a request without such tokens ends there by itself.
+  allowed token. A request without such tokens ends there by itself.
 - A sequence without a grammar has no matcher and costs nothing.
-- A grammar is compiled once while it is kept, also one that cannot be; no error shows the library's inner state.
+- A grammar is compiled once while it is kept, also a grammar with an error. No error shows the library's inner state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
-COMPILED_MAX = 64  # grammars kept, least recently used out first
-QUIET = LLParserLimits(verbose_errors=False)  # an error says what is wrong, not the state of everything
+#: Compiled grammars that are kept. The least recently used one goes first.
+COMPILED_MAX = 64
+#: An error then says what is wrong, and not the state of the parser.
+QUIET = LLParserLimits(verbose_errors=False)
 
 
 class Constraints:
@@ -35,14 +37,15 @@ class Constraints:
         except ValueError as error:
             if "too small" not in str(error):
                 raise
-            # More tokens than the model has logits for.
+            # The tokenizer has more tokens than the model has logits.
             self._tokenizer = LLTokenizer(tokenizer_json, eos_token=eos)
-        self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()  # or why it cannot be
-        self._lock = threading.Lock()  # of that table
+        # By grammar, its compiled form or the reason why there is none. The lock guards this table.
+        self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Constraints | None:
-        """None when the directory has no tokenizer that the library can use; the log says why."""
+        """None when the directory has no tokenizer that the library can use. The log then says why."""
         file = model_dir / "tokenizer.json"
         try:
             return cls(file.read_text(encoding="utf-8"), vocab_size, eos_token_ids)
@@ -51,11 +54,11 @@ class Constraints:
             return None
 
     def knows(self, grammar: str) -> bool:
-        """Whether `matcher` need not compile it."""
+        """Whether `matcher` finds the grammar compiled."""
         return grammar in self._compiled
 
     def prepare(self, grammar: str) -> LLMatcher | str:
-        """Compile a grammar and keep what comes of it. Any thread may; it may take seconds, without the interpreter lock."""
+        """Compile a grammar and keep the result, on any thread. It may take seconds, but not the interpreter lock."""
         with self._lock:
             compiled = self._compiled.get(grammar)
         if compiled is None:
@@ -69,11 +72,12 @@ class Constraints:
 
     def _compile(self, grammar: str) -> LLMatcher | str:
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=QUIET)
-        compiled.compute_bitmask()  # fills the lexer tables that every copy begins with
+        # This fills the lexer tables that every copy begins with.
+        compiled.compute_bitmask()
         return _first_line(compiled.get_error()) if compiled.is_error() else compiled
 
     def matcher(self, grammar: str, stop_token_ids: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of `grammar` (llguidance's Lark dialect or JSON). Raises ValueError."""
+        """A matcher at the beginning of `grammar`, in llguidance's Lark dialect or JSON. Raises ValueError."""
         compiled = self.prepare(grammar)
         if isinstance(compiled, str):
             raise ValueError(compiled)
@@ -81,7 +85,7 @@ class Constraints:
 
 
 class Matcher:
-    """Where one sequence stands in its grammar. `error` says why it cannot go on."""
+    """The place of one sequence in its grammar. `error` says why the sequence cannot go on."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
@@ -90,11 +94,8 @@ class Matcher:
         self._stops = tuple(stop_token_ids)
         self.error: str | None = None
 
-    def __repr__(self) -> str:
-        return f"Matcher(accepting={self._matcher.is_accepting()}, error={self.error!r})"
-
     def mask(self) -> bytes | None:
-        """The tokens that may come next, bit i (little-endian) for token i; None when the matcher has failed."""
+        """The tokens that may come next, bit i (little-endian) for token i. None when the matcher has failed."""
         mask = bytearray(self._matcher.compute_bitmask())
         if self._matcher.is_error():
             self.error = _first_line(self._matcher.get_error())
@@ -112,13 +113,17 @@ class Matcher:
             if not accepting:
                 self.error = "no token of the vocabulary continues the grammar"
                 return None
-            for token in self._eos:  # the end was not seen coming; the model's own end token marks it
+            # The end could not be seen before, so the model's own end token marks it.
+            for token in self._eos:
                 mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask)
 
     def _spell_out(self, mask: bytearray) -> None:
-        """Forced text that spells the name of a special token comes as that token, which the grammar then refuses: allow
-        the first of the tokens that really spell it."""
+        """Replace a forced special token that the grammar refuses.
+
+        Forced text may spell the name of a special token. The library then forces that token, and the grammar refuses it.
+        Allow instead the first of the tokens that really spell the text.
+        """
         at = next(i for i, bits in enumerate(mask) if bits)
         token = at * 8 + mask[at].bit_length() - 1
         if mask[at].bit_count() > 1 or token in self._stops or self._matcher.validate_tokens([token]):
@@ -129,7 +134,7 @@ class Matcher:
             mask[first >> 3] |= 1 << (first & 7)
 
     def accept(self, token: int) -> bool:
-        """Take a token allowed by `mask`. True: the grammar has ended and no stop token is waited for."""
+        """Take a token that `mask` allowed. Returns whether the grammar has ended and no stop token has to follow."""
         if not self._matcher.consume_token(token):
             self.error = _first_line(self._matcher.get_error())
             return False

@@ -1,12 +1,12 @@
-"""One engine: requests in, a step at a time, events out.
+"""One engine: it takes requests, computes one step at a time and returns events.
 
-Owns: the translation of a step's numbers into token records, and what is remembered beside the KV for later requests.
+Owns: the token records that are made from a step's numbers, and the scores kept beside the KV for later requests.
 Always holds:
-- The snapshot written into a record is the one whose forward pass gave the logits, because both are read in the same
-  step and weights change only between steps.
-- A record's logprob, snapshot and route are of one pass, also when they were kept (scores.py). A cached block is reused for
-  an echo only if the snapshot that serves now scored it.
-- A failed step ends the requests that were in it, and no other; after three in a row the engine gives up.
+- The snapshot in a record is the one whose forward pass gave the logits: both are read in the same step, and weights change
+  only between steps.
+- The logprob, the snapshot and the route of a record come from one pass, also when they were kept (scores.py). An echo
+  reuses a cached block only if the serving snapshot scored it.
+- A failed step ends the requests that were in it, and no other. After three failed steps in a row the engine gives up.
 """
 
 from __future__ import annotations
@@ -14,27 +14,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 
-from midstream.compiled import NoCompiler
-from midstream.config import EngineSettings, parse_size
-from midstream.engine.embedded.blocks import BlockPool
-from midstream.engine.embedded.card import embedded_card
-from midstream.engine.embedded.constraint import Constraints, Matcher
-from midstream.engine.embedded.loading import LoadedModel, batch_invariant, load_beside, load_model
-from midstream.engine.embedded.native.sampling import NativeSampler
-from midstream.engine.embedded.rows import Rows, not_finite, rows_needed, sample_rows
-from midstream.engine.embedded.runner import Runner, dispose
-from midstream.engine.embedded.sampler import Sampled, TorchSampler
-from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
-from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
-from midstream.errors import ConfigError
-from midstream.types import (
+from midstream.core.config import EngineSettings, parse_size
+from midstream.core.errors import ConfigError
+from midstream.core.types import (
     BASE_SNAPSHOT,
     EngineStats,
     FinishReason,
@@ -45,22 +33,26 @@ from midstream.types import (
     TokenRecord,
     TopLogprob,
 )
+from midstream.engine.cpu import CpuSampler, KernelsUnavailable
+from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.embedded.card import embedded_card
+from midstream.engine.embedded.constraint import Constraints, Matcher
+from midstream.engine.embedded.loading import LoadedModel, batch_invariant, load_beside, load_model
+from midstream.engine.embedded.logit_rows import LogitRows, not_finite, rows_needed, sample_rows
+from midstream.engine.embedded.model_runner import ModelRunner, dispose
+from midstream.engine.embedded.sampler import Sampler
+from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
+from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
+from midstream.engine.step import Sampled, route_dtype
 
 logger = logging.getLogger(__name__)
 
 FAILED_STEPS_MAX = 3
-SCORED_ROWS_MAX = 256  # prompt rows turned into float32 log-probabilities at a time
+#: Prompt tokens whose logits are turned into float32 log-probabilities at a time.
+SCORED_ROWS_MAX = 256
 
-
-@dataclass(eq=False)
-class Handle:
-    """A request inside the engine."""
-
-    request: GenerateRequest
-    sequences: list[Sequence] = field(default_factory=list)
-
-
-Output = tuple[str, GenerationEvent]  # request_id, event
+#: The id of a request, and an event of it.
+Output = tuple[str, GenerationEvent]
 
 
 class EngineCore:
@@ -69,7 +61,7 @@ class EngineCore:
         model = load_model(model_dir, settings)
         decoder = model.decoder
         num_blocks = _cache_tokens(model, settings) // settings.block_size + 1
-        self.runner = Runner(model, block_size=settings.block_size, num_blocks=num_blocks)
+        self.runner = ModelRunner(model, block_size=settings.block_size, num_blocks=num_blocks)
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -79,20 +71,18 @@ class EngineCore:
             scored=lambda block, offset: self._scores.complete(block, offset, self._ordinal),
             on_allocate=lambda block: self._scores.forget(block),
         )
-        self.snapshots = [BASE_SNAPSHOT]  # by ordinal; the last one serves
-        self._scores = ScoreStore(
-            num_blocks,
-            settings.block_size,
-            decoder.moe_layers,
-            decoder.top_k,
-            _route_dtype(decoder.num_experts),
-        )
+        # By ordinal; the last one serves.
+        self.snapshots = [BASE_SNAPSHOT]
+        routes = (decoder.moe_layers, decoder.top_k, route_dtype(decoder.num_experts))
+        self._scores = ScoreStore(num_blocks, settings.block_size, *routes)
+        # Of each slot, the ordinal of the snapshot that computed its KV.
         self._kv_snapshot = np.full(num_blocks * settings.block_size, NO_SNAPSHOT, dtype=np.int32)
         self._constraints = Constraints.load(
             model_dir, model.config.vocab_size, self.runner.info(0).eos_token_ids
         )
         self._sampler = _sampler(settings)
-        self._handles: dict[str, Handle] = {}
+        # Of each request that is not done, its choices.
+        self._sequences: dict[str, list[Sequence]] = {}
         self._failed_steps = 0
         self._step_ended = 0.0
         self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -131,16 +121,16 @@ class EngineCore:
         )
 
     def add(self, request: GenerateRequest) -> list[Output]:
-        """Queue a request; returns its error event if it can never run, and the end of choices that were complete."""
+        """Queue a request. Returns its error event if it can never run, and the last events of choices that are complete."""
         problem = self._problem_with(request)
         if problem is not None:
             return [(request.request_id, GenerationEvent(error=problem))]
         first, *others = request.choices
         leader = Sequence(request, first)
         followers = [Sequence(request, i, leader) for i in others]
-        handle = self._handles[request.request_id] = Handle(request, [leader, *followers])
+        sequences = self._sequences[request.request_id] = [leader, *followers]
         ends: list[Output] = []
-        for sequence in handle.sequences:
+        for sequence in sequences:
             sequence.matcher = self._matcher(request)
             finish = None
             for token in request.emitted_of(sequence.index):
@@ -153,24 +143,25 @@ class EngineCore:
         return ends
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Drop what is left of a request, or one choice of it; unknown ids (already finished) are fine."""
-        handle = self._handles.get(request_id)
-        for sequence in handle.sequences if handle else ():
+        """Drop what is left of a request, or one choice of it. Ids of finished requests are ignored."""
+        for sequence in self._sequences.get(request_id, ()):
             if not sequence.done and index in (None, sequence.index):
                 self._finish(sequence)
 
     def step(self) -> list[Output]:
-        """Compute one batch and report it; nothing to do gives no events. Raises what keeps failing."""
+        """Compute one batch and return its events. Raises the error of a step when it is not the fault of its requests."""
         works = self.scheduler.plan()
         if not works:
             return []
         try:
             outputs = self._run(works)
-        except RuntimeError as error:  # torch reports every kernel failure as one
+        except RuntimeError as error:
+            # PyTorch reports every failure of a kernel as one.
             logger.exception("step failed; its %d sequences end with an error", len(works))
             self._failed_steps += 1
             if self._failed_steps >= FAILED_STEPS_MAX or isinstance(error, torch.AcceleratorError):
-                raise  # the device or the weights are in doubt: a fresh process is the cure
+                # The device or the weights are in doubt, so a new process has to begin.
+                raise
             return self._end_with_error(works, f"the engine failed on this request: {error}")
         self._failed_steps = 0
         self._step_ended = time.perf_counter()
@@ -183,9 +174,9 @@ class EngineCore:
         return [(request_id, GenerationEvent(error=message)) for request_id in ids]
 
     def stage(self, directory: Path) -> LoadedModel:
-        """Load a snapshot's files; touches nothing that serves. May run on another thread.
+        """Load the files of a snapshot, without touching the serving model. May run on another thread.
 
-        What was retired and not taken goes first: there are never three models.
+        Frees models that were retired and not taken first, so that there are never three models.
         """
         dispose(self.take_retired())
         return load_beside(self.runner.model, directory, self._settings)
@@ -194,7 +185,7 @@ class EngineCore:
         self.runner.set_staged(model)
 
     def take_retired(self) -> list[LoadedModel]:
-        """Models that neither serve nor will, for `dispose` on another thread once nothing reads `weights()` of theirs."""
+        """Models that neither serve nor will. Free them with `dispose`, on another thread, once nothing reads their weights."""
         return self.runner.take_retired()
 
     def commit(self, snapshot: str) -> SwapTiming:
@@ -208,16 +199,19 @@ class EngineCore:
         return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """What serves, for digests; stays readable when it is replaced, until that is disposed of."""
+        """The serving weights, for digests. They stay readable after a switch, until the model is disposed of."""
         return list(self.runner.model.decoder.weights())
 
     def check(self) -> None:
-        """Assert that the block books balance and say what computed each block; when idle, that no sequence holds one."""
+        """Assert that the block books balance and that cached blocks were computed by the weights that they are kept under.
+
+        Of an idle engine, assert that no sequence holds a block.
+        """
         self.pool.check()
         ordinals = self._kv_snapshot.reshape(-1, self.pool.block_size)
         for prefix in self.pool.indexed():
             assert tuple(ordinals[prefix.block]) == prefix.epochs, (
-                f"block {prefix.block} is not what it is told to be"
+                f"block {prefix.block} was not computed by the weights that the tree says"
             )
         if self.idle:
             assert self.pool.used == 0, f"idle, but blocks are in use: {self.pool!r}"
@@ -225,7 +219,7 @@ class EngineCore:
     def _problem_with(self, request: GenerateRequest) -> str | None:
         if not request.prompt:
             return "the prompt is empty"
-        if request.request_id in self._handles:
+        if request.request_id in self._sequences:
             return f"request id {request.request_id} is already running"
         vocab = self.runner.model.config.vocab_size
         for ids in (request.prompt, *filter(None, request.emitted)):
@@ -242,13 +236,12 @@ class EngineCore:
         return self.scheduler.check_fits(request)
 
     def knows_grammar(self, request: GenerateRequest) -> bool:
-        """Whether `add` takes the request without compiling anything."""
-        return (
-            request.grammar is None or self._constraints is None or self._constraints.knows(request.grammar)
-        )
+        """Whether `add` compiles nothing for this request."""
+        constraints, grammar = self._constraints, request.grammar
+        return grammar is None or constraints is None or constraints.knows(grammar)
 
     def prepare_grammar(self, grammar: str) -> None:
-        """Compile it for a later `add`. May run on another thread."""
+        """Compile a grammar for a later `add`. May run on another thread."""
         if self._constraints is not None:
             self._constraints.prepare(grammar)
 
@@ -271,7 +264,8 @@ class EngineCore:
             self._keep_scores(rows.scores[first:last], logits[first:last], routes)
         ends = split + len(rows.samples)
         sampled = self._sampler.sample(logits[split:ends], sample_rows(rows)) if rows.samples else None
-        broken = not_finite(rows, sampled, logits[ends:])  # their KV must not be found by anybody
+        # The KV of broken sequences must not enter the prefix cache.
+        broken = not_finite(rows, sampled, logits[ends:])
         self._keep_last_sampled([work.seq for work, _ in rows.samples if work.seq not in broken])
         for work in works:
             if work.seq not in broken:
@@ -282,11 +276,10 @@ class EngineCore:
     def _keep_scores(
         self, scores: list[tuple[Work, int, int]], logits: torch.Tensor, routes: np.ndarray | None
     ) -> None:
-        """scores: (work, position, packed row), the pass at `position` scores the token after it."""
+        """scores: (work, position, row in the batch). The pass at `position` scores the token after it."""
         targets = [work.seq.tokens[position + 1] for work, position, _ in scores]
-        scored = self._sampler.score(
-            logits, targets, [work.seq.request.top_logprobs for work, _, _ in scores]
-        )
+        tops = [work.seq.request.top_logprobs for work, _, _ in scores]
+        scored = self._sampler.score(logits, targets, tops)
         slots = np.array([self._slot(work.seq, position + 1) for work, position, _ in scores])
         taken = None if routes is None else routes[[row for _, _, row in scores]]
         ties = self.runner.router_ties[[row for _, _, row in scores]]
@@ -296,7 +289,10 @@ class EngineCore:
                 work.seq.prompt_tops[position + 1] = _alternatives(top)
 
     def _keep_last_sampled(self, sequences: SequenceOf[Sequence]) -> None:
-        """The newest generated token gets its slot in the step that consumes it; its score is known since it was drawn."""
+        """Store the score of each sequence's newest generated token.
+
+        The score is known since the token was drawn, but the token has a slot only in the step that computes its KV.
+        """
         kept = [(seq, seq.last_sampled) for seq in sequences if seq.last_sampled is not None]
         if not kept:
             return
@@ -311,7 +307,7 @@ class EngineCore:
         )
 
     def _report(
-        self, rows: Rows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
+        self, rows: LogitRows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None
     ) -> list[Output]:
         outputs: list[Output] = []
         router_ties = self.runner.router_ties
@@ -322,7 +318,8 @@ class EngineCore:
         for i, (work, row) in enumerate(rows.samples):
             seq = work.seq
             if seq.done:
-                continue  # another choice of its request failed in this step
+                # Another choice of its request failed in this step.
+                continue
             if seq.matcher is not None and seq.matcher.error is not None:
                 message = f"the grammar cannot be followed: {seq.matcher.error}"
                 outputs += self._end_with_error([work], message)
@@ -342,7 +339,7 @@ class EngineCore:
     def _event(
         self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None, router_tie: int
     ) -> GenerationEvent:
-        """Sample i of this step, whose pass took `route`, as the next event of `seq`."""
+        """The next event of `seq`, from sample i of this step, whose pass took `route`."""
         request = seq.request
         finish: FinishReason | None = "length"
         tokens: tuple[TokenRecord, ...] = ()
@@ -359,9 +356,10 @@ class EngineCore:
                 sampled.near_ties[i] | router_tie,
             )
             tokens, finish = (record,), self._append(seq, record, route, router_tie)
-        kv_told = not request.want_kv_snapshots or seq.told_epoch == self.scheduler.epoch
-        if announced and finish is None and kv_told:
-            return GenerationEvent(index=seq.index, tokens=tokens)  # nearly all events
+        kv_reported = not request.want_kv_snapshots or seq.reported_epoch == self.scheduler.epoch
+        if announced and finish is None and kv_reported:
+            # Nearly all events end here.
+            return GenerationEvent(index=seq.index, tokens=tokens)
         kv_snapshots = self._provenance(seq, finish) if request.want_kv_snapshots else None
         if finish is not None:
             self._finish(seq)
@@ -378,19 +376,18 @@ class EngineCore:
     def _provenance(
         self, seq: Sequence, finish: FinishReason | None
     ) -> tuple[tuple[str, int, int], ...] | None:
-        """Which snapshots computed the sequence's KV, when that is news."""
-        if finish is None and seq.told_epoch == self.scheduler.epoch:
+        """The snapshots that computed the sequence's KV; None when the last report still holds."""
+        if finish is None and seq.reported_epoch == self.scheduler.epoch:
             return None
         size = self.pool.block_size
         slots = np.asarray(seq.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
         ordinals = self._kv_snapshot[slots.reshape(-1)[: seq.computed]]
-        # All of it may have been cached: then the next position begins a span that is news, too.
-        seq.told_epoch = self.scheduler.epoch if ordinals[-1] == self._ordinal else -1
+        # All of the KV may come from the cache. The next position then begins a span that must be reported, too.
+        seq.reported_epoch = self.scheduler.epoch if ordinals[-1] == self._ordinal else -1
         starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
         ends = [*starts[1:], seq.computed]
-        return tuple(
-            (self.snapshots[ordinals[start]], start, end) for start, end in zip(starts, ends, strict=True)
-        )
+        spans = zip(starts, ends, strict=True)
+        return tuple((self.snapshots[ordinals[start]], start, end) for start, end in spans)
 
     def _append(
         self, seq: Sequence, record: TokenRecord, route: bytes | None, router_tie: int
@@ -401,7 +398,7 @@ class EngineCore:
         return self._end_after(seq, record.token_id)
 
     def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Whether `token`, which its matcher has not seen, ends the sequence that it is the last of."""
+        """How the sequence ends after its newest token, if it does. The matcher has not seen the token yet."""
         sampling = seq.request.sampling
         if token in sampling.stop_token_ids:
             return "stop"
@@ -410,12 +407,13 @@ class EngineCore:
         return "length" if seq.generated >= sampling.max_tokens else None
 
     def _announce(self, seq: Sequence) -> tuple[tuple[TokenRecord, ...] | None, int | None]:
-        """What the first event of a choice carries: prompt records and the number of cached prompt tokens."""
+        """Prompt records and the number of cached prompt tokens, for the first event of a choice."""
         prompt = self._prompt_records(seq) if seq.request.prompt_records else None
         seq.announced = True
         seq.prompt_tops.clear()
         cached = seq.cached_tokens or 0
-        if seq.leader is None and not seq.request.urgent:  # an urgent one is the replica's own, no user's
+        # An urgent request is the replica's own and counts for no user.
+        if seq.leader is None and not seq.request.urgent:
             self._prompt_tokens += seq.prompt_len
             self._cached_tokens += cached
         return prompt, cached
@@ -444,9 +442,8 @@ class EngineCore:
 
     def _finish(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
-        handle = self._handles.get(seq.request.request_id)
-        if handle is not None and all(s.done for s in handle.sequences):
-            del self._handles[seq.request.request_id]
+        if all(s.done for s in self._sequences.get(seq.request.request_id, ())):
+            self._sequences.pop(seq.request.request_id, None)
 
     def _slot(self, seq: Sequence, position: int) -> int:
         size = self.pool.block_size
@@ -467,18 +464,15 @@ def _cache_tokens(model: LoadedModel, settings: EngineSettings) -> int:
     return tokens
 
 
-def _sampler(settings: EngineSettings) -> NativeSampler | TorchSampler:
+def _sampler(settings: EngineSettings) -> Sampler:
     if settings.kernels == "torch" or settings.device != "cpu":
-        return TorchSampler()
+        return Sampler()
     try:
-        return NativeSampler(max(1, settings.threads))
-    except NoCompiler:
-        return TorchSampler()  # loading.py has said so
+        return Sampler(CpuSampler(max(1, settings.threads)))
+    except KernelsUnavailable:
+        # The log has the reason already, from loading.py.
+        return Sampler()
 
 
 def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...]:
     return tuple(TopLogprob(token, value) for token, value in pairs) if pairs else ()
-
-
-def _route_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
-    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype("<u2")

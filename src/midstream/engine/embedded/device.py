@@ -1,10 +1,10 @@
-"""What a CUDA device needs that a CPU does not. On any other device all of this does nothing.
+"""Streams and waiting on a CUDA device. On any other device these functions do nothing.
 
-PyTorch launches a thread's work on the device's default stream, whatever the thread. Steps run there.
+PyTorch launches the work of every thread on the device's default stream. Steps run there.
 Always holds:
-- Weights are loaded and read for digests on another stream, so no step waits for a copy of a snapshot, and no copy for a step.
-- What `loading` did on the device is complete when it returns, so a step may read it.
-- `settle` returns when no kernel that was launched before it still runs, so memory that they read may be freed.
+- Weights are loaded, and read for digests, on another stream. So no step waits for a copy, and no copy waits for a step.
+- Work inside `loading` is complete when it returns, so a step may read the results.
+- `settle` returns when every kernel that was launched before it has ended, so memory that they read may be freed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import torch
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 
 
 def check_device(name: str) -> None:
-    """Raises ConfigError for what is no device, or a CUDA device that this process cannot use."""
+    """Raises ConfigError for a name of no device, or of a CUDA device that this process cannot use."""
     try:
         torch.device(name)
     except RuntimeError as error:
@@ -36,7 +36,7 @@ def is_cuda(device: torch.device | str) -> bool:
 
 @contextlib.contextmanager
 def loading(device: torch.device | str) -> Iterator[None]:
-    """Within, this thread's work on a CUDA device goes to the stream of loads."""
+    """Within this block, the thread's work on a CUDA device goes to the stream of loads."""
     if not is_cuda(device):
         yield
         return
@@ -54,5 +54,5 @@ def settle(device: torch.device | str) -> None:
 
 @functools.cache
 def _loading_stream(index: int) -> torch.cuda.Stream:
-    """One for all loads: PyTorch keeps freed memory for the stream that it was allocated on."""
+    """One stream for all loads: PyTorch keeps freed memory for the stream on which it was allocated."""
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]

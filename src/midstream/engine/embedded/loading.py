@@ -1,9 +1,9 @@
 """From a Hugging Face directory to a decoder that may serve.
 
-Owns: reading checkpoints, the choice between the fused decoder and the module itself, and the check that what will serve
-computes what transformers computes.
-Always holds: a model beside a serving one has its dtypes, its shapes and its kind of decoder, and has been run once;
-nothing is unpickled (safetensors only).
+Owns: reading checkpoints, the choice between the CPU kernels and the PyTorch module, and the check that the decoder computes
+what transformers computes.
+Always holds: a model that is loaded beside the serving one has the same dtypes, shapes and kind of decoder. One token has
+been run through it. Nothing is unpickled (safetensors only).
 """
 
 from __future__ import annotations
@@ -18,57 +18,56 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from midstream.config import EngineSettings
+from midstream.core.config import EngineSettings
+from midstream.engine.cpu import GROUP, CpuDecoder, KernelsUnavailable, Pieces, mapped_module
 from midstream.engine.embedded.attention import IMPLEMENTATION
-from midstream.engine.embedded.batch import StepBatch, alone
+from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.device import check_device, loading
-from midstream.engine.embedded.fused import GROUP, FusedDecoder, NotFused, Pieces
-from midstream.engine.embedded.mapped import MappedCheckpoint, assembled
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
+from midstream.engine.step import StepBatch
 
 logger = logging.getLogger(__name__)
 
 CHECK_TOKENS = 48
-CHECK_KL_MAX = 0.1  # nats; bfloat16 rounding gives under 0.01
-# How far logits may be off, as a share of their own spread: a model that has learned little has a divergence near zero
-# whatever is computed. Rounding gives under 0.05 in bfloat16 and 1e-5 in float32; a wrong window, scale or norm 0.3 to 1.
+#: In nats. Rounding in bfloat16 gives less than 0.01.
+CHECK_KL_MAX = 0.1
+#: How far logits may be off, as a share of their own spread. The divergence alone does not show a fault: in a model that has
+#: learned little it is near zero whatever is computed. Rounding gives less than 0.05 in bfloat16 and 1e-5 in float32; a wrong
+#: window, scale or norm gives 0.3 to 1.
 CHECK_SHARE_MAX = {torch.float32: 0.01}
 CHECK_SHARE_MAX_HALF = 0.25
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
-class Cache(Protocol):
-    @property
-    def bytes_per_token(self) -> int: ...
-
-
 class Decoder(Protocol):
-    """A model that runs packed batches over a cache of its own making."""
+    """A model that runs packed batches over a KV cache of its own kind. top_k is 0 on a dense model.
+
+    router_ties: [tokens] uint8, of the last forward pass: 1 where a router's choice was a near tie.
+    """
 
     moe_layers: int
-    top_k: int  # 0 on a dense model
+    top_k: int
     num_experts: int
-    router_ties: (
-        np.ndarray
-    )  # [tokens] of the last forward, uint8: 1 where a router's choice was a near tie (ties.py)
+    router_ties: np.ndarray
 
-    def new_cache(self, slots: int) -> Any: ...
+    def new_cache(self, slots: int) -> Any:
+        """An empty cache; its `bytes_per_token` says what a token takes."""
 
     def forward(
         self, batch: StepBatch, cache: Any, rows: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Logits [len(rows), vocab] of packed rows (int64) in the model's dtype, and routes [tokens, moe_layers, top_k]."""
+        """Logits [len(rows), vocab] of the batch's tokens `rows` (int64), in the model's dtype; and the routes of all tokens,
+        [tokens, moe_layers, top_k] uint8 or uint16, None on a dense model."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything that a forward reads but the batch and the cache, always in the same order."""
+        """Everything that a forward pass reads, except the batch and the cache, always in the same order."""
 
     def release(self) -> None: ...
 
 
 @dataclass
 class LoadedModel:
-    name: str  # of its class
     config: Any
     generation_config: Any
     shapes: Shapes
@@ -76,7 +75,7 @@ class LoadedModel:
 
 
 def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
-    """The first model of an engine. Raises UnsupportedModel."""
+    """Load the first model of an engine. Raises UnsupportedModel."""
     check_device(settings.device)
     dtype = "auto" if settings.dtype is None else getattr(torch, settings.dtype)
     with loading(settings.device):
@@ -87,63 +86,65 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
 
 
 def batch_invariant(model: LoadedModel, settings: EngineSettings) -> bool:
-    """Whether a token's logits are the same to the last bit whatever else is in the batch and wherever a prompt was cut.
+    """Whether no bit of a token's logits depends on the rest of the batch, or on where its prompt was cut.
 
-    Of torch's own kernels nobody can say so for every processor, not in bfloat16 either.
+    PyTorch's own kernels do not promise this on every processor, not even in bfloat16.
     """
-    return settings.device == "cpu" and isinstance(model.decoder, FusedDecoder)
+    return settings.device == "cpu" and isinstance(model.decoder, CpuDecoder)
 
 
 def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings) -> LoadedModel:
-    """Load a snapshot to take the serving model's place while that one serves. Raises UnsupportedModel, SnapshotError."""
-    if isinstance(serving.decoder, FusedDecoder):
-        loaded = _mapped(serving, directory, settings) or _fused_beside(
-            serving, _read_beside(serving, directory, settings), settings
-        )
-        probe_beside(loaded, serving.decoder)
+    """Load a snapshot while `serving` serves, to take its place. Raises UnsupportedModel, SnapshotError."""
+    if isinstance(serving.decoder, CpuDecoder):
+        return _load_beside_cpu(serving, serving.decoder, directory, settings)
+    with loading(settings.device):
+        module = _read_beside(serving, directory, settings)
+        loaded = _loaded(module, ModuleDecoder(module))
+        probe(loaded)
+    return loaded
+
+
+def _load_beside_cpu(
+    serving: LoadedModel, decoder: CpuDecoder, directory: Path, settings: EngineSettings
+) -> LoadedModel:
+    """Packs the weights straight from the files where that can be done."""
+    dtypes = {name: dtype for name, (_, dtype) in serving.shapes.items()}
+    loaded = None
+    with mapped_module(directory, dtypes) as mapped:
+        if mapped is not None:
+            loaded = _packed_beside(serving, mapped[0], settings, mapped[1])
+    if loaded is None:
+        loaded = _packed_beside(serving, _read_beside(serving, directory, settings), settings)
     else:
-        with loading(settings.device):
-            module = _read_beside(serving, directory, settings)
-            loaded = _loaded(module, ModuleDecoder(module))
-            probe(loaded)
+        try:
+            loaded.generation_config = GenerationConfig.from_pretrained(directory)
+        except OSError:
+            loaded.generation_config = GenerationConfig.from_model_config(loaded.config)
+    # The threads belong to the steps while the model is probed.
+    assert isinstance(loaded.decoder, CpuDecoder)
+    threads, loaded.decoder.threads = loaded.decoder.threads, 1
+    probe(loaded)
+    loaded.decoder.threads = threads
+    loaded.decoder.prepare_scratch(decoder)
     return loaded
 
 
-def _mapped(serving: LoadedModel, directory: Path, settings: EngineSettings) -> LoadedModel | None:
-    """Packed straight from the files; None: they have to be read by transformers."""
-    files = MappedCheckpoint(directory)
-    try:
-        dtypes = {name: dtype for name, (_, dtype) in serving.shapes.items()}
-        found = assembled(directory, files.tensors, dtypes) if files.tensors is not None else None
-        if found is None:
-            return None
-        module, pieces = found
-        loaded = _fused_beside(serving, module, settings, pieces)
-    finally:
-        files.close()
-    try:
-        loaded.generation_config = GenerationConfig.from_pretrained(directory)
-    except OSError:
-        loaded.generation_config = GenerationConfig.from_model_config(module.config)
-    return loaded
-
-
-def _fused_beside(
+def _packed_beside(
     serving: LoadedModel, module: Any, settings: EngineSettings, pieces: Pieces | None = None
 ) -> LoadedModel:
     _check_shapes(module, serving)
     try:
-        return _loaded(module, _fused(module, settings, pieces))
-    except NotFused as error:
+        return _loaded(module, _cpu_decoder(module, settings, pieces))
+    except KernelsUnavailable as error:
         raise UnsupportedModel(f"it cannot run as the serving model does: {error}") from error
 
 
 def _read_beside(serving: LoadedModel, directory: Path, settings: EngineSettings) -> Any:
     """The module as transformers reads it.
 
-    It sets the process-wide default dtype to the one it loads in while it builds the module, which a step on another
-    thread would see. So load in float32, the default anyway, and cast each tensor: casting up and back is exact.
-    It is cast before it is placed, so a device never holds the snapshot in float32.
+    While transformers builds a module, it sets the default dtype of the whole process to the one it loads in. A step on
+    another thread would see that. So the module is loaded in float32, which is the default anyway, and each tensor is cast:
+    casting up and back is exact. It is cast before it is placed, so a device never holds the snapshot in float32.
     """
     module = _read(directory, torch.float32)
     _check_shapes(module, serving)
@@ -157,18 +158,8 @@ def _check_shapes(module: Any, serving: LoadedModel) -> None:
         raise UnsupportedModel("its parameters are not those of the serving model")
 
 
-def probe_beside(model: LoadedModel, serving: FusedDecoder) -> None:
-    """As `probe`, without the threads that steps run on; and what the first step needs is at hand."""
-    decoder = model.decoder
-    assert isinstance(decoder, FusedDecoder)
-    threads, decoder.threads = decoder.threads, 1
-    probe(model)
-    decoder.threads = threads
-    decoder.get_ready(serving)
-
-
 def probe(model: LoadedModel) -> None:
-    """One token through the model. Raises UnsupportedModel on logits not finite."""
+    """Run one token through the model. Raises UnsupportedModel when its logits are not finite."""
     if not torch.isfinite(logits_alone(model.decoder, np.zeros(1, dtype=np.int64))).all():
         raise UnsupportedModel("the model's logits are not finite")
 
@@ -182,7 +173,10 @@ def logits_alone(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
 
 @torch.inference_mode()
 def disagreement(module: Any, decoder: Decoder) -> str | None:
-    """How the decoder's logits on a short sequence differ from the module's own eager forward; None: by rounding only."""
+    """How the decoder's logits differ from the module's own eager forward pass on a short sequence.
+
+    None when rounding explains the difference.
+    """
     ids = np.arange(CHECK_TOKENS) * 7919 % module.config.vocab_size
     ours = logits_alone(decoder, ids)
     module.set_attn_implementation("eager")
@@ -202,20 +196,20 @@ def disagreement(module: Any, decoder: Decoder) -> str | None:
 
 
 def _spread(logits: torch.Tensor) -> float:
-    """Root mean square about each row's mean: adding a constant to a row changes no probability."""
+    """Root mean square about each row's mean, since a constant added to a row changes no probability."""
     return float((logits - logits.mean(-1, keepdim=True)).square().mean().sqrt().item())
 
 
 def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
-    """The fastest decoder whose numbers are the module's own. Raises UnsupportedModel."""
+    """The fastest decoder whose numbers are those of the module. Raises UnsupportedModel."""
     if settings.kernels == "native" or (settings.kernels == "auto" and settings.device == "cpu"):
         try:
-            fused = _fused(module, settings)
-            differs = disagreement(module, fused)
+            fast = _cpu_decoder(module, settings)
+            differs = disagreement(module, fast)
             if differs is None:
-                return fused
-            raise NotFused(f"its logits {differs}")
-        except NotFused as error:
+                return fast
+            raise KernelsUnavailable(f"its logits {differs}")
+        except KernelsUnavailable as error:
             if settings.kernels == "native":
                 raise UnsupportedModel(f"kernels = native, but {error}") from error
             logger.warning("the native kernels are not used, steps will be slower: %s", error)
@@ -226,13 +220,13 @@ def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
     return decoder
 
 
-def _fused(module: Any, settings: EngineSettings, pieces: Pieces | None = None) -> FusedDecoder:
+def _cpu_decoder(module: Any, settings: EngineSettings, pieces: Pieces | None = None) -> CpuDecoder:
     if settings.block_size % GROUP:
-        raise NotFused(f"block_size {settings.block_size} is not a multiple of {GROUP}")
+        raise KernelsUnavailable(f"block_size {settings.block_size} is not a multiple of {GROUP}")
     positions = int(module.config.max_position_embeddings)
     if settings.kv_cache_memory is None:
         positions = min(positions, settings.kv_cache_tokens)
-    return FusedDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads), pieces or {})
+    return CpuDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads), pieces or {})
 
 
 def _read(directory: Path, dtype: torch.dtype | str) -> Any:
@@ -243,7 +237,7 @@ def _read(directory: Path, dtype: torch.dtype | str) -> Any:
 
 
 def _placed(module: Any, device: str) -> Any:
-    """Its tensors on the device, off the file mapping: the first step must not wait for the disk."""
+    """The module with its tensors on the device, and not in mapped files: the first step must not wait for the disk."""
     module = module.to(device)
     for parameter in module.parameters():
         if parameter.device.type == "cpu":
@@ -253,10 +247,11 @@ def _placed(module: Any, device: str) -> Any:
 
 def _loaded(module: Any, decoder: Decoder) -> LoadedModel:
     shapes = _shapes(module)
-    if isinstance(decoder, FusedDecoder):  # has its own copy
+    if isinstance(decoder, CpuDecoder):
+        # The decoder has its own copy.
         for _, tensor in _tensors(module):
             tensor.data = tensor.data.new_empty(0)
-    return LoadedModel(type(module).__name__, module.config, module.generation_config, shapes, decoder)
+    return LoadedModel(module.config, module.generation_config, shapes, decoder)
 
 
 def _shapes(module: Any) -> Shapes:

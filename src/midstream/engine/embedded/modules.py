@@ -1,7 +1,7 @@
-"""A Hugging Face model run as it is, its attention replaced by ours: what any supported class can do.
+"""A Hugging Face model run as its own PyTorch module, with our attention over the paged KV cache.
 
-Owns: the module, the hooks that note each router's choice and what it chose by, and the way MoE experts are computed.
-Always holds: a token's result does not depend on what else is in the batch as far as torch's kernels allow (attention.py).
+Owns: the module, the hooks that record each router's choice and its logits, and the way MoE experts are computed.
+Always holds: a token's result does not depend on the rest of the batch, as far as PyTorch's kernels allow (attention.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from midstream.engine.embedded.attention import KVCache, PackedBatch, prefill_span, round_up
-from midstream.engine.embedded.batch import StepBatch, alone
+from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.blocks import PAD_SLOT
 from midstream.engine.embedded.device import settle
-from midstream.engine.embedded.ties import Routers, near_tie
+from midstream.engine.embedded.ties import Routers
+from midstream.engine.step import StepBatch, near_tie, route_dtype
 
 DENSE_EXPERTS = "midstream_dense"
-# With few small experts, computing all of them is cheaper than sorting tokens by expert.
+#: With at most this many experts, computing all of them is cheaper than sorting tokens by expert.
 DENSE_EXPERTS_MAX = 16
 
 
@@ -33,12 +34,12 @@ class ModuleDecoder:
         """Raises UnsupportedModel."""
         config = module.config
         self.module = module
-        self.num_experts = int(
-            getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0
-        )
+        experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+        self.num_experts = int(experts or 0)
         self.moe_layers = 0
-        self._captured: list[torch.Tensor] = []  # per MoE layer: [tokens, top_k], of the last forward
-        self._chosen_by: list[torch.Tensor] = []  # the same: router logits [tokens, experts]
+        # Of the last forward pass and each MoE layer: the chosen experts [tokens, top_k], router logits [tokens, experts].
+        self._captured: list[torch.Tensor] = []
+        self._chosen_by: list[torch.Tensor] = []
         self.router_ties = np.zeros(0, np.uint8)
         self._routers: Routers | None = None
         if 0 < self.num_experts <= DENSE_EXPERTS_MAX:
@@ -50,9 +51,6 @@ class ModuleDecoder:
             raise UnsupportedModel(
                 f"{type(module).__name__}: has experts, but no router module was found to record"
             )
-
-    def __repr__(self) -> str:
-        return f"ModuleDecoder({type(self.module).__name__})"
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +65,7 @@ class ModuleDecoder:
     def forward(
         self, batch: StepBatch, cache: KVCache, rows: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Logits [len(rows), vocab] of packed rows in the model's dtype, and routes [tokens, moe_layers, top_k]."""
+        """See loading.Decoder."""
         self._captured.clear()
         self._chosen_by.clear()
         device = self.device
@@ -90,7 +88,7 @@ class ModuleDecoder:
         yield from self.module.named_buffers()
 
     def release(self) -> None:
-        """Let the weights go, once no kernel reads them."""
+        """Free the weights, once no kernel reads them."""
         if self.module is not None:
             settle(self.device)
         self._captured.clear()
@@ -99,17 +97,17 @@ class ModuleDecoder:
 
     def _routes(self) -> np.ndarray:
         assert len(self._captured) == self.moe_layers, "a router did not run in this forward"
-        stacked = torch.stack(self._captured, dim=1)  # [tokens, moe_layers, top_k]
+        # [tokens, moe_layers, top_k].
+        stacked = torch.stack(self._captured, dim=1)
         if self._routers is not None and len(self._chosen_by) == self.moe_layers:
             ties = self._routers.ties(torch.stack(self._chosen_by, dim=1), stacked)
             self.router_ties = ties.cpu().numpy().view(np.uint8)
         else:
-            # What its routers choose by is not known, so nobody can say that a choice was clear.
+            # The logits that the routers choose by are not known, so no choice is known to be clear.
             self.router_ties = np.ones(len(stacked), np.uint8)
         self._captured.clear()
         self._chosen_by.clear()
-        kind = np.uint8 if self.num_experts <= 256 else np.dtype("<u2")
-        return stacked.cpu().numpy().astype(kind)
+        return stacked.cpu().numpy().astype(route_dtype(self.num_experts))
 
     def _hook_routers(self) -> None:
         module = self.module
@@ -142,7 +140,7 @@ class ModuleDecoder:
 
 
 def _check_rotary(module: Any) -> None:
-    """Raises UnsupportedModel if a token's rotary embedding depends on how long the others in its batch are."""
+    """Raises UnsupportedModel if a token's rotary embedding depends on the length of other sequences in the batch."""
     for part in module.modules():
         kinds = getattr(part, "rope_type", ())
         if "longrope" in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
@@ -153,7 +151,7 @@ def _check_rotary(module: Any) -> None:
 
 
 def packed(batch: StepBatch, device: torch.device) -> PackedBatch:
-    """The batch as attention.py wants it: leading sequences of one row are decodes, the others prefills."""
+    """The batch for attention.py: the leading sequences of one token are decodes, the others are prefills."""
     sizes = batch.spans[:, 1]
     longer = np.flatnonzero(sizes > 1)
     decodes = int(longer[0]) if len(longer) else len(sizes)
@@ -179,17 +177,19 @@ def packed(batch: StepBatch, device: torch.device) -> PackedBatch:
 def dense_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """All experts on all tokens, combined by router weight. hidden_states: [tokens, hidden]; index, weights: [tokens, top_k].
+    """Run all experts on all tokens and combine them by router weight, so that no token depends on the rest of the batch.
 
-    A token's result does not depend on what else is in the batch.
+    hidden_states: [tokens, hidden]. top_k_index, top_k_weights: [tokens, top_k].
     """
     tokens = hidden_states.shape[0]
     up = _every_expert(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states.unsqueeze(0))
-    inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # [experts, tokens, inner]
-    down = _every_expert(self, "down_proj", inner)  # [experts, tokens, hidden]
+    # [experts, tokens, inner], then [experts, tokens, hidden].
+    inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+    down = _every_expert(self, "down_proj", inner)
     if self.has_post_expert_norm:
         down = self.post_expert_norm(down)
-    picked = down[top_k_index.T, torch.arange(tokens, device=down.device)]  # [top_k, tokens, hidden]
+    # [top_k, tokens, hidden].
+    picked = down[top_k_index.T, torch.arange(tokens, device=down.device)]
     return (picked * top_k_weights.T.unsqueeze(-1)).sum(dim=0).to(hidden_states.dtype)
 
 

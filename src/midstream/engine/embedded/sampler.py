@@ -1,10 +1,12 @@
 """From logits to tokens and log-probabilities.
 
-Owns: penalties, grammar masks, temperature and filters, the random stream, both kinds of log-probability.
+Owns: penalties, grammar masks, temperature and filters, the random stream, both kinds of log-probability, and the choice
+between these functions and the CPU kernel.
 Always holds:
 - The random number of a token depends only on (seed, choice index, position): batch, cache and replica do not matter.
-- `logprob` is the raw model's (float32 log-softmax of the unmodified logits); `sampling_logprob` is the log-probability
-  under the distribution the token was really drawn from. Greedy draws from a point mass: its sampling logprob is 0.
+- A row's own parameters alone decide whether the kernel draws it, so its token does not depend on the batch.
+- `logprob` is the raw model's: float32 log-softmax of the unmodified logits. `sampling_logprob` is the log-probability under
+  the distribution that the token was drawn from. Greedy draws from a point mass: its sampling logprob is 0.
 """
 
 from __future__ import annotations
@@ -12,22 +14,52 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from midstream.engine.embedded.ties import SUM_ROUNDING, near_tie
-from midstream.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
+from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
+from midstream.engine.cpu import CpuSampler
+from midstream.engine.step import GREEDY_BELOW, SEED_MASK, SUM_ROUNDING, Sampled, SampleRow, near_tie
 
-GREEDY_BELOW = 1e-5  # dividing logits by less overflows float32
-SEED_MASK = (1 << 64) - 1
+
+class Sampler:
+    """Draws with the CPU kernel where there is one and it can, and with the functions of this module elsewhere."""
+
+    def __init__(self, kernel: CpuSampler | None = None) -> None:
+        self._kernel = kernel
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        """One token per row. logits: [rows, vocab], unmodified model output."""
+        kernel = self._kernel
+        if kernel is None or not kernel.takes(logits):
+            return sample(logits, rows)
+        plain = [i for i, row in enumerate(rows) if row.mask is None and not _has_penalty(row.params)]
+        if len(plain) == len(rows):
+            return kernel.sample(logits, rows)
+        others = sorted(set(range(len(rows))) - set(plain))
+        zeros = [0.0] * len(rows)
+        merged = Sampled([0] * len(rows), zeros, [*zeros], [[] for _ in rows], [0] * len(rows))
+        parts = [(others, sample(logits[others], [rows[i] for i in others]))]
+        if plain:
+            parts.append((plain, kernel.sample(logits[plain], [rows[i] for i in plain])))
+        for where, part in parts:
+            for to, found in zip(merged.columns, part.columns, strict=True):
+                for i, value in zip(where, found, strict=True):
+                    to[i] = value
+        return merged
+
+    def score(self, logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Sampled:
+        """The raw log-probability of a given next token per row: prompt scoring. logits: [rows, vocab]."""
+        if self._kernel is not None and self._kernel.takes(logits):
+            return self._kernel.score(logits, targets, top_logprobs)
+        return score(logits, targets, top_logprobs)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits: SplitMix64 over the counter (Steele et al., 2014).
 
-    native/sample.h has the same function.
+    cpu/kernels/sample.h has the same function.
     """
     state = _mix64((seed & SEED_MASK) ^ _mix64((index + 1) * 0x9E3779B97F4A7C15))
     return (_mix64(state + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
@@ -40,43 +72,9 @@ def _mix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
-@dataclass(slots=True)  # not frozen: one is made per token, and freezing doubles what that costs
-class SampleRow:
-    """What the sampler needs to know of one sequence. history: prompt then generated tokens.
-
-    mask: the tokens its grammar allows, bit i (little-endian) for token i; None: all of them.
-    """
-
-    params: SamplingParams
-    index: int
-    position: int  # of the token to be sampled, from 0 at the first prompt token
-    history: Sequence[int]
-    prompt_len: int
-    top_logprobs: int
-    mask: bytes | None = None
-
-
-@dataclass(frozen=True)
-class Sampled:
-    tokens: list[int]
-    logprobs: list[float]
-    sampling_logprobs: list[float]
-    top: list[list[tuple[int, float]]]  # per row, best first; empty when not asked for
-    near_ties: list[int]  # bits of NEAR_TIES, of the filters and of a greedy choice
-
-    @property
-    def columns(self) -> tuple[list[Any], ...]:
-        return self.tokens, self.logprobs, self.sampling_logprobs, self.top, self.near_ties
-
-
-def is_unmodified(row: SampleRow) -> bool:
-    """Whether the row is drawn from the logits as they are: no penalty, no bias, no grammar."""
-    return row.mask is None and not _has_penalty(row.params)
-
-
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
-    """One token per row. logits: [rows, vocab], any float dtype, unmodified model output."""
+    """See Sampler.sample. logits: of any float dtype."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     scores = _masked(_penalised(logits.float(), rows), rows)
     temperatures = [r.params.temperature for r in rows]
@@ -102,18 +100,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Sampled:
-    """Raw log-probability of a given next token per row: prompt scoring. logits: [rows, vocab]."""
+    """See Sampler.score."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     picked = torch.tensor(list(targets), device=logits.device).unsqueeze(1)
     values = raw.gather(1, picked)[:, 0].tolist()
     return Sampled(list(targets), values, values, _top(raw, top_logprobs), [0] * len(values))
-
-
-class TorchSampler:
-    """The functions of this module, where there are no native kernels."""
-
-    sample = staticmethod(sample)
-    score = staticmethod(score)
 
 
 def _top(raw: torch.Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
@@ -141,23 +132,21 @@ def _penalised(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
             )
         if params.presence_penalty or params.frequency_penalty:
             counts = Counter(row.history[row.prompt_len :])
-            _add(
-                scores[i],
-                {t: -(params.presence_penalty + n * params.frequency_penalty) for t, n in counts.items()},
-            )
+            presence, frequency = params.presence_penalty, params.frequency_penalty
+            _add(scores[i], {t: -(presence + n * frequency) for t, n in counts.items()})
         _add(scores[i], params.logit_bias)
     return scores
 
 
 def _add(scores: torch.Tensor, amounts: Mapping[int, float]) -> None:
-    """In one operation, however many tokens: on a device each would be a kernel of its own."""
+    """Add to all tokens in one operation. On a device, each operation is a kernel of its own."""
     if amounts:
         tokens = torch.tensor(list(amounts), device=scores.device)
         scores[tokens] += torch.tensor(list(amounts.values()), dtype=scores.dtype, device=scores.device)
 
 
 def _masked(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Minus infinity where a row's grammar forbids the token; rows without a grammar are untouched."""
+    """Minus infinity where a row's grammar forbids the token. Rows without a grammar stay as they are."""
     masks = {i: r.mask for i, r in enumerate(rows) if r.mask is not None}
     if not masks:
         return scores
@@ -183,11 +172,10 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class Borders:
-    """How near the filters' borders are, of the rows that have filters.
+    """For the rows that have filters: how near the drawn token may be to what the filters cut off.
 
-    near: bits of borders where another rounding may keep another number of tokens. by, left_out: which filter cut, and the
-    filtered probability that the heaviest of what it cut would have, so that a token as heavy as that is known.
-    slack: what rounding may change a log weight by.
+    near: bits of the borders where another rounding may keep another number of tokens. by: the bit of the filter that cut.
+    left_out: the log-probability that the heaviest token it cut would have. slack: how much rounding may change a log weight.
     """
 
     rows: torch.Tensor
@@ -200,9 +188,9 @@ class Borders:
 def _filtered(
     probs: torch.Tensor, rows: Sequence[SampleRow], rounding: torch.Tensor
 ) -> tuple[torch.Tensor, Borders | None]:
-    """Zero what top-k, then top-p, then min-p exclude, and renormalise; rows without a filter are untouched.
+    """Set to zero what top-k, then top-p, then min-p exclude, and renormalise. Rows without a filter stay as they are.
 
-    rounding: [rows], what rounding may change the difference of two logits by.
+    rounding: [rows], how much rounding may change the difference of two logits.
     """
     vocab = probs.shape[-1]
     limited = [
@@ -241,9 +229,8 @@ def _filtered(
     last, after = count - 1, count.clamp(max=vocab - 1)
     off = slack * top_p * (1 - top_p) + SUM_ROUNDING
     near_p = ((mass / whole - top_p).abs() <= off) | ((count > 1) & (top_p - before.gather(1, last) <= off))
-    ratios = (
-        torch.cat([ordered.gather(1, last), ordered.gather(1, after)], 1) / (min_p * ordered[:, :1])
-    ).log()
+    edges = torch.cat([ordered.gather(1, last), ordered.gather(1, after)], 1)
+    ratios = (edges / (min_p * ordered[:, :1])).log()
     near_min = (ratios.abs() <= slack).any(dim=1, keepdim=True) & (min_p > 0)
     near = near_p * (top_p < 1) * NEAR_TOP_P + near_min * NEAR_MIN_P
     by_k, by_p = count >= top_k, mass / whole >= top_p
@@ -259,10 +246,10 @@ def _near_ties(
     borders: Borders | None,
     chosen: torch.Tensor,
 ) -> list[int]:
-    """chosen: [rows], log-probability of the drawn token after the filters."""
+    """The near-tie bits of each row. chosen: [rows], log-probability of the drawn token after the filters."""
     ties = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     if borders is not None:
-        # A token as heavy as one that was cut off might be the one cut off.
+        # A token as heavy as one that was cut off might itself have been cut off.
         as_heavy = chosen[borders.rows] - borders.left_out <= borders.slack
         ties[borders.rows] = borders.near | borders.by * as_heavy
     if bool(greedy.any()):
@@ -272,7 +259,7 @@ def _near_ties(
 
 
 def _inverse_cdf(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds the draw; never one of probability zero."""
+    """The first token whose cumulative probability exceeds the draw, and never one of probability zero."""
     cumulative = probs.double().cumsum(dim=-1)
     threshold = draws.unsqueeze(1) * cumulative[:, -1:]
     picked = torch.searchsorted(cumulative, threshold, right=True)[:, 0]

@@ -1,17 +1,19 @@
-"""Which sequence computes which positions in the next step.
+"""The scheduler: which sequence computes which positions in the next step.
 
-Owns: the waiting queue, the running set, each sequence's blocks and its place in the prefix cache. No torch.
+Owns: the waiting queue, the running set, each sequence's blocks and its place in the prefix cache. Imports no torch.
 Always holds:
-- A sequence's tokens are prompt + generated; KV is valid for positions 0..computed-1, in its own blocks or shared ones.
-- Sequences with one token to compute (decode) go first, so a long prompt never keeps a stream out of a step; what is
-  left of the token budget goes to prefills in arrival order, beside a decode at most `max_prefill_tokens` of it, so that
-  a long prompt never makes a stream's step long either. An urgent prefill goes before all others, in small pieces beside a
-  decode, for which there is room in every step: at most `URGENT_TOKENS` above the budget.
-- When blocks run out a running sequence is preempted, the youngest that has not crossed a swap if there is one: its
-  blocks are released, its tokens stay, and it recomputes later. Nothing already reported changes.
-- A sequence reuses a chain of blocks each of which was computed on the one before, and offers its own blocks behind the
-  very ones it read. Epochs never fall along a chain, so KV is as old as its first position.
-- An admitted sequence can always finish: a request that could outgrow the pool is refused by `check_fits`.
+- The tokens of a sequence are its prompt and its generated tokens. KV is valid for positions 0..computed-1, in blocks of its
+  own or shared ones.
+- Sequences with one token to compute (decodes) go first, so a long prompt never keeps a stream out of a step. Prefills share
+  the rest of the token budget in arrival order, beside a decode at most `max_prefill_tokens` of it. So a long prompt never
+  makes a stream's step long.
+- An urgent prefill goes before all others. Beside a decode it runs in small pieces, and every step has room for a piece: at
+  most `URGENT_TOKENS` above the budget.
+- When blocks run out, a running sequence is preempted: the youngest that has not crossed a swap, if there is one. Its blocks
+  are released, its tokens stay, and it computes them again later. Nothing already reported changes.
+- A sequence reuses a chain of blocks, each of which was computed on the one before. It offers its own blocks behind the very
+  blocks that it read. Epochs never fall along a chain, so KV is as old as its first position.
+- An admitted sequence can always finish: `check_fits` refuses a request that could outgrow the pool.
 """
 
 from __future__ import annotations
@@ -23,53 +25,56 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from midstream.core.types import GenerateRequest, TopLogprob
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
-from midstream.types import GenerateRequest, TopLogprob
 
 if TYPE_CHECKING:
     from midstream.engine.embedded.constraint import Matcher
 
-#: Of an urgent prefill beside decodes: a swap's canary must not hold up the streams that crossed it.
+#: Tokens of an urgent prefill in a step with decodes. A swap's canary must not hold up the streams that crossed the swap.
 URGENT_TOKENS = 8
 
-#: Blocks looked at for a prompt that was computed under several weights, per block that it has.
+#: Cached blocks to look at for a prompt that was computed under several weights, per block of the prompt.
 SEARCH_MAX = 4
 
-WIDTH = array("i").itemsize  # of a token, packed
+#: Bytes of a packed token.
+WIDTH = array("i").itemsize
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One choice of one request."""
+    """One choice of one request.
+
+    leader: the first choice of the same request, which is prefilled first so that its blocks can be shared.
+    path: the places of its leading full blocks in the prefix cache. written: of its own KV, spans of equal epoch, as (first
+    position, epoch). packed: its tokens in the form in which they are matched.
+    cursor: the next position to run. It is below `computed` only to get the logits there again.
+    cached_tokens, queued_s: set at the first admission. last_sampled: of the newest generated token, raw logprob, snapshot,
+    route and router tie. prompt_tops: alternatives of prompt tokens, until they are announced.
+    epoch: of the weights that computed its first own KV. reported_epoch: the epoch in which the source of its KV was last
+    reported; -1: not since it was admitted. announced: its first event, with cached_tokens and prompt records, was made.
+    """
 
     request: GenerateRequest
     index: int
-    leader: Sequence | None = (
-        None  # the first choice of the same request; prefilled first, so that its blocks are shared
-    )
+    leader: Sequence | None = None
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    path: list[Prefix] = field(default_factory=list)  # places of its leading full blocks in the prefix cache
-    written: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # of its own KV: first position, epoch from there on
-    packed: bytes = b""  # its tokens as they are matched
+    path: list[Prefix] = field(default_factory=list)
+    written: list[tuple[int, int]] = field(default_factory=list)
+    packed: bytes = b""
     computed: int = 0
-    cursor: int = 0  # next position to run; below `computed` only to get logits there again
+    cursor: int = 0
     arrived: float = field(default_factory=time.perf_counter)
-    queued_s: float = 0.0  # until first admission
-    cached_tokens: int | None = None  # set at first admission
-    last_sampled: tuple[float, int, bytes | None, int] | None = (
-        None  # of the last generated token: raw logprob, snapshot, route, router tie
-    )
-    prompt_tops: dict[int, tuple[TopLogprob, ...]] = field(
-        default_factory=dict
-    )  # alternatives, until announced
-    epoch: int = 0  # of the weights its first own KV was computed under
-    told_epoch: int = -1  # when its KV provenance was last reported; -1: not since it was admitted
-    announced: bool = False  # the event with cached_tokens and prompt records is out
+    queued_s: float = 0.0
+    cached_tokens: int | None = None
+    last_sampled: tuple[float, int, bytes | None, int] | None = None
+    prompt_tops: dict[int, tuple[TopLogprob, ...]] = field(default_factory=dict)
+    epoch: int = 0
+    reported_epoch: int = -1
+    announced: bool = False
     done: bool = False
-    matcher: Matcher | None = None  # what its next tokens must match
+    matcher: Matcher | None = None
     prompt_len: int = 0
 
     def __post_init__(self) -> None:
@@ -82,14 +87,14 @@ class Sequence:
 
     @property
     def first_scored(self) -> int:
-        """The first token position that needs a prompt record from a pass of its own (position 0 has none)."""
+        """The first token position that needs a prompt record from a pass of its own. Position 0 needs none."""
         if self.announced or not self.request.prompt_records:
             return self.prompt_len
         return max(1, self.prompt_len - self.request.prompt_records)
 
 
 class Work(NamedTuple):
-    """Compute positions first..last-1 of a sequence; those below `write_from` already have KV and write to scratch."""
+    """Compute positions first..last-1 of a sequence. Those below `write_from` have KV already and write to scratch."""
 
     seq: Sequence
     first: int
@@ -102,7 +107,7 @@ class Work(NamedTuple):
 
 
 class Scheduler:
-    """scored(block, first_offset) tells whether the block's prompt scores from that offset on can be reused now."""
+    """scored(block, first_offset) says whether the block's prompt scores from that offset on can be reused now."""
 
     def __init__(
         self,
@@ -117,7 +122,8 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.epoch = 0  # raised at every swap
+        # Raised at every swap.
+        self.epoch = 0
         self._alike = (0,) * pool.block_size
         self._budget = max_batch_tokens
         self._prefill_budget = max_prefill_tokens
@@ -129,9 +135,9 @@ class Scheduler:
         return f"Scheduler(running={len(self.running)}, waiting={len(self.waiting)}, {self.pool!r})"
 
     def check_fits(self, request: GenerateRequest) -> str | None:
-        """Why the request can never run, or None."""
+        """The reason why the request can never run, or None."""
         if len(request.emitted) not in (0, request.n) or not request.choices:
-            return "what was emitted must be told of every choice, and one must be unfinished"
+            return "emitted must have an entry for every choice, and one choice must be unfinished"
         for tokens in filter(None, request.emitted):
             if len(tokens) > request.sampling.max_tokens:
                 return f"{len(tokens)} tokens were emitted of at most {request.sampling.max_tokens}"
@@ -149,7 +155,7 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Finish or abort: the sequence leaves and its blocks are released."""
+        """Take a finished or aborted sequence out and release its blocks."""
         sequence.done = True
         if sequence in self.running:
             self.running.remove(sequence)
@@ -158,12 +164,13 @@ class Scheduler:
         self._release(sequence)
 
     def plan(self) -> list[Work]:
-        """The next step's work, decodes first. Allocates blocks, may preempt and admit."""
+        """The work of the next step, decodes first. Allocates blocks; may preempt and admit sequences."""
         waiting = len(self.waiting)
         decodes: list[Work] = []
         prefills: list[Work] = []
         budget = self._budget
-        unfinished = []  # prefills
+        # Running sequences whose prefill is not complete.
+        unfinished = []
         for seq in tuple(self.running):
             if len(seq.tokens) - seq.cursor > 1:
                 unfinished.append(seq)
@@ -193,11 +200,11 @@ class Scheduler:
         return [w for w in works if w.seq.blocks] if preempted else works
 
     def _admit_urgent(self) -> bool:
-        """One that waits, also beside as many as may run."""
+        """Admit a waiting urgent request, even above the limit of running sequences."""
         return bool(self.waiting) and self.waiting[0].request.urgent and self._admit(self.waiting[0])
 
     def advance(self, work: Work) -> list[tuple[int, int]]:
-        """Note that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
+        """Record that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
         seq, size = work.seq, self.pool.block_size
         seq.cursor = work.last
         if work.last > seq.computed:
@@ -213,7 +220,7 @@ class Scheduler:
         return duplicates
 
     def _offer(self, seq: Sequence, tokens: bytes, epochs: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Offer the next full block of `seq` to the prefix cache; returns it with its holder when that is another block."""
+        """Offer the next full block of `seq` to the prefix cache. Returns it with its holder if that is another block."""
         parent = seq.path[-1] if seq.path else self.pool.root(seq.request.salt)
         own = seq.blocks[len(seq.path)]
         prefix = self.pool.index(own, parent, tokens, epochs)
@@ -221,7 +228,7 @@ class Scheduler:
         return [] if prefix.block in (own, NO_BLOCK) else [(own, prefix.block)]
 
     def _offer_again(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Of the blocks that the next one stands on, some are not in the prefix cache any more; the sequence has them still."""
+        """Offer blocks again that the next block stands on and that have left the prefix cache. The sequence still has them."""
         kept = len(seq.path)
         while kept and not seq.path[kept - 1].kept:
             kept -= 1
@@ -229,20 +236,22 @@ class Scheduler:
         duplicates: list[tuple[int, int]] = []
         for at, place in enumerate(gone):
             duplicates += self._offer(seq, place.tokens, place.epochs)
-            if not seq.path[-1].kept:  # then nothing behind it is
+            if not seq.path[-1].kept:
+                # Then nothing behind it is kept.
                 seq.path += gone[at + 1 :]
                 break
         return duplicates
 
     def _epochs(self, seq: Sequence, number: int) -> tuple[int, ...]:
-        """Under which weights each position of a block of its own was computed."""
+        """The epoch of each position in a block that the sequence computed itself."""
         size = self.pool.block_size
         first, last = number * size, (number + 1) * size
         start, epoch = seq.written[-1]
         if start <= first:
             if self._alike[0] != epoch:
                 self._alike = (epoch,) * size
-            return self._alike  # one object for nearly all blocks
+            # One object serves nearly all blocks.
+            return self._alike
         epochs: list[int] = []
         for at, (start, epoch) in enumerate(seq.written):
             end = seq.written[at + 1][0] if at + 1 < len(seq.written) else last
@@ -263,7 +272,7 @@ class Scheduler:
             return False
         self.waiting.popleft()
         self.running.append(seq)
-        seq.epoch, seq.told_epoch = self.epoch, -1
+        seq.epoch, seq.reported_epoch = self.epoch, -1
         seq.blocks = [prefix.block for prefix in shared] + [self._allocate() for _ in range(needed)]
         seq.path = shared
         seq.computed = len(shared) * self.pool.block_size
@@ -272,20 +281,22 @@ class Scheduler:
             seq.computed == len(seq.tokens) or seq.first_scored <= seq.computed < seq.prompt_len
         )
         if again:
-            seq.cursor -= 1  # its logits are needed, its KV is there
+            # The logits of this position are needed; its KV is there.
+            seq.cursor -= 1
         if seq.cached_tokens is None:
             seq.queued_s = time.perf_counter() - seq.arrived
             seq.cached_tokens = min(seq.computed, seq.prompt_len)
         return True
 
     def _match(self, seq: Sequence) -> list[Prefix]:
-        """The longest chain of cached blocks this sequence may use; of several as long the youngest.
+        """The longest chain of cached blocks that this sequence may use. Among equally long chains, the youngest.
 
-        Where one forks, the youngest branch is walked to its end, and then the others, the last fork first; what is walked
-        besides the first chain is bounded.
+        At a fork, the youngest branch is walked to its end, and then the other branches, the last fork first. The number of
+        blocks walked besides the first chain is bounded.
         """
         if seq.request.prompt_records and seq.request.top_logprobs and not seq.announced:
-            return []  # alternatives for prompt tokens are not kept with the blocks
+            # Alternatives of prompt tokens are not kept with the blocks.
+            return []
         size = self.pool.block_size
         levels = len(seq.tokens) // size
         if len(seq.packed) != levels * size * WIDTH:
@@ -294,7 +305,8 @@ class Scheduler:
         scored_from = seq.first_scored // size if seq.first_scored < seq.prompt_len else levels
         best: list[Prefix] = []
         path: list[Prefix] = []
-        forks: list[tuple[int, Prefix]] = []  # branches not walked yet: blocks before it, its first block
+        # Branches not walked yet: the number of blocks before the branch, and its first block.
+        forks: list[tuple[int, Prefix]] = []
         prefix, left = self.pool.root(seq.request.salt), SEARCH_MAX * levels
         while True:
             before = len(path)
@@ -318,7 +330,7 @@ class Scheduler:
             path = [*path[:before], prefix]
 
     def _usable(self, seq: Sequence, prefix: Prefix, number: int) -> bool:
-        """Whether it may be block `number` of the sequence; that the blocks before it may is known."""
+        """Whether `prefix` may be block `number` of the sequence, given that the blocks before it may be used."""
         age_max = seq.request.kv_age_max
         if number == 0 and age_max is not None and self.epoch - prefix.epochs[0] > age_max:
             return False
@@ -333,8 +345,10 @@ class Scheduler:
         return block
 
     def _has_room(self, seq: Sequence, size: int) -> bool:
-        """Make room for `size` more positions, preempting younger sequences if need be; False: `seq` was preempted, now or for
-        one before it (only then a running sequence holds no block)."""
+        """Make room for `size` more positions, by preempting younger sequences if necessary.
+
+        False if `seq` itself was preempted, now or for a sequence before it. Only then a running sequence holds no block.
+        """
         if not seq.blocks:
             return False
         while len(seq.blocks) * self.pool.block_size < seq.cursor + size:
@@ -348,19 +362,25 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """The youngest whose KV is all of the current weights, since recomputing changes nothing there; else the youngest."""
+        """The youngest sequence whose KV comes from the current weights alone, since computing it again changes nothing.
+
+        Where there is none, the youngest sequence.
+        """
         current = [seq for seq in self.running if seq.epoch == self.epoch]
         return (current or self.running)[-1]
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._release(seq)
-        seq.last_sampled = None  # over KV that may be another when it is computed again
-        urgent = sum(1 for other in self.waiting if other.request.urgent)  # they come first
+        # It was sampled over KV that may differ when it is computed again.
+        seq.last_sampled = None
+        # Urgent requests come first.
+        urgent = sum(1 for other in self.waiting if other.request.urgent)
         self.waiting.insert(0 if seq.request.urgent else urgent, seq)
 
     def _release(self, seq: Sequence) -> None:
-        for number in reversed(range(len(seq.blocks))):  # the tail of a prefix is evicted before its head
+        # In this order, the tail of a prefix is evicted before its head.
+        for number in reversed(range(len(seq.blocks))):
             self.pool.release(seq.blocks[number])
             if number < len(seq.path):
                 self.pool.touch(seq.path[number])
@@ -369,7 +389,7 @@ class Scheduler:
 
 
 def _piece(seq: Sequence, beside: list[Work]) -> int:
-    """How much of what is left of a prefill may go into a step beside these decodes, budgets aside."""
+    """Tokens of an unfinished prefill that may go into a step beside these decodes, budgets aside."""
     left = len(seq.tokens) - seq.cursor
     return min(left, URGENT_TOKENS) if beside and seq.request.urgent else left
 

@@ -1,9 +1,9 @@
-"""What is remembered of the pass that scored each cached token, so that a warm echo equals a cold one.
+"""The scores of cached tokens, kept so that an echo from the cache equals one that is computed. Imports no torch.
 
-Owns: per KV slot, the raw logprob of the token at that position, the snapshot whose logits gave it, the route of that same
-pass (input position p-1 for the token at p), and whether a router's choice in it was a near tie. No torch.
-Always holds: the four are written together, so a logprob is never paired with the route or the label of another pass; a slot
-given to a new owner has no score.
+Owns: per KV slot, four values of the pass that scored the token at that position: its raw logprob, its snapshot, its route,
+and whether a router's choice was a near tie. The pass over position p - 1 scores the token at position p.
+Always holds: the four are written together, so a logprob is never paired with the route or the label of another pass. A slot
+that gets a new owner has no score.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NO_SNAPSHOT = -1
 
 
 class ScoreStore:
-    """Snapshots are ordinals. moe_layers 0: a dense model, no routes."""
+    """Snapshots are ordinals. A dense model has 0 moe_layers and no routes."""
 
     def __init__(
         self,
@@ -39,8 +39,10 @@ class ScoreStore:
         snapshots: np.ndarray | int,
         router_ties: np.ndarray | int = 0,
     ) -> None:
-        """logprobs: [len(slots)]; routes: [len(slots), moe_layers, top_k], None on a dense model; snapshots and
-        router_ties (0 or 1): one or of each."""
+        """logprobs: [len(slots)]. routes: [len(slots), moe_layers, top_k], None on a dense model.
+
+        snapshots, router_ties (0 or 1): one value for all slots, or one for each.
+        """
         self._logprob[slots] = logprobs
         self._snapshot[slots] = snapshots
         self._router_tie[slots] = router_ties
@@ -48,11 +50,11 @@ class ScoreStore:
             self._route[slots] = routes
 
     def routes_of(self, packed: bytes) -> np.ndarray:
-        """[tokens, moe_layers, top_k] from the routes of tokens as `read` gives them, one after the other."""
+        """An array [tokens, moe_layers, top_k] of routes as `read` returns them, joined."""
         return np.frombuffer(packed, dtype=self._route.dtype).reshape(-1, *self._route.shape[1:])
 
     def read(self, slot: int) -> tuple[float, int, bytes | None, int]:
-        """(logprob, snapshot, route, router tie); the snapshot is NO_SNAPSHOT where nothing was scored."""
+        """(logprob, snapshot, route, router tie). The snapshot is NO_SNAPSHOT where nothing was scored."""
         route = self._route[slot].tobytes() if self._route.shape[1] else None
         return float(self._logprob[slot]), int(self._snapshot[slot]), route, int(self._router_tie[slot])
 
@@ -66,7 +68,7 @@ class ScoreStore:
         self._snapshot[start : start + self._size] = NO_SNAPSHOT
 
     def copy(self, source: int, target: int, snapshot: int) -> None:
-        """What `source` holds under `snapshot` also stands for `target`, a block of equal content."""
+        """Copy the scores of `source` under `snapshot` to `target`, a block of equal content."""
         offsets = np.flatnonzero(self._snapshot[source * self._size : (source + 1) * self._size] == snapshot)
         ours, theirs = source * self._size + offsets, target * self._size + offsets
         self._logprob[theirs] = self._logprob[ours]

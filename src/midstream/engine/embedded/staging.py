@@ -1,7 +1,7 @@
 """Loads snapshots beside the serving model, one at a time.
 
-Always holds: one load at a time; a newer request replaces one that waits, and the result of one it overtook is thrown away, as
-is the result of one that was dropped; every request gets exactly one result, every model exactly one owner.
+Always holds: one load runs at a time. A newer request replaces a waiting one. The result of a load that was overtaken or
+dropped is thrown away. Every request gets exactly one result, and every model has exactly one owner.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from pathlib import Path
 
 from midstream.engine.embedded.background import Job
 from midstream.engine.embedded.loading import LoadedModel
-from midstream.engine.embedded.messages import StageSnapshot
+from midstream.engine.embedded.protocol import StageSnapshot
 
 logger = logging.getLogger(__name__)
 
 SUPERSEDED = "superseded by a newer snapshot"
 DROPPED = "nobody waits for it any more"
 
-Staged = tuple[StageSnapshot, LoadedModel | str]  # a string is why it failed
+#: A request and its model, or the reason why there is none.
+Staged = tuple[StageSnapshot, LoadedModel | str]
 
 
 class Stager:
-    """Use from the engine's loop; only `_run` is on a thread.
+    """Use it from the engine's loop.
 
-    submit: begins a job on that thread, some time. unwanted: takes a model that was loaded for nothing.
+    submit: starts a job on the background thread, at some time. unwanted: takes a model that was loaded in vain.
     """
 
     def __init__(
@@ -38,34 +39,32 @@ class Stager:
         self._load = load
         self._submit = submit
         self._unwanted = unwanted
-        self._dropped = False  # the one that runs
         self._running: StageSnapshot | None = None
+        # The running load was dropped.
+        self._dropped = False
         self._next: StageSnapshot | None = None
         self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
-
-    def __repr__(self) -> str:
-        return f"Stager(running={self._running}, next={self._next})"
 
     @property
     def busy(self) -> bool:
         return self._running is not None
 
     def submit(self, request: StageSnapshot) -> list[Staged]:
-        """Load it as soon as the thread is free. Returns the result of the request this one replaces, if any."""
+        """Load it as soon as no other load runs. Returns the result of the waiting request that this one replaces, if any."""
         replaced: list[Staged] = [] if self._next is None else [(self._next, SUPERSEDED)]
         self._next = request
         self._start()
         return replaced
 
     def drop(self) -> list[Staged]:
-        """Nobody waits for anything any more. Returns the result of the request that has not begun, if any."""
+        """Drop the running and the waiting request. Returns the result of the waiting one, if any."""
         dropped: list[Staged] = [] if self._next is None else [(self._next, DROPPED)]
         self._next = None
         self._dropped = self._running is not None
         return dropped
 
     def take(self) -> list[Staged]:
-        """What has finished since the last call."""
+        """The results that have become ready since the last call."""
         done: list[Staged] = []
         while not self._finished.empty():
             request, result = self._finished.get()
@@ -86,7 +85,8 @@ class Stager:
     def _run(self, request: StageSnapshot) -> None:
         try:
             result: LoadedModel | str = self._load(Path(request.directory))
-        except BaseException as error:  # also a panic of a native library: the request must get its answer
+        except BaseException as error:
+            # This includes the panic of a native library: the request must get its result.
             logger.warning("staging %s failed", request.snapshot, exc_info=True)
             result = f"{type(error).__name__}: {error}"
         self._finished.put((request, result))

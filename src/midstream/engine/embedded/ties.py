@@ -1,9 +1,8 @@
-"""How near a choice may be to another one before a record calls it a near tie.
+"""Near ties of routers that run as PyTorch modules: how near a router's choice was to another one.
 
-Owns: the thresholds, one for each dtype, and the margins of routers that run as modules.
-Always holds: a threshold covers what two implementations were measured to differ by (docs/engines.md has the numbers), so
-that a recomputation that differs by rounding alone finds its other choice marked; a choice that no known rule explains is
-marked, too.
+Always holds: the thresholds (engine/step.py) cover the differences that were measured between implementations; docs/engines.md
+has the numbers. So a recomputation that differs by rounding alone finds its other choice marked. A choice that no known rule
+explains is marked, too.
 """
 
 from __future__ import annotations
@@ -13,20 +12,9 @@ from typing import Any
 
 import torch
 
-#: By dtype: what rounding may change the difference of two logits by, as a share of the largest logit of their row.
-#: It holds for router logits and for the logits that tokens are drawn from.
-NEAR_TIE = {"float32": 2e-5, "float16": 6e-3, "bfloat16": 5e-2}
-#: What rounding may change a sum of probabilities by, when it is added in float32; native/sample.h has the same.
-SUM_ROUNDING = 2e-7
-
-
-def near_tie(dtype: object) -> float:
-    """The threshold of a torch dtype; one that is not listed gets the widest."""
-    return NEAR_TIE.get(str(dtype).removeprefix("torch."), max(NEAR_TIE.values()))
-
 
 class Routers:
-    """How the routers of one model choose, learnt from what they chose."""
+    """The rule by which the routers of one model choose, learnt from their choices."""
 
     def __init__(self, routers: Sequence[Any], tie: float) -> None:
         """routers: one module per MoE layer, all of one class."""
@@ -38,11 +26,11 @@ class Routers:
         grouped = [True, False] if self._groups > self._groups_kept else [False]
         scores = ["logits"] if self._bias is None else ["sigmoid", "softmax"]
         self._all_rules = [(score, grouping) for score in scores for grouping in grouped]
-        # Those that explain all choices since one of them explained any.
+        # The rules that explain every choice so far; all rules while none has explained any.
         self._rules = self._all_rules
 
     def ties(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """[tokens] bool, whether some layer's choice was near another.
+        """[tokens] bool: whether the choice of any layer was near another one.
 
         logits: [tokens, layers, experts]; chosen: [tokens, layers, top_k].
         """
@@ -56,7 +44,7 @@ class Routers:
             off = rounding if rule[0] == "logits" else rounding / 4
             if bool((margin >= -off).all()):
                 explained.append(rule)
-                # Until the others are contradicted, any of them may be the one.
+                # Any rule that no choice has contradicted may be the right one.
                 near |= margin <= off
             elif not explained and rule == self._rules[-1]:
                 near = margin <= off
@@ -64,7 +52,10 @@ class Routers:
         return near.any(dim=-1)
 
     def _margin(self, logits: torch.Tensor, chosen: torch.Tensor, score: str, grouped: bool) -> torch.Tensor:
-        """[tokens, layers]: by how much the last of the chosen stood above the best that was not. Negative: not the rule."""
+        """[tokens, layers]: how far the last chosen expert stood above the best one that was not chosen.
+
+        A negative margin shows that this is not the rule.
+        """
         scores = logits
         if self._bias is not None:
             scores = (logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)) + self._bias
@@ -81,19 +72,16 @@ class Routers:
         open_ = kept.unsqueeze(-1).expand(parts.shape).flatten(-2)
         between = lowest - others.masked_fill(~open_, -torch.inf).amax(dim=-1)
         groups = ranked[..., self._groups_kept - 1] - ranked[..., self._groups_kept]
-        return torch.minimum(between, groups / 2)  # a group's score is a sum of two
+        # A group's score is a sum of two.
+        return torch.minimum(between, groups / 2)
 
 
 def _biases(routers: Sequence[Any]) -> torch.Tensor | None:
-    """What is added to the scores before the choice, [layers, experts]."""
-    found = [
-        next((t for n, t in _tensors(router) if n.endswith("e_score_correction_bias")), None)
-        for router in routers
-    ]
-    if any(bias is None for bias in found):
+    """The biases that are added to the scores before the choice, [layers, experts]; None when a router has none."""
+    found = []
+    for router in routers:
+        tensors = (*router.named_parameters(), *router.named_buffers())
+        found += [t for name, t in tensors if name.endswith("e_score_correction_bias")][:1]
+    if len(found) < len(routers):
         return None
-    return torch.stack([bias.detach().float().reshape(-1) for bias in found if bias is not None])
-
-
-def _tensors(module: Any) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    return torch.stack([bias.detach().float().reshape(-1) for bias in found])

@@ -1,7 +1,7 @@
-"""How a vLLM server is started: its command line and its environment, from ours and the user's.
+"""The command line and the environment of a vLLM server, from midstream's flags and the user's. Pure.
 
-Owns: which flags midstream gives, which a user may replace and which may not be given, and why.
-Always holds: pure; no secret is in the command line; what the user's settings say of the environment wins.
+Owns: the flags that midstream gives, those that a user may replace, and those that a user may not give, each with a reason.
+Always holds: no secret is in the command line. The user's settings win over other values of the environment.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 
 GPUS = "CUDA_VISIBLE_DEVICES"
-#: Of vLLM for CPUs: what is loaded into its workers, and where it is.
+#: The extension that midstream loads into the workers of vLLM for CPUs, and its directory.
 WORKER_FLAG = "worker-extension-cls"
 WORKER = "midstream_vllm_worker.Worker"
-WORKER_DIR = Path(__file__).parent / "worker"
+WORKER_DIR = Path(__file__).parent / "worker_extension"
 
 _ONE = "a replica is one server: set `replicas`"
 _OURS = "midstream gives it itself"
 _LOOPBACK = "midstream calls the server at a port of its own on loopback, over plain HTTP"
-#: Flags that may not be given, and why.
+#: Flags that a user may not give, and why.
 REFUSED = {
     "model": f"{_OURS}: set `model`",
     "served-model-name": _OURS,
@@ -36,7 +36,7 @@ REFUSED = {
     "ssl-certfile": _LOOPBACK,
     "grpc": _LOOPBACK,
     "headless": _LOOPBACK,
-    "config": "what its file says could not be checked: give the flags themselves",
+    "config": "midstream could not check the flags in the file: give the flags themselves",
     "api-key": "the process list would show it: set VLLM_API_KEY in vllm.env",
     "disable-fastapi-docs": "midstream reads /openapi.json to see that the endpoints it needs are there",
     "no-enable-scale-out": "midstream's requests go to /inference/v1/generate",
@@ -44,12 +44,12 @@ REFUSED = {
     "data-parallel-external-lb": _ONE,
     "data-parallel-hybrid-lb": _ONE,
 }
-#: Flags that may be given with this value only, and why.
+#: Flags that a user may give with this value only, and why.
 ONLY = {
-    "api-server-count": ("1", "with several API processes nobody knows which tokens came before a switch"),
+    "api-server-count": ("1", "with several API processes it is unknown which tokens came before a switch"),
     "logprobs-mode": ("raw_logprobs", "midstream reports raw log-probabilities"),
 }
-#: Other spellings of a flag: short ones, and the negation of one that midstream gives.
+#: Other spellings of a flag: short forms, and negations of flags that midstream gives.
 SAME = {
     "asc": "api-server-count",
     "no-disable-uvicorn-access-log": "disable-uvicorn-access-log",
@@ -58,9 +58,9 @@ SAME = {
 
 
 def given_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Names, without dashes in front and as vLLM reads them, and values of the flags in `args`.
+    """The flags in `args`: their names as vLLM reads them, without leading dashes, and their values.
 
-    `--flag value`, `--flag=value`, `--flag_name`, `--flag.key value`, `-f value`; None: no value follows.
+    Forms: `--flag value`, `--flag=value`, `--flag_name`, `--flag.key value`, `-f value`. The value is None if none follows.
     """
     flags: list[tuple[str, str | None]] = []
     for place, arg in enumerate(args):
@@ -92,7 +92,7 @@ def check_arguments(args: Sequence[str]) -> None:
 def command_line(
     python: str, model_dir: Path, served_name: str, port: int, seed: int, args: Sequence[str]
 ) -> list[str]:
-    """Raises ConfigError. seed: of the server's sampler; two servers of one seed draw the same tokens."""
+    """seed: of the server's sampler. Two servers with one seed draw the same tokens. Raises ConfigError."""
     check_arguments(args)
     ours = {
         "generation-config": "vllm",
@@ -105,7 +105,7 @@ def command_line(
     }
     if is_cpu_build(python):
         ours[WORKER_FLAG] = WORKER
-        # A seeded request whose prompt is computed in pieces ends the server: a generator on the CPU has no offset to set.
+        # A generator on the CPU has no offset to set, so a seeded request whose prompt is computed in pieces ends the server.
         ours["no-enable-chunked-prefill"] = None
     given = {name for name, _ in given_flags(args)}
     command = [python, "-P", "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
@@ -131,7 +131,7 @@ def is_cpu_build(python: str) -> bool:
 
 
 def openmp_library(python: str) -> Path | None:
-    """Which vLLM for CPUs asks to be preloaded, where it is installed in the environment of `python`."""
+    """The library that vLLM for CPUs wants preloaded, if it is installed in the environment of `python`."""
     library = Path(python).parent.parent / "lib" / "libiomp5.so"
     return library if is_cpu_build(python) and library.is_file() else None
 
@@ -143,9 +143,9 @@ def environment(
     cores: Sequence[int] = (),
     gpus: Sequence[int] = (),
 ) -> dict[str, str]:
-    """`base`, this process's own; then what vLLM needs for us; then `given`, the user's settings.
+    """The environment `base` of this process, then midstream's variables for vLLM, then `given`, the user's settings.
 
-    gpus: by their places among those that this process sees. Raises ConfigError when it does not see so many.
+    gpus: indices among the GPUs that this process sees. Raises ConfigError when it does not see so many.
     """
     env = {
         **base,

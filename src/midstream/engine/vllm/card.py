@@ -1,10 +1,10 @@
-"""What a vLLM server can do, as its replica declares it (docs/engines.md has the table)."""
+"""The features that the replica of a vLLM server declares. docs/engines.md has the table."""
 
 from __future__ import annotations
 
-from midstream.types import ENGINE_FEATURES, EngineCard
+from midstream.core.types import ENGINE_FEATURES, EngineCard
 
-#: And why, for docs/engines.md.
+#: Missing features and the reasons, for docs/engines.md.
 LACKS = {
     "cached_prompt_logprobs": "it computes a prompt whose log-probabilities are asked for from its first token",
     "sampling_logprobs": "vLLM reports one log-probability per token: the raw one",

@@ -1,10 +1,11 @@
-"""The process between a replica and its vLLM server, which sees to it that nothing of the server outlives the replica.
+"""The keeper: a process between a replica and its vLLM server. No process of the server outlives the replica.
 
-Owns: the server process and everything under it, whoever its parent was: the kernel gives this process the orphans. Run as a
-file by server.py, with the standard library alone.
-Always holds: when it has ended by itself, no process of the server is left; it kills them as soon as its standard input ends,
-which nobody but the replica holds open. On standard input: a JSON line that says what to run, then at most a line that asks the
-server to leave. On standard output, JSON lines: that it runs, or why not; that it ended, and how.
+Owns: the server process and all processes below it, orphans included: the kernel makes them children of the keeper.
+server.py runs this file, which imports the standard library alone.
+Always holds: when the keeper has ended by itself, no process of the server is left. It kills them as soon as its standard
+input ends, which only the replica holds open.
+Standard input has one JSON line with the command to run, and then at most one line that asks the server to leave. Standard
+output has JSON lines: that the server runs or why it does not, and then how it ended.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TRACKER = b"multiprocessing.resource_tracker"
-TRACKER_GRACE_S = 1.0  # it removes what the killed left in shared memory, once all of them are gone
+#: The tracker removes what killed processes left in shared memory, once all of them are gone.
+TRACKER_GRACE_S = 1.0
 ROUND_S = 0.02
 CONTROL, REPORT = 0, 1
 
 
 def say(**message: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the replica is gone
+    # The replica may be gone.
+    with contextlib.suppress(BrokenPipeError):
         os.write(REPORT, json.dumps(message).encode() + b"\n")
 
 
@@ -42,14 +45,14 @@ def read_line() -> bytes:
 
 
 def become_subreaper() -> None:
-    """Orphans below this process become its children, in whatever session they are. Raises OSError."""
+    """Make orphans below this process its children, whatever their session is. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER is not to be had")
+        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER is not available")
 
 
 def start(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """The server; it dies when this process does, even killed."""
+    """Start the server. It dies when this process dies, even when that is killed."""
     libc, keeper = ctypes.CDLL(None), os.getpid()
 
     def die_with_keeper() -> None:
@@ -63,7 +66,7 @@ def start(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 def reap(server: int) -> int | None:
-    """Every child that has ended; the exit code of the server if it is among them, negative for a signal."""
+    """Reap every child that has ended. Returns the exit code of the server if it is among them, negative for a signal."""
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
@@ -73,7 +76,7 @@ def reap(server: int) -> int | None:
 
 
 def stat_of(pid: int) -> list[bytes] | None:
-    """Fields of /proc/PID/stat from the state on; None when the process is gone."""
+    """The fields of /proc/PID/stat from the state on; None when the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -81,7 +84,7 @@ def stat_of(pid: int) -> list[bytes] | None:
 
 
 def started_at(pid: int) -> int | None:
-    """In the clock ticks of the machine: tells a process from a later one of the same number. None: it has ended."""
+    """The start of a process in clock ticks, which tells it from a later process with the same id. None if it has ended."""
     stat = stat_of(pid)
     return None if stat is None or stat[0] == b"Z" else int(stat[19])
 
@@ -106,11 +109,11 @@ def is_tracker(pid: int) -> bool:
 
 
 def end_all(server: int) -> int | None:
-    """Kill whatever is left; returns once nothing is. The server's exit code, where it had not ended before."""
-    code, patience = None, time.monotonic() + TRACKER_GRACE_S
+    """Kill every process that is left, and return when none is. Returns the server's exit code if it ended now."""
+    code, deadline = None, time.monotonic() + TRACKER_GRACE_S
     while left := descendants(os.getpid()):
         for pid in left:
-            if time.monotonic() > patience or not is_tracker(pid):
+            if time.monotonic() > deadline or not is_tracker(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         found = reap(server)
@@ -124,14 +127,13 @@ def woken_by_signals() -> int:
     wake, raised = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(raised, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, lambda *_: None
-        )  # a handler is not inherited by the server, an ignored signal is
+        # The server does not inherit a handler, but it would inherit an ignored signal.
+        signal.signal(number, lambda *_: None)
     return wake
 
 
 def until_ended(server: int, wake: int, grace_s: float) -> int | None:
-    """The server's exit code; None when it is to be killed: the replica is gone, or has asked for its end in vain."""
+    """The server's exit code. None when it has to be killed: the replica is gone, or has asked for its end in vain."""
     deadline: float | None = None
     while (code := reap(server)) is None:
         left_s = None if deadline is None else deadline - time.monotonic()
@@ -154,7 +156,8 @@ def until_ended(server: int, wake: int, grace_s: float) -> int | None:
 def main() -> None:
     wake = woken_by_signals()
     if not (line := read_line()):
-        return  # the replica ended, or thought better of it
+        # The replica has ended, or does not want the server any more.
+        return
     spec = json.loads(line)
     try:
         become_subreaper()
@@ -162,9 +165,8 @@ def main() -> None:
     except OSError as error:
         say(error=str(error))
         return
-    os.setpgid(
-        0, 0
-    )  # who kills the replica with its process group kills the server with it; what escapes that is killed here
+    # A kill of the replica's process group takes the server, but not the keeper, which kills the rest.
+    os.setpgid(0, 0)
     say(pid=server.pid)
     code = until_ended(server.pid, wake, spec["grace_s"])
     if code is not None:

@@ -1,24 +1,24 @@
-"""Which snapshot each token is of, while weights are switched under running streams. Pure.
+"""Labels: which snapshot each token is of, while weights are switched under running streams. Pure.
 
-The proof, without a label in vLLM's stream chunks: a switch is pause, reload, new weight version, resume. After `pause`
-returned, and everything written before it was read (see swap.py), every token that has arrived was sampled before the switch;
-after `resume` was sent, every token that arrives was sampled after it. So a token's label is the epoch in which it arrives. At
-the end of each choice vLLM itself says which of its weight versions sampled which token (`weight_versions`), and that must be
-the same.
+The chunks of a vLLM stream carry no label, so a token's label is the epoch in which it arrives. The proof: a switch is pause,
+reload, new weight version, resume. When `pause` has returned and everything written before it was read (swap.py), every token
+that has arrived was sampled before the switch. Every token that arrives after `resume` was sent is sampled after it. At the
+end of each choice vLLM says which of its weight versions sampled which token (`weight_versions`). That must be the same.
 
-Always holds: epochs only grow; an epoch names one load of one snapshot, also when files or names are loaded twice; a choice
+Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. A choice
 whose labels are not what vLLM says ends with an error, never with a wrong label.
 """
 
 from __future__ import annotations
 
-UNKNOWN = "?"  # for KV whose snapshot cannot be told; no snapshot is called so
+#: Stands for the snapshot of KV when it cannot be known. No snapshot has this name.
+UNKNOWN = "?"
 
 Spans = tuple[tuple[str, int, int], ...]
 
 
 class Epochs:
-    """The loads of one boot, in order; the last one serves."""
+    """The loads of weights since the server started, in order. The last one serves."""
 
     def __init__(self, snapshot: str) -> None:
         self._snapshots = [snapshot]
@@ -38,57 +38,62 @@ class Epochs:
         return self._snapshots[epoch]
 
     def version(self, epoch: int, snapshot: str) -> str:
-        """What vLLM is told to call the weights."""
+        """The name that vLLM is given for the weights."""
         return f"{epoch}:{snapshot}"
 
+    @property
+    def serving_version(self) -> str:
+        return self.version(self.now, self.snapshot)
+
     def begin(self, snapshot: str) -> None:
-        """From now on tokens that arrive are of `snapshot`."""
+        """Tokens that arrive from now on are of `snapshot`."""
         self._snapshots.append(snapshot)
 
 
-class Told:
-    """The labels that the tokens of one choice were given, and what is known of the KV behind them."""
+class ChoiceLabels:
+    """The labels given to the tokens of one choice, and what is known of the KV behind them."""
 
     def __init__(self, epochs: Epochs, prompt: int, *, clean: bool) -> None:
-        """prompt: tokens before the first that is generated. clean: what is cached for them, if anything, is of this epoch."""
+        """prompt: the number of tokens before the first generated one. clean: all KV cached for them is of this epoch."""
         self._epochs = epochs
         self._prompt = prompt
-        self._runs: list[tuple[int, int]] = []  # epoch, first token of it
-        self._kv: int | None = (
-            epochs.now if clean else None
-        )  # the one epoch that computed all KV; None: unknown
+        # Spans of one epoch: the epoch and its first token.
+        self._spans: list[tuple[int, int]] = []
+        # The one epoch that computed all KV; None when that is not known.
+        self._kv: int | None = epochs.now if clean else None
         self.count = 0
 
     def take(self, tokens: int) -> str:
-        """So many tokens arrived; the snapshot they are of."""
+        """Label the tokens that arrived. Returns their snapshot."""
         now = self._epochs.now
-        if not self._runs or self._runs[-1][0] != now:
-            self._runs.append((now, self.count))
+        if not self._spans or self._spans[-1][0] != now:
+            self._spans.append((now, self.count))
         self.count += tokens
         return self._epochs.snapshot
 
     def switched(self) -> None:
-        """A new epoch began. From now on vLLM may preempt the choice and compute its KV again, or take what others of its
-        salt computed before or after the switch, and it tells nobody."""
+        """Record that a new epoch began.
+
+        From now on vLLM may preempt the choice and compute its KV again. It may also use KV that others of its salt computed
+        before or after the switch. It reports neither.
+        """
         self._kv = None
 
     def problem(self, spans: Spans | None) -> str | None:
-        """What is wrong with the labels given, by what vLLM says at the end; None: nothing."""
-        ends = [start for _, start in self._runs[1:]] + [self.count]
+        """How the labels differ from what vLLM said at the end of the choice; None if they do not."""
+        epochs, ends = self._epochs, [start for _, start in self._spans[1:]] + [self.count]
         ours = [
-            (self._epochs.version(epoch, self._epochs.snapshot_of(epoch)), start, end)
-            for (epoch, start), end in zip(self._runs, ends, strict=False)
+            (epochs.version(epoch, epochs.snapshot_of(epoch)), start, end)
+            for (epoch, start), end in zip(self._spans, ends, strict=False)
         ]
-        if spans is None:  # it did not say: no doubt without a switch
-            return (
-                None
-                if len(ours) <= 1
-                else "vLLM did not say which weights sampled a choice that crossed a switch"
-            )
+        if spans is None:
+            # Without a switch, vLLM's silence leaves no doubt.
+            unproved = "vLLM did not say which weights sampled a choice that crossed a switch"
+            return unproved if len(ours) > 1 else None
         theirs = [span for span in spans if span[1] < span[2]]
         return None if theirs == ours else f"labels {ours} were given, and vLLM says {theirs}"
 
     def kv(self) -> Spans:
-        """What computed the KV of all positions but the last token's, as far as is known."""
+        """The snapshots that computed the KV of all positions but the last token's, as far as they are known."""
         end = self._prompt + max(self.count - 1, 0)
         return ((UNKNOWN if self._kv is None else self._epochs.snapshot_of(self._kv), 0, end),)

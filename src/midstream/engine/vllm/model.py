@@ -1,8 +1,8 @@
-"""What a model directory says about its shape, without torch or transformers.
+"""The shape of a model, read from its directory without torch or transformers.
 
 Owns: reading config.json and generation_config.json; which hidden layers are mixtures of experts, family by family.
-Always holds: the families' rules are those of vLLM's and transformers' own classes. A family that is not known here counts
-as having experts in every layer; routes.py refuses routes that do not look like it, so a wrong guess shows no wrong route.
+Always holds: the rules of the families are those of the classes of vLLM and transformers. A family that is not listed counts
+as having experts in every layer. routes.py refuses routes of another shape, so a wrong guess shows no wrong route.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from midstream.errors import ConfigError
+from midstream.core.errors import ConfigError
 
 Config = Mapping[str, Any]
 
-#: Names under which configs say how many experts a layer has, and how many a token takes; in vLLM's order.
+#: Names of the number of experts in a layer, and of those that a token takes, in vLLM's order.
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
@@ -31,9 +31,9 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """moe_layers: indices of the hidden layers with experts, ascending; without any, top_k and num_experts are 0.
+    """moe_layers: ascending indices of the hidden layers with experts. Without any, top_k and num_experts are 0.
 
-    max_position: the longest sequence the config promises, in tokens; 0: it says nothing.
+    max_position: the longest sequence that the config promises, in tokens; 0 if it promises none.
     """
 
     vocab_size: int
@@ -49,7 +49,7 @@ def read_shape(directory: Path) -> Shape:
     """Raises ConfigError."""
     config = _read(directory / "config.json")
     if config is None:
-        raise ConfigError(f"{directory}: there is no config.json in it")
+        raise ConfigError(f"{directory}: has no config.json")
     levels = _levels(config)
     text = levels[0]
     where = f"{directory / 'config.json'}"
@@ -70,7 +70,7 @@ def read_shape(directory: Path) -> Shape:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """None: no such file. Raises ConfigError."""
+    """None if there is no such file. Raises ConfigError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _levels(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config and those inside it that lead to the language model's own, which is the first."""
+    """The config of the language model, then the configs around it, from inside to outside."""
     for name in ("thinker_config", "text_config", "llm_config", "language_config"):
         inner = config.get(name)
         if isinstance(inner, dict):
@@ -100,7 +100,7 @@ def _positive(config: Config, name: str, where: str) -> int:
 
 
 def _first(config: Config, names: tuple[str, ...], where: str) -> int:
-    """The first of the names that says something; 0 when none does."""
+    """The value of the first name that the config has; 0 if it has none."""
     for name in names:
         value = config.get(name)
         if isinstance(value, list) and value and all(v == value[0] for v in value):
@@ -114,10 +114,9 @@ def _first(config: Config, names: tuple[str, ...], where: str) -> int:
 
 
 def _eos(directory: Path, levels: list[dict[str, Any]]) -> tuple[int, ...]:
-    """generation_config.json wins: it says what ends generation, config.json what a pretrained model was told."""
-    said = directory / "generation_config.json"
-    plain = directory / "config.json"
-    for path, source in ((said, _read(said) or {}), *((plain, level) for level in levels)):
+    """The token ids that end generation. generation_config.json is meant for this and wins over config.json."""
+    generation, config = directory / "generation_config.json", directory / "config.json"
+    for path, source in ((generation, _read(generation) or {}), *((config, level) for level in levels)):
         value = source.get("eos_token_id")
         if value is None:
             continue
@@ -128,7 +127,8 @@ def _eos(directory: Path, levels: list[dict[str, Any]]) -> tuple[int, ...]:
     return ()
 
 
-Rule = Callable[[Config, int], bool]  # (text config, layer index): has the layer experts?
+#: From the text config and the index of a layer: whether the layer has experts.
+Rule = Callable[[Config, int], bool]
 
 
 def _sparse_step(config: Config, layer: int) -> bool:
@@ -173,7 +173,7 @@ def _every(_config: Config, _layer: int) -> bool:
     return True
 
 
-#: model_type (of the text part, without a trailing _text) to the rule of its family.
+#: By model_type of the text part, without a trailing _text: the rule of its family.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_omni_moe"), _sparse_step),
     **dict.fromkeys(
@@ -198,5 +198,5 @@ def _moe_layers(config: Config, layers: int, where: str) -> tuple[int, ...]:
         return tuple(layer for layer in range(layers) if rule(config, layer))
     except (TypeError, IndexError, ZeroDivisionError, AttributeError) as error:
         raise ConfigError(
-            f"{where}: which layers of a {family} model have experts cannot be told: {error}"
+            f"{where}: cannot find out which layers of a {family} model have experts: {error}"
         ) from error

@@ -1,7 +1,7 @@
-"""The proof that this vLLM can load weights in place: reloaded, its own weights give the numbers that they gave before.
+"""The proof that a vLLM server can load weights in place: its own weights, reloaded, give the same numbers as before.
 
-A version, a kernel or a quantization whose reload leaves weights in another form than its start would serve every snapshot
-wrongly, with finite numbers and without an error.
+In some versions, kernels or quantizations a reload may leave weights in another form than a start does. Such a server would
+serve every snapshot wrongly, with finite numbers and without an error.
 """
 
 from __future__ import annotations
@@ -9,29 +9,31 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 
+from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm.scoring import Scorer
-from midstream.types import GenerateRequest, SamplingParams
 
 TOKENS = 24
-TOLERANCE = 0.02  # nats; one prompt alone is computed the same way each time
+#: In nats. One prompt alone is computed the same way each time.
+TOLERANCE = 0.02
 
 
 class NotExact(Exception):
-    """Reloaded weights are others."""
+    """Reloaded weights give other numbers."""
 
 
 async def prove_reload(
     scorer: Scorer, vocab_size: int, context: int, reload: Callable[[], Awaitable[None]]
 ) -> None:
-    """reload: loads the weights that serve once more. Raises NotExact, and what scorer and reload raise."""
+    """reload: loads the serving weights once more. Raises NotExact, and the errors of scorer and reload."""
     before = await _score(scorer, vocab_size, context)
     await reload()
     after = await _score(scorer, vocab_size, context)
     off = [abs(a - b) for a, b in zip(before, after, strict=True)]
-    if not all(difference <= TOLERANCE for difference in off):  # also where one is not a number
+    # A number that is not finite fails, too.
+    if not all(difference <= TOLERANCE for difference in off):
         raise NotExact(
-            "vLLM does not load weights in place rightly: reloaded, the same weights give log-probabilities that differ by "
-            f"{max(off):.3g}; snapshots cannot be served with these options and this version"
+            "vLLM does not load weights in place correctly: the same weights, reloaded, give log-probabilities that differ by "
+            f"{max(off):.3g}. Snapshots cannot be served with these options and this version"
         )
 
 

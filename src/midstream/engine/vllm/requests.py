@@ -1,32 +1,32 @@
-"""One request on its way through a vLLM server: a vLLM request for each choice, their chunks turned into events.
+"""One request inside a vLLM server: a vLLM request for each choice, whose chunks become events.
 
-Always holds: the last event of a choice that vLLM ends comes after vLLM said everything about it, so its labels are proved
-(one that the replica ends, at a stop string, has labels by arrival alone: vLLM says nothing more of it); a choice that
-asked for routes gives its tokens when it has them, which is at its end; what closes early is aborted by vLLM, which notices
-that the connection is gone.
+Always holds:
+- The last event of a choice that vLLM ends comes after vLLM has said everything about it, so its labels are proved. vLLM says
+  nothing more about a choice that the replica ends, at a stop string: its labels come from the order of arrival alone.
+- A choice with routes gives its tokens when it has the routes, which is at its end.
+- A choice that is closed early is aborted: vLLM notices that the connection is gone.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
 from math import nan
 
 from msgspec.structs import replace
 
-from midstream.engine.vllm import wire
-from midstream.engine.vllm.labels import Epochs, Told
+from midstream.core.types import FinishReason, GenerateRequest, GenerationEvent, TokenRecord
+from midstream.engine.events import RequestEvents
+from midstream.engine.vllm import protocol
+from midstream.engine.vllm.labels import ChoiceLabels, Epochs, Spans
 from midstream.engine.vllm.model import Shape
-from midstream.engine.vllm.routes import RoutesBroken, decode_routes
-from midstream.httpcall import ResponseStream
-from midstream.types import FinishReason, GenerateRequest, GenerationEvent, TokenRecord
+from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
+from midstream.http.call import ResponseStream
 
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class ChoiceStream:
-    """The chunks of one choice. `emit` gets its events in order; after one with `finish` or `error` none follows."""
+    """Turns the chunks of one choice into events. `emit` gets them in order, and none after `finish` or `error`."""
 
     def __init__(
         self,
@@ -39,30 +39,32 @@ class ChoiceStream:
         clean: bool,
         prompt: tuple[TokenRecord, ...] | None,
     ) -> None:
-        """clean: what is cached under its salt is of the snapshot that serves. prompt: what its first event tells of it."""
-        self.told = Told(epochs, len(request.prompt) + len(request.emitted_of(index)), clean=clean)
+        """clean: all KV cached under its salt is of the serving snapshot. prompt: records for its first event."""
+        self.labels = ChoiceLabels(epochs, len(request.prompt) + len(request.emitted_of(index)), clean=clean)
         self.over = False
-        self.doubted = False  # its labels are not what vLLM says
+        # The labels differ from what vLLM says.
+        self.labels_wrong = False
         self.salt = ""
-        self.prompt = prompt  # until it is told
+        # None once it is in an event.
+        self.prompt = prompt
+        self.response: ResponseStream | None = None
+        # Called after an error event.
+        self.on_error: Callable[[], None] = lambda: self.ended(None)
         self._request = request
         self._index = index
         self._shape = shape
         self._emit = emit
         self._scored = prompt is not None
-        self._lines = wire.Lines(wire.alternatives(request))
-        self._kv_told = not request.want_kv_snapshots
-        self._held: list[TokenRecord] = []  # tokens that wait for their routes, or for the end
+        self._reader = protocol.ChunkReader(protocol.alternatives(request))
+        self._kv_reported = not request.want_kv_snapshots
+        # Tokens that wait for their routes, or for the end.
+        self._held: list[TokenRecord] = []
         self._finish: FinishReason | None = None
         self._cached: int | None = None
-        self._spans: tuple[tuple[str, int, int], ...] | None = None
+        self._spans: Spans | None = None
         self._error_body = b""
-        self._said: str | None = None  # an error event; nothing is taken behind it
-        self.on_complaint: Callable[[], None] = lambda: self.ended(None)  # what an error event leads to
-        self.response: ResponseStream | None = None
-
-    def __repr__(self) -> str:
-        return f"ChoiceStream({self._index}, {self.told.count} tokens, over={self.over})"
+        # The text of an error event. Nothing is read after it.
+        self._error: str | None = None
 
     def on_body(self, data: bytes) -> None:
         if self.over:
@@ -71,38 +73,38 @@ class ChoiceStream:
             self._error_body += data
             return
         try:
-            chunks = self._lines.feed(data)
-        except wire.WireBroken as error:
+            chunks = self._reader.feed(data)
+        except protocol.InvalidAnswer as error:
             self.fail(f"vLLM's answer cannot be read: {error}")
             return
         for chunk in chunks:
             self._take(chunk)
 
     def ended(self, reason: str | None) -> None:
-        """The response is over; reason: why it was cut short."""
+        """Called when the response is over. reason: why it was cut short, if it was."""
         if self.over:
             return
         status = 0 if self.response is None else self.response.status
         if status >= 400:
-            self.fail(wire.error_of(status, self._error_body))
-        elif self._said is not None:
-            self.fail(self._said)
+            self.fail(protocol.error_of(status, self._error_body))
+        elif self._error is not None:
+            self.fail(self._error)
         else:
             self.fail(f"vLLM's answer was cut short: {reason or 'it ended before the choice was complete'}")
 
     @property
-    def complaint(self) -> str | None:
-        """What the server said went wrong in it: with this request, or because the server itself is dying."""
+    def server_error(self) -> str | None:
+        """The error that the server reported. It may lie in this request, or the server itself may be dying."""
         if self.response is not None and self.response.status >= 500:
-            return wire.error_of(self.response.status, self._error_body)
-        return self._said
+            return protocol.error_of(self.response.status, self._error_body)
+        return self._error
 
     def switched(self) -> None:
-        self.told.switched()
-        self._kv_told = not self._request.want_kv_snapshots
+        self.labels.switched()
+        self._kv_reported = not self._request.want_kv_snapshots
 
     def close(self) -> None:
-        """vLLM gives it up; nothing more is told of it."""
+        """Abort the choice at vLLM. No further event of it comes."""
         self.over = True
         if self.response is not None:
             self.response.abort()
@@ -111,19 +113,18 @@ class ChoiceStream:
         self.over = True
         self._emit(GenerationEvent(index=self._index, error=message))
 
-    def _take(self, chunk: wire.Chunk) -> None:
-        if self.over or self._said is not None:
+    def _take(self, chunk: protocol.Chunk) -> None:
+        if self.over or self._error is not None:
             return
         if chunk.error is not None:
-            self._said = chunk.error
-            self.on_complaint()
+            self._error = chunk.error
+            self.on_error()
             return
-        if (
-            chunk.cached is not None
-        ):  # a prompt that was scored was computed anew for it, and found by what comes after
+        if chunk.cached is not None:
+            # A prompt that was scored was computed for that, and only then found in the cache.
             self._cached = 0 if self._scored else chunk.cached
         if chunk.tokens:
-            snapshot = self.told.take(len(chunk.tokens))
+            snapshot = self.labels.take(len(chunk.tokens))
             sampling = self._sampling_logprob
             self._held += [
                 TokenRecord(t.token_id, t.logprob, sampling(t.logprob), snapshot, None, t.top)
@@ -143,7 +144,7 @@ class ChoiceStream:
             self._send()
 
     def _sampling_logprob(self, logprob: float) -> float:
-        """Where it follows from the raw one; else NaN."""
+        """The sampling log-probability where it follows from the raw one; else NaN."""
         s = self._request.sampling
         if s.temperature <= 0:
             return 0.0
@@ -152,22 +153,13 @@ class ChoiceStream:
         return logprob if plain and not penalized and self._request.grammar is None else nan
 
     def _route(self, routes: str | None) -> bool:
-        """Give each token its route; False: the request was failed."""
-        shape, count = self._shape, len(self._held)
+        """Give each token its route. False if that failed and the request got an error."""
         if routes is None:
             self.fail("vLLM returned no routes (routed_experts) for a request that asked for them")
             return False
         try:
-            decoded = decode_routes(
-                routes,
-                first=0,
-                count=count,
-                moe_layers=shape.moe_layers,
-                hidden_layers=shape.hidden_layers,
-                top_k=shape.top_k,
-                num_experts=shape.num_experts,
-            )
-        except RoutesBroken as error:
+            decoded = decode_routes(routes, self._shape, first=0, count=len(self._held))
+        except InvalidRoutes as error:
             self.fail(f"vLLM returned routes that cannot be used: {error}")
             return False
         self._held = [replace(record, route=route) for record, route in zip(self._held, decoded, strict=True)]
@@ -177,21 +169,21 @@ class ChoiceStream:
         if self._finish is None:
             self.fail("vLLM ended the stream before the choice was complete")
             return
-        problem = self.told.problem(self._spans)
+        problem = self.labels.problem(self._spans)
         if problem is not None:
-            self.doubted = True
+            self.labels_wrong = True
             self.fail(problem)
             return
         self.over = True
-        self._kv_told = not self._request.want_kv_snapshots
+        self._kv_reported = not self._request.want_kv_snapshots
         self._send()
 
     def _send(self) -> None:
         tokens, self._held = tuple(self._held), []
         prompt, self.prompt = self.prompt, None
         kv = None
-        if not self._kv_told:
-            kv, self._kv_told = self.told.kv(), True
+        if not self._kv_reported:
+            kv, self._kv_reported = self.labels.kv(), True
         self._emit(
             GenerationEvent(
                 index=self._index,
@@ -204,54 +196,27 @@ class ChoiceStream:
         )
 
 
-class Run:
-    """A request inside the engine: its choices, and their events for whoever iterates."""
+class VllmRequest(RequestEvents):
+    """A request inside the engine: its choices, and their events for the iterator."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
+        super().__init__(request)
         self.choices: dict[int, ChoiceStream] = {}
-        self.open = set(request.choices)
-        self._arrived: deque[GenerationEvent | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"Run({self.request.request_id}, open={sorted(self.open)})"
-
-    def put(self, item: GenerationEvent | Exception) -> None:
-        self._arrived.append(item)
-        self._wake()
-
-    async def next(self) -> GenerationEvent | None:
-        """The next event; None: there is none, every choice is over. Raises what ended the request."""
-        while self.open:
-            while not self._arrived:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-                if not self.open:
-                    return None
-            item = self._arrived.popleft()
-            if isinstance(item, Exception):
-                raise item
-            if item.error is not None:
-                self.open.clear()
-            elif item.index not in self.open:
-                continue  # was on its way when the choice was ended
-            elif item.finish is not None:
-                self.open.discard(item.index)
-            return item
-        return None
 
     def end_choice(self, index: int) -> None:
-        self.open.discard(index)
         if (choice := self.choices.get(index)) is not None:
             choice.close()
-        self._wake()
+        super().end_choice(index)
 
     def close(self) -> None:
         self.open.clear()
         for choice in self.choices.values():
             choice.close()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+def finished(request: GenerateRequest, choice: int) -> FinishReason | None:
+    """How a choice ended, if another engine had completed it already."""
+    emitted = request.emitted_of(choice)
+    if emitted and emitted[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(emitted) >= request.sampling.max_tokens else None

@@ -1,25 +1,24 @@
 """vLLM's `routed_experts` as the routes of token records.
 
-Owns: reading the array off the wire without trusting it, and which row belongs to which token.
-Always holds: a route is shown for the pass that scored its token, or none is shown at all: an array that is not exactly what
-was expected is refused with words (RoutesBroken). Nothing is unpickled.
+Owns: decoding the array without trusting it, and which row belongs to which token.
+Always holds: a token gets the route of the pass that scored it, or none: InvalidRoutes refuses an array that is not exactly
+what was expected. Nothing is unpickled.
 
-What vLLM 0.32 sends, with the last chunk of a choice only: base64 of `.npy` bytes, shape
-(rows, hidden layers, experts per token), uint8 up to 256 experts, else uint16 (int32 in other versions). Layers without
-experts are there, all zeros.
+vLLM 0.32 sends the array with the last chunk of a choice only. It is base64 of `.npy` bytes, of shape (rows, hidden layers,
+experts per token), uint8 up to 256 experts, else uint16 (int32 in other versions). Rows of layers without experts are zeros.
 
-`routed_experts_prompt_start` = S, from 0 to the length of the prompt: row r is the pass over the token at position S + r
-(from 0 at the first prompt token), so it belongs to the token at position S + r + 1, whose logits that pass gave. The last
-token was never passed over and has no row: P prompt tokens and G generated ones give P + G - 1 - S rows. Hence:
+`routed_experts_prompt_start` = S lies between 0 and the length of the prompt. Row r is the pass over the token at position
+S + r (the first prompt token has position 0). It gave the logits of the token at position S + r + 1 and belongs to that one.
+The last token was never passed over and has no row: P prompt tokens and G generated ones give P + G - 1 - S rows. Hence:
 
     generated tokens only       S = P - 1, count = G          (S = P would miss the pass that scored the first one)
     and the last k prompt ones  S = P - 1 - k, count = k + G  (k at most P - 1: nothing scores the first prompt token)
 
-A layer that was not recorded is all zeros, which shows as one expert twice; with one expert per token it cannot be told from
-a choice of expert 0.
+A layer that was not recorded is all zeros, which shows as one expert twice. With one expert per token it looks like a choice
+of expert 0.
 
 Rows of prompt tokens whose KV came from the prefix cache are there too: vLLM keeps them by block. In a request that goes on
-behind emitted tokens these are part of its prompt, so they count into P.
+behind emitted tokens, these are part of its prompt and count into P.
 """
 
 from __future__ import annotations
@@ -34,53 +33,47 @@ from tokenize import TokenError
 import numpy as np
 import numpy.lib.format as npy
 
+from midstream.engine.vllm.model import Shape
+
 #: The types that vLLM uses, as `numpy.dtype.str` writes them.
 DTYPES = ("|u1", "<u2", ">u2", "<i4", ">i4")
-HEADER_MAX = 1024  # characters; numpy writes 118
-#: What numpy raises on a header that is not one: it reads the text as a Python literal. A Warning only where those are errors.
+#: In characters; numpy writes 118.
+HEADER_MAX = 1024
+#: The errors of numpy on an invalid header, whose text it reads as a Python literal. A Warning only where those are errors.
 UNREADABLE = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError, Warning)
 
 
-class RoutesBroken(Exception):
-    """vLLM's routes are not what this model's must be; the message says how."""
+class InvalidRoutes(Exception):
+    """vLLM's routes do not fit this model. The message says how."""
 
 
-def decode_routes(
-    data: str,
-    *,
-    first: int,
-    count: int,
-    moe_layers: tuple[int, ...],
-    hidden_layers: int,
-    top_k: int,
-    num_experts: int,
-) -> list[bytes]:
+def decode_routes(data: str, shape: Shape, *, first: int, count: int) -> list[bytes]:
     """The routes of the tokens at positions first + 1 .. first + count, each of the pass over the token before.
 
-    data: `routed_experts` of a choice, asked for with routed_experts_prompt_start = first. moe_layers: indices of the hidden
-    layers with experts; an array that has only those is taken as well.
+    data: `routed_experts` of a choice, asked for with routed_experts_prompt_start = first. An array that has only the layers
+    with experts is taken as well. Raises InvalidRoutes.
     Returns `count` routes: C-order [moe_layers, top_k] bytes, uint8, or little-endian uint16 above 256 experts.
-    Raises RoutesBroken.
     """
+    moe_layers, num_experts = shape.moe_layers, shape.num_experts
     array = _array(data)
     rows, layers, width = array.shape
     if rows != count:
-        raise RoutesBroken(
+        raise InvalidRoutes(
             f"routes of {rows} passes from position {first} on, expected {count}: one for each token but the last"
         )
-    if width != top_k:
-        raise RoutesBroken(f"{width} experts per token and layer, expected {top_k}")
-    if layers == hidden_layers:
+    if width != shape.top_k:
+        raise InvalidRoutes(f"{width} experts per token and layer, expected {shape.top_k}")
+    if layers == shape.hidden_layers:
         chosen = array[:, list(moe_layers), :]
     elif layers == len(moe_layers):
         chosen = array
     else:
-        raise RoutesBroken(
-            f"routes of {layers} layers, expected {hidden_layers} ({len(moe_layers)} with experts)"
+        raise InvalidRoutes(
+            f"routes of {layers} layers, expected {shape.hidden_layers} ({len(moe_layers)} with experts)"
         )
     _check_experts(chosen, first, moe_layers, num_experts)
     packed = np.ascontiguousarray(chosen, dtype=np.uint8 if num_experts <= 256 else np.dtype("<u2"))
-    flat, size = packed.tobytes(), packed.itemsize * len(moe_layers) * top_k
+    flat, size = packed.tobytes(), packed.itemsize * len(moe_layers) * shape.top_k
     return [flat[i * size : (i + 1) * size] for i in range(count)]
 
 
@@ -88,44 +81,44 @@ def _check_experts(chosen: np.ndarray, first: int, moe_layers: tuple[int, ...], 
     """chosen: [rows, moe_layers, top_k]."""
     if chosen.size and (chosen.min() < 0 or chosen.max() >= num_experts):
         row, layer, place = np.argwhere((chosen < 0) | (chosen >= num_experts))[0]
-        raise RoutesBroken(
+        raise InvalidRoutes(
             f"expert {chosen[row, layer, place]} in layer {moe_layers[layer]} of the pass at position {first + row}; "
             f"the layer has {num_experts}"
         )
-    # Column against column: 20 times as fast as sorting each row, on an event loop that other streams wait for.
+    # Comparing columns is 20 times as fast as sorting each row. Other streams wait for this event loop.
     columns = np.ascontiguousarray(np.moveaxis(chosen, -1, 0))
     twice = np.zeros(chosen.shape[:-1], dtype=bool)
     for one, other in combinations(columns, 2):
         twice |= one == other
     if twice.any():
         row, layer = np.argwhere(twice)[0]
-        raise RoutesBroken(
+        raise InvalidRoutes(
             f"experts {chosen[row, layer].tolist()} in layer {moe_layers[layer]} of the pass at position {first + row}: "
             "the same one twice, so this layer's choice was not recorded"
         )
 
 
 def _array(data: str) -> np.ndarray:
-    """Base64 .npy text -> [rows, layers, experts], a view of the decoded bytes."""
+    """Decode base64 .npy text to [rows, layers, experts], a view of the decoded bytes. Raises InvalidRoutes."""
     try:
         raw = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RoutesBroken(f"routed_experts is not base64: {error}") from error
+        raise InvalidRoutes(f"routed_experts is not base64: {error}") from error
     reader = io.BytesIO(raw)
     try:
         readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
         read_header = readers[npy.read_magic(reader)]
         shape, fortran, dtype = read_header(reader, max_header_size=HEADER_MAX)
     except (KeyError, *UNREADABLE) as error:
-        raise RoutesBroken(
+        raise InvalidRoutes(
             f"routed_experts is not an .npy array with a plain header: {str(error)[:200]!a}"
         ) from error
     if dtype.str not in DTYPES or len(shape) != 3 or min(shape) < 0:
-        raise RoutesBroken(
+        raise InvalidRoutes(
             "routed_experts must be uint8, uint16 or int32 of shape (passes, layers, experts per token); its .npy header "
             f"says {str(dtype)[:200]!a} {str(shape)[:200]}"
         )
     size = len(raw) - reader.tell()
     if math.prod(shape) * dtype.itemsize != size:
-        raise RoutesBroken(f"its header says {dtype} {list(shape)}, but {size} bytes follow: not that array")
+        raise InvalidRoutes(f"its header says {dtype} {list(shape)}, but {size} bytes follow: not that array")
     return np.frombuffer(raw, dtype, offset=reader.tell()).reshape(shape, order="F" if fortran else "C")

@@ -1,9 +1,10 @@
-"""Which of vLLM's prefix caches a request shares: the cache_salt of each. Pure.
+"""The cache_salt of each request: requests of one salt share vLLM's cached blocks. Pure.
 
-vLLM does not say how old cached KV is, so a cache namespace keeps its salt only as long as nothing under it can be older than
-a request takes; then it begins anew, empty.
+vLLM does not say how old cached KV is. So a cache namespace keeps its salt only while nothing under it can be older than a
+request allows. Then the namespace gets a new salt, and its cache begins empty.
 
-Always holds: what is found under a salt was computed in this boot, for the same namespace, and at most `age_max` switches ago.
+Always holds: KV found under a salt was computed since this server started, for the same namespace, and at most `age_max`
+switches ago.
 """
 
 from __future__ import annotations
@@ -11,29 +12,26 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
-NAMESPACES_MAX = 100_000  # remembered; one that was forgotten begins anew
+#: Namespaces that are remembered. A namespace that was forgotten begins with an empty cache.
+NAMESPACES_MAX = 100_000
 
 
 class Salts:
-    """boot: random; what another boot left in the server's cache is never found."""
+    """boot: random bytes, so that requests never find what an earlier boot left in the server's cache."""
 
     def __init__(self, boot: bytes, namespaces_max: int = NAMESPACES_MAX) -> None:
         self._boot = boot
-        self._began: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # of each namespace, the epoch in which its salt was first used
+        # Of each namespace, the epoch in which its salt was first used.
+        self._began: OrderedDict[bytes, int] = OrderedDict()
         self._namespaces_max = namespaces_max
-
-    def __repr__(self) -> str:
-        return f"Salts({len(self._began)} namespaces)"
 
     def of(
         self, namespace: bytes, now: int, age_max: int | None, *, passing: bool = False
     ) -> tuple[str, bool]:
-        """The salt, and whether all that can be found under it is of epoch `now`.
+        """The salt, and whether all KV that can be found under it is of epoch `now`.
 
-        age_max: in switches; None: any age. passing: the request's bound is its own, and not that of others of its namespace,
-        whose salt stays what it is.
+        age_max: in switches; None allows any age. passing: the bound is this request's alone, so the salt of its namespace
+        does not change.
         """
         began = self._began.get(namespace, now)
         if age_max is not None and now - began > age_max:

@@ -1,30 +1,29 @@
-"""The records of a prompt, from vLLM: a request of its own, computed anew from the first token.
+"""The records of a prompt, from vLLM: a request of its own, which vLLM computes from the first token.
 
-Always holds: every record is of one snapshot: what was computed while weights were switched is computed again.
+Always holds: all records are of one snapshot. A prompt whose scores crossed a switch of weights is computed again.
 """
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from midstream.engine.vllm import wire
+from midstream.core.types import GenerateRequest, TokenRecord
+from midstream.engine.vllm import protocol
 from midstream.engine.vllm.labels import Epochs, Spans
 from midstream.engine.vllm.model import Shape
-from midstream.engine.vllm.routes import RoutesBroken, decode_routes
-from midstream.httpcall import call
-from midstream.types import GenerateRequest, TokenRecord
+from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
+from midstream.http.call import call
 
 TRIES = 4
-PATH = "/inference/v1/generate"
 ANSWER_S_MAX = 600.0
 
 
 class WrongWeights(Exception):
-    """vLLM says that other weights computed it than those that serve."""
+    """vLLM says that other weights than the serving ones computed the scores."""
 
 
 class Scorer:
-    """model: what the server calls it."""
+    """model: its name at the server."""
 
     def __init__(self, url: str, headers: str, epochs: Epochs, shape: Shape, model: str) -> None:
         self._url = url
@@ -34,15 +33,14 @@ class Scorer:
         self._model = model
 
     async def score(self, request: GenerateRequest, salt: str) -> tuple[TokenRecord, ...] | str:
-        """Records of the last `request.prompt_records` prompt tokens, or why there are none.
+        """Records of the last `request.prompt_records` prompt tokens, or the reason why there are none.
 
         Raises CallFailed, WrongWeights.
         """
-        first = max(
-            len(request.prompt) - request.prompt_records - 1, 0
-        )  # the pass that scores the first of them
+        # The pass that scores the first of them.
+        first = max(len(request.prompt) - request.prompt_records - 1, 0)
         alone = replace(request, n=1, emitted=(), reproducible=False, grammar=None)
-        data = wire.body(
+        data = protocol.body(
             alone,
             0,
             model=self._model,
@@ -54,9 +52,9 @@ class Scorer:
         )
         for _ in range(TRIES):
             epoch = self._epochs.now
-            status, answer = await call(self._url, "POST", PATH, data, ANSWER_S_MAX, self._headers)
+            status, answer = await call(self._url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._headers)
             if status != 200:
-                return wire.error_of(status, answer)
+                return protocol.error_of(status, answer)
             if self._epochs.now == epoch:
                 return self._records(request, answer, first)
         return f"weights were switched {TRIES} times while the prompt was scored"
@@ -64,35 +62,29 @@ class Scorer:
     def _records(self, request: GenerateRequest, answer: bytes, first: int) -> tuple[TokenRecord, ...] | str:
         snapshot = self._epochs.snapshot
         try:
-            records = wire.prompt_records(
+            records = protocol.prompt_records(
                 answer, request.prompt, request.prompt_records, request.top_logprobs, snapshot
             )
-            chunk = wire.read_answer(answer, wire.alternatives(request))
+            chunk = protocol.read_answer(answer, protocol.alternatives(request))
             self._check(chunk.spans)
             if not request.want_routes:
                 return records
             if chunk.routes is None:
                 return "vLLM returned no routes (routed_experts) for a prompt whose routes were asked for"
-            routes = decode_routes(
-                chunk.routes,
-                first=first,
-                count=len(request.prompt) - first,
-                moe_layers=self._shape.moe_layers,
-                hidden_layers=self._shape.hidden_layers,
-                top_k=self._shape.top_k,
-                num_experts=self._shape.num_experts,
-            )
-        except (wire.WireBroken, RoutesBroken) as error:
+            count = len(request.prompt) - first
+            routes = decode_routes(chunk.routes, self._shape, first=first, count=count)
+        except (protocol.InvalidAnswer, InvalidRoutes) as error:
             return f"vLLM's scores of the prompt cannot be used: {error}"
-        unrouted = 1 if len(records) == len(request.prompt) else 0  # no pass produced the first prompt token
+        # No pass scores the first prompt token.
+        unrouted = 1 if len(records) == len(request.prompt) else 0
         return (
             *records[:unrouted],
             *(replace(r, route=route) for r, route in zip(records[unrouted:], routes, strict=False)),
         )
 
     def _check(self, spans: Spans | None) -> None:
-        """spans: of the token behind the prompt, by vLLM's word; None: it does not say."""
-        ours = self._epochs.version(self._epochs.now, self._epochs.snapshot)
+        """spans: the weight versions of the token behind the prompt; None when vLLM does not report them."""
+        ours = self._epochs.serving_version
         wrong = [version for version, _, _ in spans or () if version != ours]
         if wrong:
             raise WrongWeights(f"its scores are of weights {wrong[0]!r}, and {ours!r} serve")

@@ -1,9 +1,9 @@
-"""One vLLM server: a process of ours, or one that runs elsewhere and is attached to.
+"""One vLLM server: a process that this one starts, or a running server that it attaches to.
 
-Owns: its start, what it must be able to do, noticing its end, its log.
-Always holds: a server that was started here is gone, with every process under it, when close() returns, and soon after this
-process has ended in any way (keeper.py); one that is attached to is left as it is. `wait_ended` says so once when the server
-ended by itself.
+Owns: the start of the server, the check that it has what midstream needs, noticing its end, its log.
+Always holds: when close() returns, a server that was started here is gone, with every process below it. The same holds soon
+after this process has ended in any way (keeper.py). An attached server is left running. `wait_ended` returns once, when the
+server has ended by itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from midstream.config import VllmSettings
-from midstream.engine.vllm import keeper
+from midstream.core.config import VllmSettings
+from midstream.engine.vllm import keeper, protocol
 from midstream.engine.vllm.arguments import (
     WORKER,
     WORKER_DIR,
@@ -33,27 +33,30 @@ from midstream.engine.vllm.arguments import (
     environment,
     given_flags,
 )
-from midstream.httpcall import CallFailed, call
+from midstream.http.call import CallFailed, call
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 4.0  # for a server that was asked to end
-GONE_S_MAX = 30.0  # for the kernel to end what was killed
+#: For a server that was asked to end.
+STOP_GRACE_S = 4.0
+#: For the operating system to end killed processes.
+GONE_S_MAX = 30.0
 HEALTH_POLL_S = 1.0
 START_POLL_S = 0.25
 ANSWER_S_MAX = 10.0
-LOOK_S_MAX = (
-    60.0  # what is asked once: a server makes /openapi.json for the first who asks, by seconds of computing
-)
-ENGINE_DEAD = 503  # the answer of /health; the server itself ends some seconds later
-INFO_S_MAX = 120.0  # /server_info looks at the whole environment
+#: For calls that are made once. A server computes /openapi.json for seconds when it is asked for the first time.
+INSPECT_S_MAX = 60.0
+#: The status of /health when vLLM's engine is dead. The server itself ends some seconds later.
+ENGINE_DEAD = 503
+#: /server_info looks at the whole environment.
+INFO_S_MAX = 120.0
 LOG_LINES = 15
 LOG_BYTES = 64 * 2**10
 SEEDS = 2**31
 _DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
-#: What a server must have, and what it was started without where it is missing.
+#: The endpoints that a server must have, and the flag or variable that gives it each.
 ENDPOINTS = {
-    "/inference/v1/generate": "--enable-scale-out",
+    protocol.PATH: "--enable-scale-out",
     "/pause": _DEV_MODE,
     "/resume": _DEV_MODE,
     "/is_paused": _DEV_MODE,
@@ -63,11 +66,14 @@ ENDPOINTS = {
 
 
 class ServerFailed(Exception):
-    """The server did not come up, or cannot do what is needed; ends with the last lines of its log if it was started here."""
+    """The server did not start, or lacks something that midstream needs.
+
+    The message ends with the last lines of the log of a server that was started here.
+    """
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What the keeper says."""
+    """A line from the keeper."""
 
     pid: int | None = None
     error: str | None = None
@@ -115,9 +121,10 @@ class _Info(msgspec.Struct, frozen=True):
 
 
 class VllmServer:
-    """url: of a running server to attach to instead of starting one. cores, gpus: that it may use; (): as vLLM chooses.
+    """url: of a running server to attach to, instead of starting one.
 
-    served_name: of the model, in requests. log: file for what the server prints; None: this process's standard error.
+    cores, gpus: that the server may use; () lets vLLM choose. served_name: the model's name in requests.
+    log: the file for the server's output; None is the standard error of this process.
     """
 
     def __init__(
@@ -139,10 +146,10 @@ class VllmServer:
         self._log = log
         self._python = settings.python or sys.executable
         self._keeper: asyncio.subprocess.Process | None = None
-        self._family: dict[
-            int, int
-        ] = {}  # processes below the keeper, with their starts, should it be killed
-        self._port: socket.socket | None = None  # keeps others from the server's port
+        # The processes below the keeper with their start times, in case the keeper is killed.
+        self._descendants: dict[int, int] = {}
+        # Keeps other processes from the server's port.
+        self._port: socket.socket | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
         self._exit: asyncio.Future[str] | None = None
@@ -150,9 +157,10 @@ class VllmServer:
         self.url = (url or "").rstrip("/")
         self.pid: int | None = None
         self.version = ""
-        self.served_name = served_name  # of an attached server: the first name it has, unless it has this one
+        # An attached server that does not have this name gets its own first name here.
+        self.served_name = served_name
         self.max_model_len = 0
-        #: It says which experts a token's computation went through.
+        # It returns the experts that computed each token.
         self.returns_routes = False
         self._packs_experts = True
 
@@ -162,12 +170,12 @@ class VllmServer:
 
     @property
     def headers(self) -> str:
-        """Header lines for every call, each with its line end: the key, where the user has set one for the server."""
+        """Header lines for every call, with their line ends: the key, if the user has set one for the server."""
         key = self._settings.env.get("VLLM_API_KEY", os.environ.get("VLLM_API_KEY", ""))
         return f"authorization: Bearer {key}\r\n" if key else ""
 
     async def start(self) -> None:
-        """Start or attach; returns when the server is healthy and has what is needed. Raises ServerFailed, ConfigError."""
+        """Start or attach. Returns when the server is healthy and has what is needed. Raises ServerFailed, ConfigError."""
         await self.close()
         try:
             if self._attached:
@@ -179,12 +187,12 @@ class VllmServer:
                     await self._healthy()
             except TimeoutError as error:
                 what = f"vLLM at {self.url}" if self._attached else "vLLM"
-                raise self._failed(
-                    f"{what} was not ready within {self._settings.load_s_max:g} s (vllm.load_s_max)"
-                ) from error
-            await self._look()
-            self._family = await asyncio.to_thread(_family, self._keeper)
-        except BaseException:  # also cancelled: nothing is left running
+                limit = f"{self._settings.load_s_max:g} s (vllm.load_s_max)"
+                raise self._failed(f"{what} was not ready within {limit}") from error
+            await self._inspect()
+            self._descendants = await asyncio.to_thread(_descendants, self._keeper)
+        except BaseException:
+            # This includes cancellation: nothing is left running.
             self.kill()
             await self.close()
             raise
@@ -194,47 +202,46 @@ class VllmServer:
             self._exit.add_done_callback(lambda ended: self._end(ended.result()))
 
     async def wait_ended(self) -> str:
-        """Why the server ended, once it has by itself, or has been silent for so long that it may as well have.
+        """Wait until the server has ended by itself or has been silent for too long. Returns the reason.
 
-        Only after start(); never returns after close(). What is left of it is ended by close().
+        Only after start(). Never returns after close(), which ends the rest of the server.
         """
         if self._ended is None:
             raise RuntimeError("the server is not running")
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """End it at once, without waiting for that; close() does. Not one that is attached to."""
-        if (
-            self._keeper is not None
-            and self._keeper.stdin is not None
-            and not self._keeper.stdin.is_closing()
-        ):
-            self._keeper.stdin.close()
+        """Kill the server without waiting for its end; close() waits. An attached server goes on."""
+        stdin = None if self._keeper is None else self._keeper.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.close()
 
     async def close(self) -> None:
-        """Ask it to end, kill what does not; returns when nothing is left of it. Idempotent; start() may follow."""
+        """Ask the server to end, and kill it if it does not. Returns when nothing of it is left.
+
+        Idempotent; start() may follow.
+        """
         watchers, self._watchers = self._watchers, []
         for task in watchers:
             task.cancel()
         keeper_process, self._keeper = self._keeper, None
         self._exit, self._ended, self.pid = None, None, None
-        family, self._family = self._family, {}
+        descendants, self._descendants = self._descendants, {}
         if self._port is not None:
             self._port.close()
             self._port = None
         if keeper_process is not None:
-            self._stopping = asyncio.create_task(_stop(keeper_process, family), name="vLLM's end")
+            self._stopping = asyncio.create_task(_stop(keeper_process, descendants), name="vLLM's end")
         if self._stopping is not None:
-            await asyncio.shield(self._stopping)  # cancelled, it goes on, and the next call waits for it
+            # The task goes on if this call is cancelled, and the next call waits for it.
+            await asyncio.shield(self._stopping)
 
     async def _spawn(self) -> None:
         self._port = _reserve()
         port = self._port.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        args = self._settings.args
-        command = command_line(
-            self._python, self._model_dir, self.served_name, port, secrets.randbelow(SEEDS), args
-        )
+        args, seed = self._settings.args, secrets.randbelow(SEEDS)
+        command = command_line(self._python, self._model_dir, self.served_name, port, seed, args)
         env = environment(os.environ, self._settings.env, self._python, self._cores, self._gpus)
         flags = {name for name, _ in given_flags(args)}
         self.returns_routes = "enable-return-routed-experts" in flags
@@ -251,43 +258,40 @@ class VllmServer:
         self._keeper.stdin.write(msgspec.json.encode(spec) + b"\n")
         started = await _report(self._keeper.stdout)
         if started.pid is None:
-            raise ServerFailed(
-                f"vLLM cannot be started (vllm.python is {self._python}): {started.error or 'its keeper ended'}"
-            )
+            why = started.error or "its keeper ended"
+            raise ServerFailed(f"vLLM cannot be started (vllm.python is {self._python}): {why}")
         self.pid = started.pid
         self._exit = asyncio.get_running_loop().create_future()
-        self._watchers.append(
-            asyncio.create_task(self._watch_exit(self._keeper.stdout, self._exit), name="vLLM's exit")
-        )
+        watch = self._watch_exit(self._keeper.stdout, self._exit)
+        self._watchers.append(asyncio.create_task(watch, name="vLLM's exit"))
 
     async def _healthy(self) -> None:
-        """Returns when the server answers 200. Raises ServerFailed if it ends instead."""
+        """Return when the server answers 200. Raises ServerFailed if it ends instead."""
         while True:
             if self._exit is not None and self._exit.done():
                 raise self._failed(f"{self._exit.result()} before it was ready")
-            if await self._health() == 200:
+            if await self.health() == 200:
                 return
             if self._exit is None:
                 await asyncio.sleep(START_POLL_S)
             else:
                 await asyncio.wait([self._exit], timeout=START_POLL_S)
 
-    async def _health(self) -> int:
-        """The status; 0 when there was no answer."""
+    async def health(self, timeout_s: float = ANSWER_S_MAX) -> int:
+        """The status of /health; 0 if there was no answer."""
         try:
-            status, _ = await call(self.url, "GET", "/health", None, ANSWER_S_MAX, self.headers)
+            status, _ = await call(self.url, "GET", "/health", None, timeout_s, self.headers)
         except CallFailed:
             return 0
         return status
 
-    async def _look(self) -> None:
-        """What the server is and can do. Raises ServerFailed when that is not enough."""
+    async def _inspect(self) -> None:
+        """Find out what the server is and has. Raises ServerFailed when it lacks something."""
         self.version = (await self._get("/version", _Version)).version
         hint = "was it started with --disable-fastapi-docs? It must not be"
         paths = (await self._get("/openapi.json", _OpenApi, hint)).paths
-        missing = {
-            flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths
-        }  # one per cause
+        # One endpoint per flag.
+        missing = {flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths}
         if missing:
             said = "; ".join(f"no {path}: start it with {flag}" for flag, path in missing.items())
             raise self._failed(f"the vLLM {self.version} at {self.url} has {said}")
@@ -299,10 +303,10 @@ class VllmServer:
             )
         self.served_name, self.max_model_len = named[0].id, named[0].max_model_len
         if self._attached:
-            await self._look_at_settings()
+            await self._inspect_settings()
 
-    async def _look_at_settings(self) -> None:
-        """Of a server that others started: that it reports raw log-probabilities, and whether routes."""
+    async def _inspect_settings(self) -> None:
+        """Check that an attached server reports raw log-probabilities, and find out whether it returns routes."""
         info = await self._get("/server_info?config_format=json", _Info, timeout_s=INFO_S_MAX)
         model = info.vllm_config.model_config
         if model.logprobs_mode not in (None, "raw_logprobs"):
@@ -315,49 +319,46 @@ class VllmServer:
         self._packs_experts = config.device_config.device != "cpu" or worker == WORKER
 
     def check_reload(self, *, experts: bool) -> None:
-        """Raises ServerFailed when weights that are loaded in place would not be computed with as they should be."""
+        """Raises ServerFailed when the server would compute wrongly with weights that are loaded in place."""
         if experts and not self._packs_experts:
             raise self._failed(
                 f"the vLLM server at {self.url} runs on a CPU, where vLLM leaves reloaded experts in a form that it cannot "
                 f"compute with: start it with PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
             )
 
-    async def _get(self, path: str, kind: type[Any], hint: str = "", timeout_s: float = LOOK_S_MAX) -> Any:
+    async def _get(self, path: str, kind: type[Any], hint: str = "", timeout_s: float = INSPECT_S_MAX) -> Any:
         where = f"the vLLM server at {self.url}: GET {path}"
         try:
             status, body = await call(self.url, "GET", path, None, timeout_s, self.headers)
         except CallFailed as error:
             raise self._failed(f"{where}: {error}") from error
         if status == 401:
-            raise self._failed(f"{where}: it asks for a key: set VLLM_API_KEY in vllm.env")
+            raise self._failed(f"{where}: the server needs a key: set VLLM_API_KEY in vllm.env")
         if status != 200:
             raise self._failed(f"{where}: status {status}{'; ' * bool(hint)}{hint}")
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise self._failed(f"{where}: not what a vLLM server says: {error}") from error
+            raise self._failed(f"{where}: not the answer of a vLLM server: {error}") from error
 
     async def _watch_exit(self, stdout: asyncio.StreamReader, exited: asyncio.Future[str]) -> None:
-        report = await _report(stdout)
-        code = report.code
-        exited.set_result(
-            "vLLM ended; nobody knows its exit code" if code is None else f"vLLM ended with code {code}"
-        )
+        code = (await _report(stdout)).code
+        exited.set_result(f"vLLM ended with code {'unknown' if code is None else code}")
 
     async def _watch_health(self) -> None:
         loop = asyncio.get_running_loop()
         answered_at, silence_s, dead = loop.time(), self._settings.silence_s_max, 0
         while True:
             await asyncio.sleep(min(HEALTH_POLL_S, silence_s / 4))
-            status = await self._health()
+            status = await self.health()
             if status == 200:
                 answered_at = loop.time()
-            elif (
-                loop.time() - answered_at >= silence_s
-            ):  # it was asked now, so this is not our own loop's standing still
+            elif loop.time() - answered_at >= silence_s:
+                # The server was asked just now, so it was not our own loop that stood still.
                 break
             dead = dead + 1 if status == ENGINE_DEAD else 0
-            if dead == 2 and not self._attached:  # attached, something between may say this
+            if dead == 2 and not self._attached:
+                # Before an attached server, a proxy may give this answer.
                 self._end(f"vLLM said that its engine is dead (/health {status})")
                 return
         self._end(f"vLLM did not answer /health for {silence_s:g} s (vllm.silence_s_max)")
@@ -365,7 +366,8 @@ class VllmServer:
     def _end(self, reason: str) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(reason)
-        self.kill()  # what still runs of it serves nobody: close() need not ask it
+        # Its remaining processes serve nobody, so close() need not ask them to end.
+        self.kill()
 
     def _failed(self, why: str) -> ServerFailed:
         if self._attached:
@@ -377,14 +379,14 @@ class VllmServer:
 
 
 def check_url(url: str) -> None:
-    """Raises ServerFailed unless `url` is one that a server can be attached to at."""
+    """Raises ServerFailed unless `url` is a valid URL to attach to."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ServerFailed(f"vllm.urls: expected http://HOST:PORT, got {url}")
 
 
 def _reserve() -> socket.socket:
-    """A free port of loopback, bound: nobody is given it meanwhile, and vLLM, which reuses addresses, can listen there."""
+    """A socket bound to a free loopback port. No other process gets the port, but vLLM, which reuses addresses, can listen."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))
@@ -393,7 +395,7 @@ def _reserve() -> socket.socket:
 
 @contextlib.contextmanager
 def _log_file(log: Path | None) -> Iterator[IO[bytes] | None]:
-    """What the server prints to; the log of the one before it is kept beside it, once."""
+    """The file for the server's output. The log of the server before is kept beside it, once."""
     if log is None:
         yield None
         return
@@ -418,16 +420,20 @@ async def _report(stdout: asyncio.StreamReader) -> _Report:
     return msgspec.json.decode(line, type=_Report) if line else _Report()
 
 
-def _family(process: asyncio.subprocess.Process | None) -> dict[int, int]:
-    """Every process below it, with its start."""
+def _descendants(process: asyncio.subprocess.Process | None) -> dict[int, int]:
+    """Every process below the keeper, with its start time."""
     pids = [] if process is None else keeper.descendants(process.pid)
     return {pid: start for pid in pids if (start := keeper.started_at(pid)) is not None}
 
 
-async def _stop(process: asyncio.subprocess.Process, family: dict[int, int]) -> None:
-    """Returns when the keeper has ended, and so nothing is left of the server. family: to end if the keeper was killed."""
+async def _stop(process: asyncio.subprocess.Process, descendants: dict[int, int]) -> None:
+    """Return when the keeper has ended, and so nothing of the server is left.
+
+    descendants: processes to kill if the keeper itself was killed.
+    """
     assert process.stdin is not None
-    if not process.stdin.is_closing():  # else it was killed
+    # It is closing if the server was killed.
+    if not process.stdin.is_closing():
         with contextlib.suppress(OSError):
             process.stdin.write(b"end\n")
             await process.stdin.drain()
@@ -435,17 +441,17 @@ async def _stop(process: asyncio.subprocess.Process, family: dict[int, int]) -> 
         async with asyncio.timeout(STOP_GRACE_S + GONE_S_MAX):
             await process.wait()
             if process.returncode != 0:
-                await _end_orphans(family)
+                await _end_orphans(descendants)
     except TimeoutError:
-        logger.error("processes of vLLM do not end although they were killed; giving them up")
+        logger.error("processes of vLLM were killed and have not ended; giving up")
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
     process.stdin.close()
 
 
-async def _end_orphans(family: dict[int, int]) -> None:
-    while left := [pid for pid, start in family.items() if keeper.started_at(pid) == start]:
+async def _end_orphans(descendants: dict[int, int]) -> None:
+    while left := [pid for pid, start in descendants.items() if keeper.started_at(pid) == start]:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Snapshot files in memory, so that a server that loads them while streams stand still waits for no disk.
+"""Copies of snapshot files in memory. A server loads them while streams stand still, and so waits for no disk.
 
-Owns: one directory below the machine's memory file system, of one replica at a time (its cache directory's lock holds).
-Always holds: what is handed out is whole, byte for byte, or the directory that was given; files take at most a share of the
-memory that is free; what was left behind by a process that died is gone when the next one of the same user begins.
+Owns: one directory in the machine's memory file system. One replica uses it at a time: the one that holds the lock of its
+cache directory.
+Always holds: `put` returns a whole copy, byte for byte, or the directory that it was given. Files take at most a share of the
+free memory. Copies of a process that died are gone when the next process of the same user begins.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Cancelled(Exception):
 
 
 class Staging:
-    """owner: the replica's cache directory. shm: a file system in memory. share: of what is free there, for one snapshot."""
+    """owner: the replica's cache directory. shm: a file system in memory. share: of its free space, for one snapshot."""
 
     def __init__(self, owner: Path, shm: Path = SHM, share: float = SHARE) -> None:
         digest = hashlib.sha256(f"{os.getuid()}:{owner.resolve()}".encode()).hexdigest()
@@ -49,34 +50,32 @@ class Staging:
         self._shm = shm
         self._share = share
         self._numbers = itertools.count(1)
-        self._lock: int | None = None  # of the directory, once there is one
+        # The descriptor that locks the directory, once there is one.
+        self._lock: int | None = None
         self.close()
         _sweep(shm)
-
-    def __repr__(self) -> str:
-        return f"Staging({self._root})"
 
     async def put(self, directory: Path) -> Path:
         """A copy in memory of the regular files of `directory`, or `directory` itself when they do not fit.
 
-        Raises OSError when they cannot be read, and when vLLM would load more than the snapshot's weights. Cancelled, it leaves
-        nothing.
+        Raises OSError when they cannot be read, and when vLLM would load other files, too. Leaves nothing when cancelled.
         """
         if stray := weights_beside(directory):
             raise OSError(
-                f"{', '.join(stray)}: beside {WEIGHTS_FILE}, and no part of the snapshot, but vLLM would load it too; remove it"
+                f"{', '.join(stray)}: beside {WEIGHTS_FILE}, but not part of the snapshot. vLLM would load it, too; remove it"
             )
         target = self._root / str(next(self._numbers))
         cancelled = threading.Event()
         try:
             copied = await finished(self._copy, directory, target, cancelled, on_cancel=cancelled.set)
-        except BaseException:  # also cancelled
+        except BaseException:
+            # This includes cancellation.
             self.drop(target)
             raise
         return target if copied else directory
 
     def drop(self, path: Path) -> None:
-        """Free what put() returned; a directory that is not a copy stays. Takes no time: memory is freed beside."""
+        """Free a copy that `put` returned. Any other directory stays. Another thread frees the memory."""
         if path.parent != self._root:
             return
         gone = path.with_name(f"{GONE}{path.name}")
@@ -85,44 +84,41 @@ class Staging:
             _REMOVER.submit(shutil.rmtree, gone, ignore_errors=True)
 
     def close(self) -> None:
-        """Free everything; put() may follow."""
+        """Free everything. `put` may follow."""
         shutil.rmtree(self._root, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _copy(self, directory: Path, target: Path, cancelled: threading.Event) -> bool:
-        """Whether `target` is now a whole copy; if not, it is not there."""
+        """Whether `target` is now a whole copy. If not, it does not exist."""
         files = snapshot_files(directory)
         if files is None:
-            logger.warning("%s: a link leads out of it: read from where it is", directory)
+            logger.warning("%s: not staged in memory, because a link leads out of it", directory)
             return False
         size, room = sum(file.stat().st_size for file in files.values()), self._room()
         if size > room:
-            logger.info(
-                "%s: %d bytes are more than may be staged in memory (%d): read from where it is",
-                *(directory, size, room),
-            )
+            logger.info("%s: not staged in memory: %d bytes, and room for %d", directory, size, room)
             return False
         try:
             if self._lock is None:
                 self._lock = _claim(self._root)
             target.mkdir()
         except OSError as error:
-            logger.warning("%s: cannot be used, snapshots are read from disk: %s", self._root, error)
+            logger.warning("%s: cannot be used, so vLLM reads snapshots from disk: %s", self._root, error)
             return False
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for name, file in files.items():
             with file.open("rb", buffering=0) as source:
                 problem = _copy_file(source.fileno(), target / name, buffer, cancelled)
             if problem is not None:
-                logger.warning("%s: not staged in memory, read from where it is: %s", directory, problem)
+                logger.warning("%s: not staged in memory: %s", directory, problem)
                 self.drop(target)
                 return False
         return True
 
     def _room(self) -> int:
-        """Bytes that a snapshot may take."""
+        """The bytes that a snapshot may take."""
         try:
             free = os.statvfs(self._shm)
         except OSError:
@@ -144,18 +140,18 @@ def snapshot_files(directory: Path) -> dict[str, Path] | None:
 
 
 def weights_beside(directory: Path) -> list[str]:
-    """Files that vLLM would load although they are no part of the checkpoint: without an index it takes all of the suffix."""
+    """Files that are no part of the checkpoint but that vLLM would load: without an index it loads all .safetensors files."""
     if (directory / INDEX_FILE).exists():
         return []
     return sorted({file.name for file in directory.glob("*.safetensors")} - {WEIGHTS_FILE})
 
 
 def _claim(directory: Path) -> int:
-    """Makes `directory`, which nobody else can enter, and locks it for as long as this process lives. Raises OSError."""
+    """Make `directory`, which no other user can enter, and lock it while this process lives. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     if not _is_private(directory):
-        raise PermissionError(f"{directory} is somebody else's")
+        raise PermissionError(f"{directory} belongs to another user")
     lock = _lock(directory, os.O_CREAT)
     if lock is None:
         raise BlockingIOError(f"{directory} is in use")
@@ -168,11 +164,12 @@ def _is_private(directory: Path) -> bool:
 
 
 def _lock(directory: Path, flags: int = 0) -> int | None:
-    """A descriptor that holds the lock; None while another does. Raises OSError when there is no such file."""
+    """A descriptor that holds the lock; None while another process holds it. Raises OSError if there is no lock file."""
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), os.stat(directory / LOCK)):  # else it was swept meanwhile
+        # If they differ, another process has swept the directory meanwhile.
+        if os.path.samestat(os.fstat(lock), os.stat(directory / LOCK)):
             return lock
     except BlockingIOError:
         pass
@@ -184,9 +181,10 @@ def _lock(directory: Path, flags: int = 0) -> int | None:
 
 
 def _sweep(shm: Path) -> None:
-    """Free what processes of this user left that have died: the system has let go of their locks."""
+    """Free the copies of this user's processes that have died. The system has released their locks."""
     for directory in shm.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone, or not one of ours
+        # An error shows that the directory is gone, or not one of ours.
+        with contextlib.suppress(OSError):
             if _is_private(directory) and (lock := _lock(directory)) is not None:
                 logger.info("%s: left behind by a process that died; removing it", directory)
                 shutil.rmtree(directory, ignore_errors=True)
@@ -194,7 +192,7 @@ def _sweep(shm: Path) -> None:
 
 
 def _copy_file(source: int, target: Path, buffer: memoryview, cancelled: threading.Event) -> OSError | None:
-    """Why `target` could not be written; what cannot be read is raised as OSError."""
+    """Copy, and return the error if `target` could not be written. Raises OSError if the source cannot be read."""
     try:
         out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -207,7 +205,8 @@ def _copy_file(source: int, target: Path, buffer: memoryview, cancelled: threadi
             while written < count:
                 try:
                     written += os.write(out, buffer[written:count])
-                except OSError as error:  # usually ENOSPC: others write there, too
+                except OSError as error:
+                    # Usually ENOSPC: other processes write there, too.
                     return error
     finally:
         os.close(out)
@@ -215,7 +214,7 @@ def _copy_file(source: int, target: Path, buffer: memoryview, cancelled: threadi
 
 
 def _available_memory() -> int:
-    """Bytes that can be had without swapping; 0 when nobody says."""
+    """Bytes of memory that are available without swapping; 0 if the system does not report them."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", MEMINFO.read_text(), flags=re.MULTILINE)
     except OSError:

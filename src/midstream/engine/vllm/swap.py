@@ -1,8 +1,8 @@
-"""The calls to a vLLM server that change what it serves, and what they leave behind when one fails.
+"""The calls to a vLLM server that switch its weights, and the way back when one fails.
 
-Always holds: when `switch` returns, the new weights serve under the new version; when it raises Unchanged, the old ones do,
-under the old version; after anything else nobody knows, and the server has to be ended. Nothing is sampled between the first
-call and the last.
+Always holds: when `switch` returns, the new weights serve under the new version. When it raises Unchanged, the old weights
+serve under the old version. After any other error the serving weights are unknown, and the server has to be ended. Nothing
+is sampled between the first call and the last.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from midstream.httpcall import CallFailed, call
+from midstream.engine.vllm import protocol
+from midstream.http.call import CallFailed, call
 
 logger = logging.getLogger(__name__)
 
-CALL_S_MAX = 30.0  # for what answers at once
-PAUSE_S_MAX = 300.0  # a pause waits for the step that runs: a long prompt's, at worst
-#: Round trips through vLLM's API process and its engine between the pause and the switch: every chunk that the API process had
-#: to write when the pause returned was written before it answers the first; the second is for those who doubt it.
+#: For calls that the server answers at once.
+CALL_S_MAX = 30.0
+#: A pause waits for the running step, at worst that of a long prompt.
+PAUSE_S_MAX = 300.0
+#: Round trips through vLLM's API process and its engine, between the pause and the switch. Before it answers the first one, the
+#: API process has written every chunk that it had to write when the pause returned. The second one is for safety.
 BARRIER = 2
 
 
 class Unchanged(Exception):
-    """The switch failed, and what served before serves again."""
+    """The switch failed, and the old weights serve again."""
+
+
+class Refused(Exception):
+    """The server answered a call with an error status."""
 
 
 class Control:
@@ -37,26 +44,27 @@ class Control:
         self._headers = headers
         self._load_s_max = load_s_max
 
-    def __repr__(self) -> str:
-        return f"Control({self._url})"
-
     async def pause(self, *, clear_cache: bool = False) -> None:
-        """Between two steps; requests and their KV stay. Returns when nothing is computed and everything sampled was sent."""
+        """Pause between two steps. Requests and their KV stay.
+
+        Returns when nothing is computed any more and everything that was sampled has been sent.
+        """
         clear = "true" if clear_cache else "false"
         await self._post(f"/pause?mode=keep&clear_cache={clear}", None, PAUSE_S_MAX)
         for _ in range(BARRIER):
             status, body = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
             if status != 200 or _read(body).get("is_paused") is not True:
                 raise CallFailed(f"vLLM says it is paused, and then {status} {body[:200]!r}")
-        await asyncio.sleep(0)  # what is readable by now is read in this turn of the loop
+        # In this turn of the loop, everything that is readable by now is read.
+        await asyncio.sleep(0)
 
     async def version(self, timeout_s: float) -> str | None:
-        """Of the weights, by the server's word."""
+        """The version of the weights, as the server reports it."""
         status, body = await call(self._url, "GET", "/weight_info", None, timeout_s, self._headers)
         if status != 200:
-            raise Refused(f"/weight_info answered {status}: {_message(body)}")
-        said = _read(body).get("weight_version")
-        return said if isinstance(said, str) else None
+            raise Refused(f"/weight_info answered {status}: {protocol.error_text(body)}")
+        version = _read(body).get("weight_version")
+        return version if isinstance(version, str) else None
 
     async def resume(self) -> None:
         await self._post("/resume", None, CALL_S_MAX)
@@ -68,18 +76,11 @@ class Control:
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version}, CALL_S_MAX)
 
-    async def reset_cache(self) -> None:
-        await self._post("/reset_prefix_cache", None, CALL_S_MAX)
-
     async def _post(self, path: str, body: object, timeout_s: float) -> None:
         data = b"" if body is None else json.dumps(body).encode()
         status, answer = await call(self._url, "POST", path, data, timeout_s, self._headers)
         if status != 200:
-            raise Refused(f"{path.partition('?')[0]} answered {status}: {_message(answer)}")
-
-
-class Refused(Exception):
-    """The server answered a call, and not with success."""
+            raise Refused(f"{path.partition('?')[0]} answered {status}: {protocol.error_text(answer)}")
 
 
 async def switch(
@@ -91,17 +92,18 @@ async def switch(
     *,
     resume: bool = True,
 ) -> None:
-    """Load the weights of `new` between two steps. Raises Unchanged; CallFailed, Refused: the server is in doubt.
+    """Load the weights of `new` between two steps.
 
-    on_switch: called when everything that was sampled before has arrived, and nothing can be sampled any more until it returns.
-    resume: whether steps go on after it.
+    on_switch: called when everything that was sampled before has arrived. Nothing is sampled until it returns.
+    resume: whether steps go on after the switch. Raises Unchanged. After CallFailed and Refused the server is in doubt.
     """
     await control.pause()
     try:
         await control.reload(new)
     except Refused as error:
         logger.warning("vLLM could not load %s; going back to %s: %s", new, old, error)
-        await control.reload(old)  # without it the next step would fail: the weights are half unloaded
+        # The weights are half unloaded, so the next step would fail.
+        await control.reload(old)
         if resume:
             await control.resume()
         raise Unchanged(f"vLLM could not load the snapshot: {error}") from error
@@ -120,13 +122,3 @@ def _read(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CallFailed(f"no JSON object: {body[:200]!r}")
     return found
-
-
-def _message(answer: bytes) -> str:
-    """vLLM's word for what went wrong."""
-    try:
-        found = json.loads(answer)
-    except ValueError:
-        return answer[:500].decode("utf-8", "replace")
-    error = found.get("error", found) if isinstance(found, dict) else found
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

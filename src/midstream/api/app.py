@@ -1,0 +1,177 @@
+"""The control app: every endpoint of the gateway that is not proxied inference, as ordinary ASGI.
+
+Always holds: each response, errors included, is JSON in the API's shape (but /metrics, which is Prometheus' text).
+The data path has checked the API key before a request comes here, says what it may do, and answers POSTs to inference paths
+itself. Every route is behind what the table of scopes asks for it (access.py), and shows what the key may see.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.api import capabilities
+from midstream.api.accounts import account_routes
+from midstream.api.trajectories import session_routes
+from midstream.core.errors import InvalidRequest, MidstreamError, NotFound
+from midstream.core.scopes import SCOPES, Grant
+from midstream.fleet.access import grant_of, guarded, meant, shown_only
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.view import ReplicaView
+from midstream.proxy.metrics import CONTENT_TYPE, GatewayMetrics
+from midstream.proxy.service import INFERENCE_PATHS
+
+logger = logging.getLogger(__name__)
+
+
+def control_app(
+    deployments: Deployments,
+    metrics: GatewayMetrics,
+    *,
+    created: int = 0,
+    keyed: bool = False,
+    extra_routes: Sequence[BaseRoute] = (),
+) -> Starlette:
+    """The app; `created` (seconds since the epoch) is when the model came to be served.
+
+    keyed: API keys are in use, so a request that does not say what its key may do may do nothing.
+    """
+    endpoints = _Endpoints(deployments, metrics, created)
+    routes: list[BaseRoute] = [
+        *extra_routes,
+        Route("/health", endpoints.health, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
+        *account_routes(deployments),
+        *session_routes(deployments),
+    ]
+    for prefix in ("", "/inference"):
+        routes.append(Route(f"{prefix}/v1/models", endpoints.models, methods=["GET"]))
+        routes.append(Route(f"{prefix}/v1/models/{{model:path}}", endpoints.model, methods=["GET"]))
+    routes += [Route(path.decode(), _post_only, methods=["POST"]) for path in INFERENCE_PATHS]
+    app = Starlette(
+        routes=guarded(routes, deployments, keyed=keyed),
+        exception_handlers={
+            MidstreamError: _midstream_error,
+            HTTPException: _http_exception,
+            Exception: _unexpected,
+        },
+    )
+    # A redirect would name the host that the client claims.
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Endpoints:
+    def __init__(self, deployments: Deployments, metrics: GatewayMetrics, created: int) -> None:
+        self._deployments = deployments
+        self._metrics = metrics
+        self._created = created
+
+    async def health(self, request: Request) -> Response:
+        """Whether there is a usable replica, to everybody; the rest, to a key, of the deployments that it may use."""
+        grant = grant_of(request)
+        up = any(view.usable for deployment in self._deployments for view in deployment.replicas.views)
+        body: dict[str, Any] = {"status": "ok" if up else "unavailable"}
+        if grant.anywhere(SCOPES):
+            shown = shown_only(grant, SCOPES, self._deployments)
+            views = [view for deployment in shown for view in deployment.replicas.views]
+            body |= {
+                "deployments": [_deployment_summary(deployment) for deployment in shown],
+                "usable_replicas": sum(view.usable for view in views),
+                "gateway_workers_ready": self._metrics.workers_ready,
+                "replicas": [_summary(view) for view in views],
+            }
+        return JSONResponse(body, status_code=200 if up else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._models(grant_of(request))})
+
+    async def model(self, request: Request) -> Response:
+        asked, grant = str(request.path_params["model"]), grant_of(request)
+
+        def find() -> Deployment:
+            return self._deployments.find(asked, param="model")
+
+        found = (
+            find() if grant.everywhere(SCOPES) else meant(self._deployments, grant, SCOPES, find, None, asked)
+        )
+        return JSONResponse(self._model(found))
+
+    def _models(self, grant: Grant) -> list[dict[str, Any]]:
+        """Each once, as it stands with the deployment that its name means to this key."""
+        served: dict[str, Deployment] = {}
+        for deployment in shown_only(grant, SCOPES, self._deployments):
+            if not deployment.deleting:
+                served.setdefault(deployment.model, deployment)
+        return [self._model(deployment) for deployment in served.values()]
+
+    def _model(self, deployment: Deployment) -> dict[str, Any]:
+        views = deployment.replicas.views
+        engines = capabilities.shown(view.report for view in views)
+        return {
+            "id": deployment.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": deployment.names.account.rpartition("/")[2],
+            "deployment": deployment.name,
+            "snapshots": {view.name: view.report.snapshot if view.report else None for view in views},
+            **({} if engines is None else {"midstream": engines}),
+        }
+
+
+def _deployment_summary(deployment: Deployment) -> dict[str, Any]:
+    """failed: the replicas that cannot be started. elsewhere: how many of the usable ones others run."""
+    return {
+        "name": deployment.name,
+        "model": deployment.model,
+        "wanted": deployment.wanted,
+        "usable": sum(view.usable for view in deployment.replicas.views),
+        "elsewhere": sum(view.usable and not view.own for view in deployment.replicas.views),
+        "failed": sorted(deployment.troubles),
+    }
+
+
+def _summary(view: ReplicaView) -> dict[str, Any]:
+    report = view.report
+    return {
+        "name": view.name,
+        "reachable": report is not None,
+        "ready": report is not None and report.ready,
+        "usable": view.usable,
+        "snapshot": report.snapshot if report else None,
+        "stage": str(report.stage) if report else None,
+        "in_flight": view.in_flight,
+        **capabilities.engine_of(report),
+    }
+
+
+async def _post_only(request: Request) -> Response:
+    raise InvalidRequest("inference requests are served by the data path")
+
+
+async def _midstream_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MidstreamError)
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: NotFound.code, 405: "method_not_allowed"}.get(error.status_code, InvalidRequest.code)
+    where = f"{request.method} {request.scope['path']}"
+    body = {"message": f"{error.detail}: {where}", "type": code, "code": code, "param": None}
+    return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    failure = MidstreamError("the gateway failed on this request; its log says why")
+    return JSONResponse(failure.body(), status_code=500)

@@ -1,0 +1,82 @@
+"""What a deployment's engines can do: what a signal needs of them, and how they are shown. Pure.
+
+Owns: which signals are refused when an engine lacks a feature.
+Always holds: a deployment has a feature when every known replica of it has the feature. Of unknown replicas nothing is
+claimed, and nothing is refused on their account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from midstream.api.signals import SignalBody
+from midstream.core.capabilities import engine_name, in_order, refusal
+from midstream.core.errors import SnapshotRefused
+from midstream.core.types import ENGINE_FEATURES, EngineCard, ReplicaReport
+
+
+class Need(NamedTuple):
+    """words: what an engine without the feature does not do, as in `does not {words}`."""
+
+    feature: str
+    words: str
+
+
+_MAX_AGE = Need("max_cache_age", "know how old cached KV is; signal all, new_session or none")
+_POLICY = Need("cache_policies", "keep cached KV from being reused; signal none")
+# What the fields of reset_prompt_cache need.
+SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
+
+
+def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
+    """Raises SnapshotRefused, which names the field, the engine and the feature, when a replica's engine cannot do what the
+    signal asks for. reports: of the deployment's replicas, None of one that cannot be reached."""
+    need = _need(signal)
+    if need is None:
+        return
+    for card in _cards(reports):
+        if not card.has(need.feature):
+            param = "reset_prompt_cache"
+            raise SnapshotRefused(refusal(param, card, need.feature, need.words), param=param)
+
+
+def _need(signal: SignalBody) -> Need | None:
+    """A signal that does not say asks for `all`."""
+    if signal.max_cache_age is not None:
+        return _MAX_AGE
+    return None if signal.reset == "none" else _POLICY
+
+
+def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
+    """What a model's object says of the engines that serve it: `engine` and `max_model_len`. None while no engine is known.
+
+    `engine` names the features that all of them have, and those that one or more of them lacks. Engines of several kinds or
+    versions are named with commas. `max_model_len` is the shortest.
+    """
+    heard = [report for report in reports if report is not None]
+    cards = _cards(heard)
+    if not cards:
+        return None
+    common = set(ENGINE_FEATURES).intersection(*(card.features for card in cards))
+    engine = {
+        "kind": _all(card.kind for card in cards),
+        "version": _all(card.version for card in cards),
+        "features": in_order(common),
+        "lacks": in_order(ENGINE_FEATURES.keys() - common),
+    }
+    lengths = [report.max_model_len for report in heard if report.max_model_len is not None]
+    return {"engine": engine, **({"max_model_len": min(lengths)} if lengths else {})}
+
+
+def engine_of(report: ReplicaReport | None) -> dict[str, str]:
+    """`engine`: its name; nothing while it is not known."""
+    return {} if report is None or report.card is None else {"engine": engine_name(report.card)}
+
+
+def _cards(reports: Iterable[ReplicaReport | None]) -> list[EngineCard]:
+    return [report.card for report in reports if report is not None and report.card is not None]
+
+
+def _all(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name for name in names if name}))

@@ -1,0 +1,281 @@
+"""The Deployments API: create, get, list, patch, scale and delete, over the ledger.
+
+Always holds:
+- A change is answered after it is committed in the ledger, and is carried out afterwards (fleet/desired_state.py).
+- The default deployment, the one of the command line, cannot be deleted.
+- A bucket outside the server's own and the allowed ones is refused.
+- A key that is not for every deployment sees and changes its own, and moves none to another bucket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.api import resource
+from midstream.api.status import loading_state
+from midstream.core.errors import ConfigError, InvalidRequest, NotFound
+from midstream.core.scopes import OBSERVE, OPERATE, PUBLISH, forbidden
+from midstream.fleet.access import grant_of
+from midstream.fleet.desired_state import HARD
+from midstream.fleet.registry import Deployments
+from midstream.http.bodies import read_body, whole_number
+from midstream.ledger import DeploymentRow, DeploymentState, Ledger
+from midstream.ledger.records import DeploymentChange
+from midstream.snapshots.identity import file_url_path, parse_bucket
+
+PAGE_SIZE = 50
+PAGE_SIZE_MAX = 200
+_COLLECTION = "/v1/accounts/{account}/deployments"
+
+
+def deployment_routes(
+    ledger: Ledger,
+    deployments: Deployments,
+    *,
+    bucket: str,
+    allowed_buckets: Collection[str] = (),
+    changed: Callable[[], Awaitable[None]],
+) -> list[BaseRoute]:
+    """Routes for the control app.
+
+    bucket: the URL of the server's own; a deployment that names none gets
+    a place of its name in it. allowed_buckets: others that may be named. changed: takes up a change of the ledger.
+    """
+    api = _Api(ledger, deployments, bucket, tuple(allowed_buckets), changed)
+    one = _COLLECTION + "/{name}"
+    return [
+        Route(_COLLECTION, api.list, methods=["GET"]),
+        Route(_COLLECTION, api.create, methods=["POST"]),
+        Route(one + ":scale", api.scale, methods=["PATCH", "POST"]),
+        Route(one + ":undelete", api.undelete, methods=["POST"]),
+        Route(one, api.get, methods=["GET"]),
+        Route(one, api.patch, methods=["PATCH"]),
+        Route(one, api.delete, methods=["DELETE"]),
+    ]
+
+
+class _Api:
+    def __init__(
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        bucket: str,
+        allowed_buckets: tuple[str, ...],
+        changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._ledger = ledger
+        self._deployments = deployments
+        self._account = deployments.default.names.account
+        self._bucket = bucket
+        self._allowed_buckets = allowed_buckets
+        self._changed = changed
+
+    async def create(self, request: Request) -> Response:
+        self._check_account(request)
+        deployment_id = request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}"
+        resource.check_id(deployment_id)
+        given = resource.parse_body(await read_body(request))
+        model = self._base_model(given.get("baseModel"))
+        least, most = resource.counts(given, given, None)
+        row = DeploymentRow(
+            name=f"{self._account}/deployments/{deployment_id}",
+            model=model,
+            bucket_url=self._bucket_of(given, deployment_id),
+            transition=resource.transition_of(given),
+            desired_snapshot="",
+            generation=0,
+            created_at=0.0,
+            updated_at=0.0,
+            replicas_min=least,
+            replicas_max=most,
+            fields=resource.stored(given, given),
+        )
+        if request.query_params.get("validateOnly") == "true":
+            return JSONResponse(resource.shown(row, None, (), None))
+        await _make_bucket(row.bucket_url)
+        row = await self._ledger.create_deployment(
+            row.name,
+            model=row.model,
+            bucket_url=row.bucket_url,
+            transition=row.transition,
+            replicas_min=least,
+            replicas_max=most,
+            fields=row.fields,
+        )
+        await self._changed()
+        return JSONResponse(await self._shown(row))
+
+    async def get(self, request: Request) -> Response:
+        return JSONResponse(await self._shown(await self._row(request)))
+
+    async def list(self, request: Request) -> Response:
+        """In the order of names; a page's token is the last name on it."""
+        self._check_account(request)
+        found = await self._ledger.deployments()
+        rows = sorted(
+            (
+                row
+                for row in found
+                if row.name.startswith(f"{self._account}/")
+                and grant_of(request).allows((PUBLISH, OBSERVE), row.name)
+            ),
+            key=lambda row: row.name,
+        )
+        after = request.query_params.get("pageToken", "")
+        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE_MAX)
+        rest = [row for row in rows if row.name > after]
+        page = rest[:size]
+        token = page[-1].name if len(page) < len(rest) else ""
+        body = [await self._shown(row) for row in page]
+        return JSONResponse({"deployments": body, "nextPageToken": token, "totalSize": len(rows)})
+
+    async def patch(self, request: Request) -> Response:
+        row = await self._row(request)
+        given = resource.parse_body(await read_body(request))
+        masks = request.query_params.getlist("updateMask") or request.query_params.getlist("update_mask")
+        fields = resource.mask_of(",".join(masks) or None, given)
+        if "hotLoadBucketUrl" in fields and not grant_of(request).everywhere((OPERATE,)):
+            raise forbidden((OPERATE,), "every deployment, to change hotLoadBucketUrl")
+        return JSONResponse(await self._shown(await self._change(row, given, fields)))
+
+    async def scale(self, request: Request) -> Response:
+        row = await self._row(request)
+        count = resource.parse_scale(await read_body(request))
+        given = {"minReplicaCount": count, "maxReplicaCount": max(count, row.replicas_max) if count else 0}
+        await self._change(row, given, given)
+        return JSONResponse({})
+
+    async def delete(self, request: Request) -> Response:
+        row = await self._row(request)
+        deployment = self._deployments.known(row.name)
+        if deployment is self._deployments.default:
+            raise InvalidRequest(
+                f"{row.name} is the deployment the server was started with: scale it to 0, or stop the server",
+                param="deployment",
+            )
+        change: DeploymentChange = {"deleting": True}
+        if request.query_params.get("hard") == "true":
+            change["fields"] = {HARD: True}
+        await self._ledger.update_deployment(row.name, **change)
+        await self._changed()
+        return JSONResponse({})
+
+    async def undelete(self, request: Request) -> Response:
+        raise InvalidRequest("a deployment that was deleted is gone: create it again")
+
+    # -- inside
+
+    async def _change(
+        self, row: DeploymentRow, given: dict[str, Any], fields: Collection[str]
+    ) -> DeploymentRow:
+        """The row after the `fields` are as `given` says; one that it does not give goes back to its default."""
+        if row.deleting:
+            raise InvalidRequest(f"{row.name} is being deleted", param="name")
+        prefix = f"{self._account}/models/"
+        if "baseModel" in fields and prefix + given.get("baseModel", "").removeprefix(prefix) != row.model:
+            raise InvalidRequest(f"baseModel: cannot be changed, it is {row.model}", param="baseModel")
+        change: DeploymentChange = {}
+        if "minReplicaCount" in fields or "maxReplicaCount" in fields:
+            now = (row.replicas_min, row.replicas_max)
+            change["replicas_min"], change["replicas_max"] = resource.counts(given, fields, now)
+        if "hotLoadTransitionType" in fields:
+            change["transition"] = resource.transition_of(given)
+        if "hotLoadBucketUrl" in fields:
+            change["bucket_url"] = self._bucket_of(given, row.name.rpartition("/")[2])
+            await _make_bucket(change["bucket_url"])
+        if more := resource.stored(given, fields):
+            change["fields"] = more
+        row = await self._ledger.update_deployment(row.name, **change)
+        await self._changed()
+        if (deployment := self._deployments.known(row.name)) is not None:
+            deployment.signalled()
+        return row
+
+    async def _shown(self, row: DeploymentRow) -> dict[str, Any]:
+        deployment = self._deployments.known(row.name)
+        if deployment is None:
+            return resource.shown(row, None, (), None)
+        state = await self._state(row)
+        stages = [loading_state(state, view.report)[0] for view in deployment.replicas.views]
+        failed = f"a replica could not load {state.snapshot}" if "error" in stages else None
+        return resource.shown(row, deployment, stages, failed)
+
+    async def _state(self, row: DeploymentRow) -> DeploymentState:
+        try:
+            return await self._ledger.state(row.name)
+        except NotFound:
+            # Another call removed it since it was read.
+            return DeploymentState(None)
+
+    async def _row(self, request: Request) -> DeploymentRow:
+        account, name = request.path_params["account"], request.path_params["name"]
+        # No name has such characters, and not every database takes them.
+        if not f"{account}{name}".isprintable():
+            raise NotFound("there is no such deployment")
+        return await self._ledger.deployment(f"accounts/{account}/deployments/{name}")
+
+    def _check_account(self, request: Request) -> None:
+        if f"accounts/{request.path_params['account']}" != self._account:
+            raise NotFound(f"there is no account {request.path_params['account']!r}", param="account")
+
+    def _base_model(self, asked: str | None) -> str:
+        """The resource name of the model asked for. Raises InvalidRequest."""
+        prefix = f"{self._account}/models/"
+        model = prefix + (asked or "").removeprefix(prefix)
+        if model not in self._deployments.models:
+            known = ", ".join(self._deployments.models)
+            raise InvalidRequest(
+                f"baseModel: {asked!r} is not known here; known are {known}", param="baseModel"
+            )
+        return model
+
+    def _bucket_of(self, given: Mapping[str, Any], deployment_id: str) -> str:
+        """The bucket's URL. Raises InvalidRequest."""
+        asked = given.get("hotLoadBucketUrl")
+        if not asked:
+            if given.get("hotLoadBucketType") in ("S3", "MINIO", "NEBIUS"):
+                raise InvalidRequest(
+                    f"hotLoadBucketUrl: is needed with {given['hotLoadBucketType']}", param="hotLoadBucketUrl"
+                )
+            default = self._deployments.default.name.rpartition("/")[2]
+            own = self._bucket.rstrip("/")
+            return own if deployment_id == default else f"{own}/{deployment_id}"
+        try:
+            inside = any(lies_in(asked, bucket) for bucket in (self._bucket, *self._allowed_buckets))
+        except ConfigError as error:
+            raise InvalidRequest(f"hotLoadBucketUrl: {error}", param="hotLoadBucketUrl") from error
+        if not inside:
+            raise InvalidRequest(
+                "hotLoadBucketUrl: is neither in the server's bucket nor in one of gateway.allowed_buckets",
+                param="hotLoadBucketUrl",
+            )
+        return str(asked).rstrip("/")
+
+
+def lies_in(url: str, bucket: str) -> bool:
+    """Whether the directory that `url` names is `bucket` or in it. Raises ConfigError on what is no bucket's URL."""
+    inner, outer = parse_bucket(url), parse_bucket(bucket)
+    if (inner.kind, inner.container, inner.account) != (outer.kind, outer.container, outer.account):
+        return False
+    above = outer.path.strip("/")
+    return not above or f"{inner.path.strip('/')}/".startswith(f"{above}/")
+
+
+async def _make_bucket(url: str) -> None:
+    """A local bucket's directory. Raises InvalidRequest when it cannot be made."""
+    if parse_bucket(url).kind != "file":
+        return
+    path = file_url_path(url)
+    try:
+        await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(
+            f"hotLoadBucketUrl: cannot be made: {error.strerror or error}", param="hotLoadBucketUrl"
+        ) from error

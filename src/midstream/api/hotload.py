@@ -1,0 +1,252 @@
+"""The hot-load API: signals, hints, status and the ledger, as Starlette routes over the ledger and the replicas' reports.
+
+Always holds:
+- A signal is answered 200 only after it is committed in the ledger; it is refused whole when any part of it is not
+  understood. Errors are raised as MidstreamError; the app that mounts the routes turns them into responses.
+- What GET says is read off the ledger and the reports at that moment; nothing is cached here.
+- A key that may publish to some deployments only publishes nothing out of the bucket of another one.
+- A hint changes nothing that is desired, and no failure of a replica to follow it is the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.api.capabilities import check_signal
+from midstream.api.deployments import lies_in
+from midstream.api.ledgerview import ledger_body
+from midstream.api.signals import (
+    SOURCE_URL_HEADER,
+    HintBody,
+    SignalBody,
+    overwrites,
+    parse_hint,
+    parse_signal,
+    source_url,
+)
+from midstream.api.status import replica_rows
+from midstream.core.errors import (
+    ReplicaUnavailable,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMissing,
+    SnapshotRefused,
+)
+from midstream.core.scopes import PUBLISH, forbidden
+from midstream.core.types import Hint, ReplicaReport
+from midstream.fleet.access import grant_of
+from midstream.fleet.reconcile import failure, serving_generation
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.http.bodies import read_body, whole_number
+from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
+from midstream.snapshots.identity import check_bucket, parse_bucket, snapshot_url
+from midstream.snapshots.store.listing import Found, check_inside, find_file, find_snapshot
+
+HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
+# Transitions of the ledger, unless the client asks for more or fewer.
+TRANSITIONS_SHOWN = 1000
+TRANSITIONS_SHOWN_MAX = 100_000
+# Files of a hint that are looked for in the bucket at once.
+LOOKED_FOR_AT_ONCE = 16
+
+
+def hotload_routes(
+    ledger: Ledger,
+    deployments: Deployments,
+    *,
+    allowed_buckets: Sequence[str] = (),
+    chain_max: int = CHAIN_MAX,
+) -> list[BaseRoute]:
+    """Routes for the control app; the ledger has every deployment.
+
+    allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
+    many incremental snapshots may stand on one full one. Raises ConfigError on an allowed bucket that is none.
+    """
+    for bucket in allowed_buckets:
+        check_bucket(bucket)
+    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max)
+    of_one = "/v1/accounts/{account}/deployments/{name}"
+    return [
+        Route(HOT_LOAD_PATH, api.signal, methods=["POST"]),
+        Route(HOT_LOAD_PATH, api.status, methods=["GET"]),
+        Route(f"{HOT_LOAD_PATH}/hint", api.hint, methods=["POST"]),
+        Route(f"{of_one}/ledger", api.get_ledger, methods=["GET"]),
+        Route(f"{of_one}/ledger", api.reset_ledger, methods=["DELETE"]),
+    ]
+
+
+class _Api:
+    def __init__(
+        self, ledger: Ledger, deployments: Deployments, allowed_buckets: tuple[str, ...], chain_max: int
+    ) -> None:
+        self._ledger = ledger
+        self._deployments = deployments
+        self._allowed_buckets = allowed_buckets
+        self._chain_max = chain_max
+
+    async def signal(self, request: Request) -> Response:
+        deployment = self._deployments.named(request.headers)
+        body = parse_signal(await read_body(request))
+        check_signal(body, (view.report for view in deployment.replicas.views))
+        url, bucket = await self._url(request, deployment, body)
+        found = await _found(url, bucket)
+        signal = Signal(
+            identity=body.identity,
+            url=url,
+            reset_prompt_cache=body.reset,
+            fingerprint=found.fingerprint,
+            sizes=found.sizes,
+            content=found.content,
+            overwrite=overwrites(request.headers),
+            previous=body.previous,
+            compression=body.compression,
+            checksum_format=body.checksum_format,
+            max_cache_age=body.max_cache_age,
+            ignore_config=body.ignore_config,
+        )
+        state = await self._ledger.state(deployment.name)
+        fleet = fleet_of(state, [view.report for view in deployment.replicas.views if view.report])
+        result = await self._ledger.signal(deployment.name, signal, fleet, chain_max=self._chain_max)
+        desired = result.desired
+        deployment.signalled(desired)
+        return JSONResponse(
+            {
+                "identity": desired.snapshot,
+                "generation": desired.generation,
+                "changed": result.changed,
+                "reset_prompt_cache": desired.reset_prompt_cache,
+                "max_cache_age": desired.max_cache_age,
+                "kind": "delta" if desired.parents else "full",
+            }
+        )
+
+    async def hint(self, request: Request) -> Response:
+        deployment = self._deployments.named(request.headers)
+        body = parse_hint(await read_body(request))
+        url, bucket = await self._url(request, deployment, body)
+        await _look_for(url, bucket, body.names)
+        hint = Hint(snapshot=body.identity, url=url, files=body.names)
+        views = deployment.replicas.views
+        told = await asyncio.gather(*(deployment.replicas.send_hint(view, hint) for view in views))
+        accepted = [view.name for view, took in zip(views, told, strict=True) if took]
+        answer = {"identity": body.identity, "files": list(body.names), "replicas": accepted}
+        return JSONResponse(answer, status_code=202)
+
+    async def status(self, request: Request) -> Response:
+        deployment = self._deployments.named(request.headers)
+        state = await self._ledger.state(deployment.name)
+        rows = replica_rows(state, deployment.replicas.views, deployment.troubles)
+        return JSONResponse({"replicas": rows})
+
+    async def get_ledger(self, request: Request) -> Response:
+        name = self._named(request)
+        limit = whole_number(request, "limit", TRANSITIONS_SHOWN, 1, TRANSITIONS_SHOWN_MAX)
+        newest = await self._ledger.transitions(name, newest=limit + 1)
+        snapshots = await self._ledger.snapshots(name)
+        state = await self._ledger.state(name)
+
+        # A long run's answer has many megabytes. It is made in a thread: the loop's streams would wait for it.
+        def shown() -> bytes:
+            body = ledger_body(state, snapshots, newest[-limit:])
+            return msgspec.json.encode({**body, "older_transitions_left_out": len(newest) > limit})
+
+        return Response(await asyncio.to_thread(shown), media_type="application/json")
+
+    async def reset_ledger(self, request: Request) -> Response:
+        deployment = self._deployments.get(self._named(request))
+        reports = [view.report for view in deployment.replicas.views if view.report]
+        floor = max((report.generation for report in reports), default=0)
+        generation = await self._ledger.reset_ledger(deployment.name, floor)
+        deployment.order.learn((), reset=generation)
+        deployment.signalled()
+        state = await self._ledger.state(deployment.name)
+        return JSONResponse({"desired_snapshot_identity": state.snapshot, "generation": generation})
+
+    async def _url(
+        self, request: Request, deployment: Deployment, body: SignalBody | HintBody
+    ) -> tuple[str, str]:
+        """Where the snapshot lies, and in which bucket: the deployment's, under its identity, or where the header says."""
+        row = await self._ledger.deployment(deployment.name)
+        if row.fields.get("enableHotLoad") is False:
+            raise SnapshotRefused(f"{row.name} has enableHotLoad false", param="enableHotLoad")
+        bucket = row.bucket_url
+        source = request.headers.get(SOURCE_URL_HEADER)
+        url = snapshot_url(bucket, body.identity)
+        if source:
+            url, bucket = source_url(source, (bucket, *self._allowed_buckets))
+        grant = grant_of(request)
+        if not grant.everywhere((PUBLISH,)):
+            buckets = {row.name: row.bucket_url for row in await self._ledger.deployments()}
+            if not any(grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.name,)):
+                raise forbidden((PUBLISH,), "the place of this snapshot")
+        return url, bucket
+
+    def _named(self, request: Request) -> str:
+        name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
+        return self._deployments.get(name).name
+
+
+def whose(url: str, buckets: Mapping[str, str]) -> list[str]:
+    """The deployments that a directory belongs to: those with the innermost bucket around it. buckets: by deployment."""
+    around = {name: bucket for name, bucket in buckets.items() if lies_in(url, bucket)}
+    depth = {name: len(parse_bucket(bucket).path.strip("/")) for name, bucket in around.items()}
+    return [name for name in around if depth[name] == max(depth.values())]
+
+
+async def _found(url: str, bucket: str) -> Found:
+    """The files at `url`, which are there before they are signalled."""
+    try:
+        return await find_snapshot(url, bucket)
+    except SnapshotMissing as error:
+        raise SnapshotRefused(f"{error}; write the snapshot, then signal it", param="identity") from error
+    except SnapshotCorrupt as error:
+        # No retry makes the file another one.
+        raise SnapshotRefused(str(error), param="identity") from error
+    except SnapshotError as error:
+        raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
+
+
+def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> Fleet:
+    """What the ledger has to know of the replicas to take a signal."""
+    desired = state.desired
+    failed = desired is not None and any(failure(state, report, desired) for report in reports)
+    return Fleet(
+        failed_generation=desired.generation if desired is not None and failed else None,
+        generation_floor=max((report.generation for report in reports), default=0),
+        serving=tuple((report.snapshot, serving_generation(report)) for report in reports if report.ready),
+    )
+
+
+async def _look_for(url: str, bucket: str, names: Sequence[str]) -> None:
+    """Raise SnapshotRefused, naming it, when one of the files is not in the bucket."""
+    try:
+        await asyncio.to_thread(check_inside, url, bucket, names)
+    except SnapshotCorrupt as out:
+        raise SnapshotRefused(f"files: {out}", param="files") from out
+    at_once = asyncio.Semaphore(LOOKED_FOR_AT_ONCE)
+
+    async def look(name: str) -> SnapshotError | None:
+        async with at_once:
+            try:
+                await find_file(url, name)
+            except SnapshotError as error:
+                return error
+            return None
+
+    looked = zip(names, await asyncio.gather(*map(look, names)), strict=True)
+    errors = [(name, error) for name, error in looked if error is not None]
+    for name, error in errors:
+        if isinstance(error, SnapshotCorrupt):
+            raise SnapshotRefused(f"files: {error}", param="files") from error
+        if isinstance(error, SnapshotMissing):
+            raise SnapshotRefused(
+                f"files: {name} is not in the bucket ({error}); write a file, then hint at it", param="files"
+            ) from error
+    if errors:
+        raise ReplicaUnavailable(f"the bucket cannot be read now: {errors[0][1]}") from errors[0][1]

@@ -1,0 +1,179 @@
+"""The sessions API: what the turns of each session were like, as the replicas that hold it say, and closing one.
+
+    GET /v1/sessions?limit=100&after=KEY    GET /v1/sessions/KEY    DELETE /v1/sessions/KEY
+
+Always holds:
+- A tenant sees and closes its own sessions only. Sessions are those of the deployment that the headers name, else of the
+  default one.
+- Replicas are asked each time; one that does not answer is named, and what others say is shown.
+- A session that lived on several replicas is shown as one, all its turns together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.sessionkey import check_key
+from midstream.core.types import HEADER_TENANT, Session, SessionsAsked, SessionsHeld, SessionStats
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.view import ReplicaView
+from midstream.http.bodies import whole_number
+
+PAGE_SIZE = 100
+PAGE_SIZE_MAX = 1000
+# Replicas that are asked at once.
+_ASKED_AT_ONCE = 64
+
+_held = msgspec.json.Decoder(SessionsHeld)
+
+
+def session_routes(deployments: Deployments) -> list[BaseRoute]:
+    api = _Api(deployments)
+    routes: list[BaseRoute] = []
+    for prefix in ("", "/inference"):
+        one = prefix + "/v1/sessions/{key:path}"
+        routes += [
+            Route(prefix + "/v1/sessions", api.list, methods=["GET"]),
+            Route(one, api.get, methods=["GET"]),
+            Route(one, api.delete, methods=["DELETE"]),
+        ]
+    return routes
+
+
+class _Api:
+    def __init__(self, deployments: Deployments) -> None:
+        self._deployments = deployments
+
+    async def list(self, request: Request) -> Response:
+        deployment = self._deployments.named(request.headers)
+        limit = whole_number(request, "limit", PAGE_SIZE, 1, PAGE_SIZE_MAX)
+        asked = SessionsAsked(
+            tenant=_tenant(request), after=request.query_params.get("after") or None, limit=limit
+        )
+        found, silent = await _ask(deployment, asked)
+        by_key: dict[str, list[tuple[str, SessionStats]]] = {}
+        for replica, stats in found:
+            by_key.setdefault(stats.key, []).append((replica, stats))
+        keys = sorted(by_key)
+        per_replica = [sum(replica == view.name for replica, _ in found) for view in _views(deployment)]
+        body = {
+            "object": "list",
+            "data": [_shown(deployment, by_key[key]) for key in keys[:limit]],
+            "has_more": len(keys) > limit or limit in per_replica,
+            "unreachable": silent,
+        }
+        return JSONResponse(body)
+
+    async def get(self, request: Request) -> Response:
+        deployment, session = self._deployments.named(request.headers), _session(request)
+        found, silent = await _ask(deployment, SessionsAsked(tenant=session[0], key=session[1]))
+        if not found:
+            _not_there(session, silent)
+        held = [{"replica": replica, **_measured([stats])} for replica, stats in found]
+        return JSONResponse(_shown(deployment, found) | {"replicas": held, "unreachable": silent})
+
+    async def delete(self, request: Request) -> Response:
+        deployment, session = self._deployments.named(request.headers), _session(request)
+        body = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
+        answers, silent = await _post(deployment, "/replica/sessions/close", body)
+        closed = [replica for replica, answer in answers if msgspec.json.decode(answer)["closed"]]
+        known = deployment.sessions.forget(session)
+        if not closed and not known:
+            _not_there(session, silent)
+        shown = {"id": session[1], "object": "session", "deleted": True}
+        return JSONResponse(shown | {"replicas": closed, "unreachable": silent})
+
+
+def _tenant(request: Request) -> str:
+    return request.headers.get(HEADER_TENANT, "")
+
+
+def _session(request: Request) -> Session:
+    return _tenant(request), check_key(request.path_params["key"], "key")
+
+
+def _not_there(session: Session, silent: Sequence[str]) -> None:
+    if silent:
+        raise ReplicaUnavailable(
+            f"not known whether there is such a session: no answer of {', '.join(silent)}"
+        )
+    raise NotFound(f"no replica holds a session {session[1]!r}", param="key")
+
+
+def _views(deployment: Deployment) -> Sequence[ReplicaView]:
+    return (*deployment.replicas.views, *deployment.replicas.leaving)
+
+
+async def _ask(
+    deployment: Deployment, asked: SessionsAsked
+) -> tuple[list[tuple[str, SessionStats]], list[str]]:
+    """(replica, what it knows) of each session on each replica, and who did not answer."""
+    answers, silent = await _post(deployment, "/replica/sessions", msgspec.json.encode(asked))
+    return [
+        (replica, stats) for replica, answer in answers for stats in _held.decode(answer).sessions
+    ], silent
+
+
+async def _post(deployment: Deployment, path: str, body: bytes) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """What each replica answered, and who did not."""
+    places = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+    async def one(view: ReplicaView) -> bytes | None:
+        async with places:
+            try:
+                return await deployment.replicas.post(view, path, body, 200)
+            except ReplicaUnavailable:
+                return None
+
+    views = _views(deployment)
+    answers = await asyncio.gather(*map(one, views))
+    both = list(zip(views, answers, strict=True))
+    told = [(view.name, answer) for view, answer in both if answer is not None]
+    return told, [view.name for view, answer in both if answer is None]
+
+
+def _shown(deployment: Deployment, found: Sequence[tuple[str, SessionStats]]) -> dict[str, Any]:
+    """replica: where the next request goes."""
+    stats = [one for _, one in found]
+    home = deployment.sessions.home((stats[0].tenant, stats[0].key))
+    latest = max(found, key=lambda one: one[1].stamp)[0]
+    about = {
+        "id": stats[0].key,
+        "object": "session",
+        "deployment": deployment.name,
+        "replica": home or latest,
+    }
+    return about | _measured(stats)
+
+
+def _measured(stats: Iterable[SessionStats]) -> dict[str, Any]:
+    """Times in seconds, `_at` since the epoch; None where nothing was measured."""
+    all_of = list(stats)
+
+    def total(name: str) -> Any:
+        return sum(getattr(one, name) for one in all_of)
+
+    newest = max(all_of, key=lambda one: one.used_at)
+    first_tokens, gaps, prompt = total("first_tokens"), total("token_gaps"), total("prompt_tokens")
+    return {
+        "opened_at": min(one.opened_at for one in all_of),
+        "used_at": newest.used_at,
+        "turns": total("turns"),
+        "open_turns": total("open_turns"),
+        "prompt_tokens": prompt,
+        "cached_prompt_tokens": total("cached_prompt_tokens"),
+        "cached_share": total("cached_prompt_tokens") / prompt if prompt else None,
+        "generated_tokens": total("generated_tokens"),
+        "generation_s": total("generation_s"),
+        "mean_time_to_first_token_s": total("time_to_first_token_s") / first_tokens if first_tokens else None,
+        "last_time_to_first_token_s": newest.last_time_to_first_token_s,
+        "mean_inter_token_s": total("generation_s") / gaps if gaps else None,
+    }

@@ -1,0 +1,468 @@
+"""Settings: what they are, their defaults, and how a TOML file and command-line options combine. No I/O but reading the file.
+
+Always holds: an option on the command line wins over the file, and the file over the default. An unknown key in the file is
+an error that names it. A bound of one setting stands in its type. `Settings.__post_init__` checks only what several settings
+mean together, and the keys. An error names the setting, the value and what was expected, and never shows a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from midstream.core.errors import ConfigError
+from midstream.core.scopes import parse_grant
+
+EngineKind = Literal["embedded", "vllm"]
+Dtype = Literal["bfloat16", "float32"]
+Kernels = Literal["auto", "native", "torch"]
+SwapOrder = Literal["together", "one-by-one"]
+Launcher = Literal["local", "ray"]
+
+_FINITE = sys.float_info.max
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE_PATTERN = r"^([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|kB|MB|GB)\Z"
+_SIZE_EXPECTED = f"expected a number and one of {', '.join(_UNITS)}"
+_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
+_NAME_EXPECTED = "expected letters, digits, '.', '_' and '-', at most 128"
+
+# The description of a bound is the end of the error that a value outside it gets.
+Positive = Annotated[float, Meta(gt=0, le=_FINITE, description="must be above 0 and finite")]
+NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, description="must be at least 0 and finite")]
+Seconds = Annotated[float, Meta(ge=1, le=_FINITE, description="must be at least 1 and finite")]
+Count = Annotated[int, Meta(ge=1, description="must be at least 1")]
+CountOrZero = Annotated[int, Meta(ge=0, description="must be at least 0")]
+Size = Annotated[str, Meta(pattern=_SIZE_PATTERN, description=_SIZE_EXPECTED)]
+Name = Annotated[str, Meta(pattern=_NAME_PATTERN, description=_NAME_EXPECTED)]
+Weight = Annotated[float, Meta(gt=0, le=1e6, description="must be above 0 and at most 1e6")]
+BaseModel = Annotated[
+    str,
+    Meta(
+        pattern=r"(?s)^(?=\S)(?=.*\S\Z).{1,1024}\Z",
+        description="must hold names of 1 to 1024 characters, without blanks around them",
+    ),
+]
+VllmUrl = Annotated[
+    str, Meta(pattern=r"^http://[^/\s]+:[0-9]+\Z", description="must be of the form http://HOST:PORT")
+]
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The embedded engine. Sizes in tokens unless the name says otherwise."""
+
+    # None means the checkpoint's own dtype.
+    dtype: Dtype | None = None
+    device: str = "cpu"
+    # Our compiled CPU kernels; native: these or no start; torch: never; auto: where they can.
+    kernels: Kernels = "auto"
+    block_size: Annotated[int, Meta(ge=2, description="must be at least 2")] = 16
+    # Capacity of the paged KV cache, in tokens.
+    kv_cache_tokens: int = 65536
+    # The cache's size in bytes, such as "512MiB" or "4GiB". It wins over kv_cache_tokens.
+    kv_cache_memory: Size | None = None
+    # Tokens computed in one step. Longer prompts are prefilled in chunks.
+    max_batch_tokens: Count = 1024
+    # Of these, prompt tokens beside decoding sequences: bounds the gap in their streams.
+    max_prefill_tokens: Count = 256
+    # Sequences stepped together.
+    max_running: Count = 128
+    # Requests that may wait in the engine. A further one is a 429.
+    max_waiting: Count = 4096
+    # Threads of one replica's engine. 0 shares the cores out among the replicas.
+    threads: CountOrZero = 0
+    # An engine that has not loaded its model by then is given up.
+    load_s_max: Seconds = 600.0
+    # An engine reports between steps. One that was not heard for so long is replaced.
+    silence_s_max: Seconds = 60.0
+
+
+def parse_size(what: str, text: str) -> int:
+    """Bytes of a size such as "512MiB". Raises ConfigError."""
+    match = re.search(_SIZE_PATTERN, text)
+    if match is None:
+        raise ConfigError(f"{what} {text!r}: {_SIZE_EXPECTED}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An API key that may not do everything."""
+
+    # The key itself, or "sha256:" and the 64 hexadecimal digits of its SHA-256.
+    key: str
+    # Of midstream/scopes.py: sample, publish, observe, operate; on one deployment only as "sample:NAME".
+    scopes: tuple[str, ...]
+    # The owner of the key. Keys of one tenant share sessions, caches and Tinker models.
+    tenant: Name | None = None
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_body_bytes: Count = 64 * 2**20
+    max_header_bytes: Count = 64 * 2**10
+    # These bounds are each gateway process's own (workers); without API keys everybody is one tenant.
+    # Request bodies that have begun to arrive and are not complete, together: beyond that a 413 that says to retry.
+    # None: 512 MiB, or four times max_body_bytes if that is more; per tenant half of it.
+    max_unfinished_body_bytes: int | None = None
+    max_unfinished_body_bytes_per_tenant: int | None = None
+    # Bytes/s that a body has to bring, counted over 30 s, or it is a 408. 0: one byte in 30 s.
+    min_body_rate: CountOrZero = 1024
+    # 0: no bound. Beyond it a tenant's idle connections are closed; when none is idle, the new one gets a 429.
+    max_connections_per_tenant: CountOrZero = 0
+    # Completions in flight. A further one is a 429. 0 means no bound.
+    max_requests_per_tenant: CountOrZero = 0
+    # A new session goes to no replica above (1 + load_bound) x mean in-flight requests.
+    load_bound: Positive = 0.25
+    # Placements that are remembered. The least recently used one goes first.
+    max_sessions: Count = 1_000_000
+    # Base URLs of replicas of the default deployment that others run.
+    replicas: tuple[str, ...] = ()
+    # HOST:PORT: there is one such replica at each address of the host.
+    replicas_dns: str | None = None
+    # Part of new work, by name (HOST:PORT of those that others run); else 1.
+    replica_weights: dict[str, Weight] = {}
+    # Hosts, or HOST:PORT, whose replicas may join through the API.
+    allowed_replicas: tuple[str, ...] = ()
+    # A replica closes a session that had no turn for so long.
+    session_idle_s: Positive = 3600.0
+    # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
+    follow_prefixes: bool = True
+    connect_timeout_s: Positive = 5.0
+    # A replica not heard of for so long gets no new requests, and its sessions are placed anew.
+    replica_silence_s: Positive = 3.0
+    keep_alive_s: Positive = 75.0
+    # Files in PEM format, both or neither; with them the port speaks HTTPS only.
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    # Gateway processes that share the port.
+    workers: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1
+    # A replaced process goes on with its requests for so long.
+    restart_drain_s: Positive = 600.0
+    # A key written as text may do everything; one written as a table, what its scopes say. Empty: everybody may do everything.
+    api_keys: tuple[str | KeySettings, ...] = ()
+    # Incremental snapshots that may stand on one full snapshot.
+    chain_max: Count = 64
+    # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).
+    allowed_buckets: tuple[str, ...] = ()
+
+    @property
+    def unfinished_body_bytes(self) -> tuple[int, int]:
+        """Together, and of one tenant."""
+        together = self.max_unfinished_body_bytes or max(512 * 2**20, 4 * self.max_body_bytes)
+        return together, self.max_unfinished_body_bytes_per_tenant or max(self.max_body_bytes, together // 2)
+
+
+class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Tinker API, of the default deployment."""
+
+    enabled: bool = True
+    # Further names that clients may call the served model.
+    base_models: tuple[BaseModel, ...] = ()
+    # What a client of a base model samples from. exact: the snapshot base; serving: whatever serves.
+    base_model_clients: Literal["exact", "serving"] = "exact"
+    # The dtype of the weights that are trained.
+    trainer_dtype: Dtype = "float32"
+    trainer_device: str = "cpu"
+    # Threads of the trainer. 0 means as many as one replica's engine has.
+    trainer_threads: CountOrZero = 0
+    # Of a run's snapshots, one in so many is sent whole. The others are sent as deltas.
+    full_every: Count = 20
+
+
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM servers behind the replicas, with engine = "vllm"."""
+
+    # Interpreter of the environment that vLLM is installed in. None means this process's own.
+    python: str | None = None
+    # Arguments of each vLLM server. They follow those that midstream gives.
+    args: tuple[str, ...] = ()
+    # Environment variables of each vLLM server, beside this process's own.
+    env: dict[str, str] = {}
+    # Running servers to attach to instead of starting them, one per replica, in their order: http://HOST:PORT.
+    urls: tuple[VllmUrl, ...] = ()
+    # Of each replica that `midstream serve` starts on this machine, by its number; 0: each sees all.
+    gpus: CountOrZero = 0
+    # A server that does not answer by then is given up.
+    load_s_max: Positive = 1800.0
+    # A server that does not answer /health for so long is replaced.
+    silence_s_max: Positive = 60.0
+    # Requests inside a replica. A further one is a 429.
+    max_waiting: Count = 4096
+
+
+class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where replicas run, with launcher = "ray"."""
+
+    # Address of the cluster, as ray.init takes it. None means the cluster that this machine is part of.
+    address: str | None = None
+    # What each replica's actor reserves.
+    cpus: NotNegative = 1.0
+    gpus: NotNegative = 0.0
+    # Further resources, by name.
+    resources: dict[str, NotNegative] = {}
+    # One placement group per replica, of so many bundles of the above; more than one for an engine that spans nodes.
+    bundles: Count = 1
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_PACK"
+    # The gateway is an actor too, instead of a child of `midstream serve`.
+    gateway: bool = False
+    # Number of gateways, each on a node of its own.
+    gateways: Count = 1
+    # What the actor of each gateway asks for, such as {"node:10.0.0.7" = 0.01}.
+    gateway_resources: dict[str, NotNegative] = {}
+    # Interpreter on the nodes, where it is not the one of the actors.
+    python: str | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # A built-in name or a Hugging Face directory.
+    model: str = "tiny-moe"
+    # Further models that can be deployed: name to Hugging Face directory.
+    models: dict[str, str] = {}
+    replicas: int = 2
+    engine: EngineKind = "embedded"
+    launcher: Launcher = "local"
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="must be 0 to 65535")] = 8080
+    # None means file://<state-dir>/bucket.
+    bucket: str | None = None
+    # What a replica's snapshots may take on disk, e.g. "20GiB"; None: what is in use and one snapshot more.
+    snapshot_cache: Size | None = None
+    transition: Literal["async", "sync"] = "async"
+    # one-by-one: all replicas prepare a snapshot, then switch to it one after another.
+    swap_order: SwapOrder = "together"
+    # An async swap waits so long for requests that are pinned to what serves.
+    pin_drain_s: Annotated[float, Meta(ge=0, le=86400, description="must be 0 to 86400 seconds")] = 60.0
+    # URL of the ledger's database. None means an SQLite file in state_dir.
+    database: str | None = None
+    state_dir: str = ".midstream"
+    account: Name = "local"
+    deployment: Name = "default"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # The secret that replicas ask of their callers. None: a new one is made at each start.
+    replica_token: str | None = None
+    embedded: EngineSettings = EngineSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    tinker: TinkerSettings = TinkerSettings()
+    vllm: VllmSettings = VllmSettings()
+    ray: RaySettings = RaySettings()
+
+    def __post_init__(self) -> None:
+        for holds, message in (*_own_checks(self), *_key_checks(self.gateway.api_keys), *_ray_checks(self)):
+            if not holds:
+                raise ConfigError(f"configuration: {message}")
+
+
+#: option -> the setting, by the section it is in
+SECTION_OPTIONS = {
+    "embedded": {"kv_cache_memory": "kv_cache_memory"},
+    "gateway": {
+        "gateway_workers": "workers",
+        "tls_cert": "tls_cert",
+        "tls_key": "tls_key",
+        "replica_url": "replicas",
+        "replicas_dns": "replicas_dns",
+    },
+    "vllm": {"vllm_args": "args", "vllm_python": "python", "vllm_url": "urls"},
+    "ray": {"ray_address": "address"},
+}
+
+
+def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
+    """Settings from `file` (TOML) with `overrides` (None = not given) on top. Raises ConfigError.
+
+    overrides: top-level names, no_tinker, and those of SECTION_OPTIONS; vllm_args in one string, as a shell reads it.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(Path(file).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {file}: cannot be read: {error}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--config {file}: not valid TOML: {error}") from error
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        if "vllm_args" in given:
+            given["vllm_args"] = shlex.split(given["vllm_args"])
+    except ValueError as error:
+        raise ConfigError(f"--vllm-args {given['vllm_args']!r}: {error}") from error
+    if given.pop("no_tinker", False):
+        values["tinker"] = {**values.get("tinker", {}), "enabled": False}
+    for section, options in SECTION_OPTIONS.items():
+        ours = {name: given.pop(option) for option, name in options.items() if option in given}
+        if ours:
+            values[section] = {**values.get(section, {}), **ours}
+    values.update(given)
+    try:
+        return msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {_said(str(error), values)}") from error
+
+
+def _said(error: str, values: dict[str, Any]) -> str:
+    """msgspec's message about a bound of ours, told with the setting's name and its value; any other message as it is."""
+    path = re.search(r"`\$\.([^`]+)`$", error)
+    steps = re.findall(r"[^.\[\]]+|\.\.\.", path[1]) if path else []
+    hint = _bounded(Settings, [step for step in steps if step.isidentifier()])
+    if hint is None or ", got `" in error:
+        return error
+    value: Any = values
+    for at, step in enumerate(steps):
+        if step == "...":
+            step = steps[at] = next(key for key, entry in value.items() if not _fits(entry, hint))
+        value = value[int(step) if isinstance(value, (list, tuple)) else step]
+    name = ".".join(step for step in steps if not step.isdigit())
+    # A URL may hold a password.
+    shown = re.sub(r"//[^/]*@", "//***@", repr(value))
+    expected = hint.__metadata__[0].description
+    return f"{name} {expected}, got {shown}" if expected.startswith("must") else f"{name} {shown}: {expected}"
+
+
+def _bounded(hint: Any, names: list[str]) -> Any:
+    """The annotated type with a bound of ours that `names` lead to, from `hint` on; None: there is none."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        fields = get_type_hints(hint, include_extras=True)
+        return _bounded(fields[names[0]], names[1:]) if names and names[0] in fields else None
+    if not names and hasattr(hint, "__metadata__"):
+        return hint
+    return next((found for arg in get_args(hint) if (found := _bounded(arg, names)) is not None), None)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises ConfigError unless `name` can be a segment of a resource name (no '/', no '@', nothing to escape)."""
+    if not re.search(_NAME_PATTERN, name):
+        raise ConfigError(f"{what} {name!r}: {_NAME_EXPECTED}")
+
+
+def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
+    gateway, embedded, vllm = settings.gateway, settings.embedded, settings.vllm
+    elsewhere = gateway.replicas or gateway.replicas_dns or gateway.allowed_replicas
+    yield (
+        settings.replicas >= (0 if elsewhere else 1),
+        f"replicas must be at least 1, or 0 where others run replicas, got {settings.replicas}",
+    )
+    yield (
+        embedded.max_batch_tokens >= embedded.max_running,
+        f"embedded.max_batch_tokens must be at least embedded.max_running ({embedded.max_running}), "
+        f"or running sequences would starve, got {embedded.max_batch_tokens}",
+    )
+    yield (
+        embedded.kv_cache_tokens >= 2 * embedded.block_size,
+        f"embedded.kv_cache_tokens must hold at least two blocks of {embedded.block_size}, "
+        f"got {embedded.kv_cache_tokens}",
+    )
+    yield (
+        min(gateway.unfinished_body_bytes) >= gateway.max_body_bytes,
+        "gateway.max_unfinished_body_bytes and its _per_tenant must be at least gateway.max_body_bytes "
+        f"({gateway.max_body_bytes}), or no body of that size could come, got {gateway.unfinished_body_bytes}",
+    )
+    yield (
+        (gateway.tls_cert is None) == (gateway.tls_key is None),
+        "gateway.tls_cert and gateway.tls_key go together",
+    )
+    yield (
+        settings.engine != "vllm" or not vllm.urls or len(vllm.urls) >= settings.replicas,
+        f"vllm.urls names {len(vllm.urls)} servers for {settings.replicas} replicas",
+    )
+
+
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+def key_digest(text: str) -> bytes:
+    """The SHA-256 of a key that is written as itself or as its digest."""
+    match = _DIGEST.fullmatch(text)
+    return bytes.fromhex(match[1]) if match else hashlib.sha256(text.encode()).digest()
+
+
+def _key_checks(keys: tuple[str | KeySettings, ...]) -> list[tuple[bool, str]]:
+    """Never with a key in a message. Raises ConfigError on a scope that is none."""
+    texts = [entry if isinstance(entry, str) else entry.key for entry in keys]
+    checks = [
+        (all(key.strip() == key != "" for key in texts), "gateway.api_keys must not hold an empty key"),
+        (
+            all(_DIGEST.fullmatch(key) for key in texts if key.startswith("sha256:")),
+            "gateway.api_keys: sha256: is followed by the 64 hexadecimal digits of a key's SHA-256",
+        ),
+        (len(set(map(key_digest, texts))) == len(texts), "gateway.api_keys holds a key twice"),
+    ]
+    for number, entry in enumerate(keys, 1):
+        if isinstance(entry, str):
+            continue
+        checks.append((bool(entry.scopes), f"gateway.api_keys: number {number} has no scopes"))
+        try:
+            parse_grant(entry.scopes)
+        except ConfigError as error:
+            raise ConfigError(f"configuration: gateway.api_keys: number {number}: {error}") from error
+    return checks
+
+
+#: Ray's own resources, of which a node has enough for several gateways.
+NODE_HAS_MORE = ("CPU", "GPU", "memory", "object_store_memory", "accelerator_type:")
+
+
+def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
+    ray = settings.ray
+    placed = settings.launcher == "ray" and ray.gateway
+    several = settings.launcher == "ray" and ray.gateways > 1
+    kept = any(name.startswith("node:") for name in ray.gateway_resources)
+    own = any(amount and not name.startswith(NODE_HAS_MORE) for name, amount in ray.gateway_resources.items())
+    return [
+        (
+            any((ray.cpus, ray.gpus, *ray.resources.values())),
+            "one of ray.cpus, ray.gpus and ray.resources must be above 0",
+        ),
+        (
+            settings.launcher != "ray" or settings.vllm.gpus == 0,
+            "vllm.gpus is for replicas on one machine: set ray.gpus",
+        ),
+        (
+            settings.launcher != "ray" or not settings.vllm.urls,
+            "vllm.urls and launcher ray exclude each other: Ray says on which node a replica is, so none could be meant",
+        ),
+        (
+            not (ray.address or "").startswith("ray://"),
+            "ray.address must be HOST:PORT of a cluster that this machine is a node of, not a Ray client's ray:// address",
+        ),
+        (
+            not placed or not settings.tinker.enabled,
+            "ray.gateway and the Tinker API exclude each other: the front runs beside the gateway; give --no-tinker",
+        ),
+        (
+            not placed or settings.database is not None or (kept and not several),
+            "ray.gateway needs a database that every node reaches (--database postgresql://...), or gateway_resources that "
+            'keep the gateway on one node, e.g. {"node:10.0.0.7" = 0.01}',
+        ),
+        (
+            not several or ray.gateway,
+            "ray.gateways above 1 needs ray.gateway = true: Ray places them on nodes of their own",
+        ),
+        (
+            not several or (own and not kept),
+            "ray.gateways above 1 needs ray.gateway_resources with one that a node has for one gateway only, "
+            "e.g. {gateway = 1}: they listen at the same port, so each needs a node of its own",
+        ),
+    ]
+
+
+def model_resource(settings: Settings, model_name: str) -> str:
+    return f"accounts/{settings.account}/models/{model_name}"
+
+
+def deployment_resource(settings: Settings) -> str:
+    return f"accounts/{settings.account}/deployments/{settings.deployment}"

@@ -1,0 +1,209 @@
+"""One error tree and its HTTP mapping.
+
+    MidstreamError
+      InvalidRequest 400            the request must change
+        UnknownField 400
+        SnapshotRefused 400         a hot-load signal that cannot be taken
+      Unauthorized 401
+      Forbidden 403                 the API key may not do that; no retry helps
+      NotFound 404
+      RequestTimeout 408            the client did not send its request in time
+      Conflict 409
+        SnapshotNotServed           retryable: no replica serves what the request asks for
+      PayloadTooLarge 413
+        BodiesTooLarge              retryable: together with the bodies that are still arriving
+      UnsupportedEncoding 415       a compressed body
+      RequestLostReplicas 422       replicas were lost with this request: it is not tried again
+      SnapshotTransition 425        retryable: a swap has closed the gate
+      Overloaded 429                retryable: queue full
+      HeadersTooLarge 431
+      EngineFailed 500              this request failed inside the engine
+      ReplicaUnavailable 503        retryable: no replica can take it now
+        EngineLost                  the engine stopped while it worked on the request
+    SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
+      SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
+
+Always holds: an error that a retry may cure has `retry_after_s`; the others have none. Bodies have one shape,
+`{"error": {"message", "type", "code", "param"}}`, which both the OpenAI and the Fireworks clients read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+HEADER_LOST = "x-midstream-lost"
+
+
+class MidstreamError(Exception):
+    """An error a client sees. `message` is for the person; `param` names the request field at fault."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.code, "code": self.code, "param": self.param}}
+
+    def event_body(self) -> dict[str, Any]:
+        """The body as a stream's last event. The stream's own status was sent long ago: clients read this one for retries."""
+        body = self.body()
+        body["error"]["status_code"] = self.status
+        return body
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+
+class InvalidRequest(MidstreamError):
+    status = 400
+    code = "invalid_request_error"
+
+
+class UnknownField(InvalidRequest):
+    """Fireworks' wording: clients match it, drop the field and retry."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"Extra inputs are not permitted, field: '{field}'", param=field)
+
+
+class SnapshotRefused(InvalidRequest):
+    pass
+
+
+class Unauthorized(MidstreamError):
+    status = 401
+    code = "authentication_error"
+
+
+class Forbidden(MidstreamError):
+    status = 403
+    code = "permission_error"
+
+
+class NotFound(MidstreamError):
+    status = 404
+    code = "not_found_error"
+
+
+class RequestTimeout(MidstreamError):
+    status = 408
+    code = "request_timeout"
+
+
+class Conflict(MidstreamError):
+    status = 409
+    code = "conflict_error"
+
+
+class SnapshotNotServed(Conflict):
+    """`serving`: of each replica, `{"replica", "snapshot", "stage"}`; `newest`: the snapshot that staleness counts from."""
+
+    code = "snapshot_not_served"
+    retry_after_s = 1
+
+    def __init__(
+        self, message: str, serving: Sequence[Mapping[str, Any]] | None = None, newest: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.serving = serving
+        self.newest = newest
+
+    def body(self) -> dict[str, Any]:
+        if self.serving is None:
+            return super().body()
+        return {**super().body(), "serving": list(self.serving), "newest": self.newest}
+
+
+class PayloadTooLarge(MidstreamError):
+    status = 413
+    code = "payload_too_large"
+
+
+class BodiesTooLarge(PayloadTooLarge):
+    """Not this body alone: all that are still arriving. OpenAI's and Fireworks' clients retry a 413 that says they should."""
+
+    retry_after_s = 1
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "x-should-retry": "true"}
+
+
+class UnsupportedEncoding(MidstreamError):
+    status = 415
+    code = "unsupported_content_encoding"
+
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": "identity"}
+
+
+class RequestLostReplicas(MidstreamError):
+    """Terminal, and says so in the header that the OpenAI and Fireworks clients heed before the status."""
+
+    status = 422
+    code = "request_lost_replicas"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "x-should-retry": "false"}
+
+
+class SnapshotTransition(MidstreamError):
+    status = 425
+    code = "snapshot_transition"
+    retry_after_s = 1
+
+
+class Overloaded(MidstreamError):
+    status = 429
+    code = "overloaded_error"
+    retry_after_s = 1
+
+
+class HeadersTooLarge(MidstreamError):
+    status = 431
+    code = "headers_too_large"
+
+
+class EngineFailed(MidstreamError):
+    status = 500
+    code = "engine_error"
+
+
+class ReplicaUnavailable(MidstreamError):
+    status = 503
+    code = "replica_unavailable"
+    retry_after_s = 1
+
+
+class EngineLost(ReplicaUnavailable):
+    """A replica's word to its gateway, in HEADER_LOST, that the request may have been the cause."""
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), HEADER_LOST: "1"}
+
+
+class SnapshotError(Exception):
+    """A snapshot that cannot be served. The message names the file or tensor and what was expected."""
+
+
+class SnapshotMissing(SnapshotError):
+    pass
+
+
+class SnapshotCorrupt(SnapshotError):
+    pass
+
+
+class SnapshotIncompatible(SnapshotError):
+    pass
+
+
+class ConfigError(Exception):
+    """A setting that cannot work; the command line prints it as one line and exits with 2."""

@@ -1,0 +1,535 @@
+"""The vocabulary every part of midstream shares. No I/O, no torch.
+
+The unit is the token record: a token, two log-probabilities, a snapshot and an MoE route. The token was sampled from the
+snapshot's logits, and the forward pass that produced it took that route. Streams, plain responses, metrics and tests are
+views of token records.
+
+Always holds:
+- A record describes ONE forward pass: `logprob`, `snapshot` and `route` belong to the pass whose logits scored the token.
+  For the token at position i its input position was i-1. The pass that later consumes the token is another one.
+- A snapshot is named by its identity everywhere. `BASE_SNAPSHOT` names the weights the server started with.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Literal
+
+import msgspec
+
+BASE_SNAPSHOT = "base"
+
+#: Internal request headers, set by the gateway (it drops any a client sends) and read by replicas.
+# The session key, percent-encoded. A request without it has no session.
+HEADER_SESSION = "x-midstream-session"
+# The secret between a gateway and its replicas, when they have one.
+HEADER_TOKEN = "x-midstream-token"
+# The owner of the API key. Without it there is a single tenant.
+HEADER_TENANT = "x-midstream-tenant"
+# What the API key may do. Only the control app gets it.
+HEADER_SCOPES = "x-midstream-scopes"
+# Stamp of a session that begins, or begins again, on this replica.
+HEADER_PLACED = "x-midstream-placed"
+
+# Clients send it: a signal's files replace what the identity meant.
+HEADER_OVERWRITE = "x-midstream-overwrite"
+# Clients send it: a new session begins where its prompt is known.
+HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+ResetPromptCache = Literal["all", "new_session", "none"]
+TransitionType = Literal["ASYNC", "SYNC"]
+CompressionFormat = Literal["arc_v1", "arc_v2"]
+
+
+class TopLogprob(msgspec.Struct, array_like=True, frozen=True):
+    token_id: int
+    # Of the raw model, in nats.
+    logprob: float
+
+
+#: Choices that a record may call near ties; a record's `near_tie` has bit i for the i-th. native/sample.h has the same bits.
+NEAR_TIES = ("router", "top_k", "top_p", "min_p", "greedy")
+NEAR_ROUTER, NEAR_TOP_K, NEAR_TOP_P, NEAR_MIN_P, NEAR_GREEDY = (1 << i for i in range(len(NEAR_TIES)))
+
+
+class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
+    """One token and the forward pass that produced (generated) or scored (prompt) it.
+
+    logprob: log p of the raw model, natural log, before temperature and filters. 0.0 for the first prompt token,
+        which nothing scores.
+    sampling_logprob: log p under the distribution actually sampled from (temperature, top-p, top-k, penalties);
+        None on prompt tokens; NaN where the engine cannot tell.
+    route: bytes of a C-order [moe_layers, top_k] array, uint8 (little-endian uint16 above 256 experts).
+        None when not asked for, on a dense model, and on the first prompt token.
+    near_tie: bits of NEAR_TIES: choices of that pass that another rounding of the same numbers may make differently. A
+        prompt token has no other than "router". 0 also where the engine cannot tell.
+    """
+
+    token_id: int
+    logprob: float
+    sampling_logprob: float | None
+    snapshot: str
+    route: bytes | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+    near_tie: int = 0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. temperature 0 is greedy; top_k <= 0 and top_p >= 1 and min_p <= 0 switch those filters off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    # Choice i of a request samples with stream (seed, i, position).
+    seed: int = 0
+    # Generation ends after one of these tokens. The token is part of the records.
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to an engine: token ids in, token records out.
+
+    salt: namespace of the prefix cache (tenant, isolation key and prompt-cache namespace, mixed by the replica). KV is
+        shared only between requests of equal salt.
+    prompt_records: how many of the last prompt tokens to return records for (echo); 0 = none.
+    want_kv_snapshots: tell which snapshots computed the KV (GenerationEvent.kv_snapshots).
+    grammar: what the generated text must match, in llguidance's Lark dialect or JSON; None: anything. Only for an engine
+        whose ModelInfo.grammars is true. replica/text/grammar.py has checked it: one that does not compile is an error event.
+    want_logprobs: False: nobody will look at them; an engine may leave `logprob` at 0.0 and alternatives out.
+    reproducible: False: nobody chose the seed; an engine may draw in any way.
+    urgent: goes before requests that wait, and beside as many as run already.
+    kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
+    emitted: of each choice, the tokens that another engine generated already: it goes on behind them as if it had made them
+        itself. None: this choice is over, nothing of it is computed. (): every choice begins at its beginning.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    salt: bytes = b""
+    want_routes: bool = False
+    top_logprobs: int = 0
+    prompt_records: int = 0
+    want_kv_snapshots: bool = False
+    grammar: str | None = None
+    kv_age_max: int | None = None
+    emitted: tuple[tuple[int, ...] | None, ...] = ()
+    want_logprobs: bool = True
+    reproducible: bool = True
+    urgent: bool = False
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The choices that are to be generated."""
+        return tuple(i for i in range(self.n) if not self.emitted or self.emitted[i] is not None)
+
+    def emitted_of(self, choice: int) -> tuple[int, ...]:
+        return (self.emitted[choice] or ()) if self.emitted else ()
+
+
+class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports for one choice after a step.
+
+    `finish` is set on the last event of the choice and only there. `error` ends the whole request: a message for the user; no
+    further event follows. The first event of a choice carries three more fields.
+
+    cached_tokens: prompt tokens whose KV was reused.
+    queued_s: seconds until the choice was given a place in a step.
+    prompt: under echo, records of the last `prompt_records` prompt tokens.
+    kv_snapshots: when asked for, which snapshot computed the KV of each position so far. Its (snapshot, start, end) spans go
+        over prompt and generated tokens from position 0, end exclusive. It comes with the first event, with the last one,
+        and after a change that is more than growth of the last span (a swap, a recomputation). The token reported last has
+        no KV yet.
+    """
+
+    index: int = 0
+    tokens: tuple[TokenRecord, ...] = ()
+    prompt: tuple[TokenRecord, ...] | None = None
+    cached_tokens: int | None = None
+    queued_s: float | None = None
+    finish: FinishReason | None = None
+    error: str | None = None
+    kv_snapshots: tuple[tuple[str, int, int], ...] | None = None
+
+
+class Stage(enum.StrEnum):
+    """Where a replica stands with a snapshot. The legal moves are the table in replica/swap/table.py."""
+
+    # The replica serves and has nothing to do.
+    IDLE = "idle"
+    FETCHING = "fetching"
+    # An incremental snapshot: parent and delta become whole files.
+    REBUILDING = "rebuilding"
+    VERIFYING = "verifying"
+    STAGING = "staging"
+    # Verified and in memory. The next step boundary may switch to it.
+    STAGED = "staged"
+    COMMITTING = "committing"
+    # The snapshot serves already. What the engine holds is proved before it is called ready.
+    CHECKING = "checking"
+    # The target failed before its commit. The old snapshot serves.
+    ERROR = "error"
+
+
+class FileContent(msgspec.Struct, array_like=True, frozen=True):
+    """One file of a snapshot. digest: of its bytes (snapshots/content.py says how it is made)."""
+
+    name: str
+    # Bytes.
+    size: int
+    digest: str
+
+
+#: All files of one snapshot's own directory, by name: what its identity means.
+Content = tuple[FileContent, ...]
+
+
+class SnapshotFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of one snapshot in its bucket.
+
+    url: the directory they lie in. fingerprint: of the files as they were when the snapshot was signalled; other files under
+    this name are another snapshot. None: unknown. compression: None when they are whole, else how they differ from the
+    parent's. content: what the ledger says the files are, byte for byte; other bytes are refused. None: nobody knows yet.
+    """
+
+    snapshot: str
+    url: str
+    fingerprint: str | None = None
+    compression: CompressionFormat | None = None
+    content: Content | None = None
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica should serve; the gateway sends it, the replica converges on it.
+
+    generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
+    url: where the snapshot's own files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
+    fingerprint, compression, content: of the own files, as in SnapshotFiles. A new generation of the identity that serves is
+        a new load if the fingerprint, or a content that is known of both, is another.
+    parents: for an incremental snapshot, the chain it stands on: the full snapshot first, its direct parent last.
+    max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
+    ignore_config: top-level fields of config.json that may differ from the served model's.
+    hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
+    let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
+    reload: grows when the replica is to load again what it serves already.
+    """
+
+    snapshot: str
+    generation: int
+    url: str | None = None
+    reset_prompt_cache: ResetPromptCache = "all"
+    transition: TransitionType = "ASYNC"
+    fingerprint: str | None = None
+    compression: CompressionFormat | None = None
+    content: Content | None = None
+    parents: tuple[SnapshotFiles, ...] = ()
+    max_cache_age: int | None = None
+    ignore_config: tuple[str, ...] = ()
+    hold: bool = False
+    let_go: int = 0
+    reload: int = 0
+
+    @property
+    def files(self) -> tuple[SnapshotFiles, ...]:
+        """The whole chain, the full snapshot first and this one last; empty for BASE_SNAPSHOT."""
+        if self.url is None:
+            return ()
+        own = SnapshotFiles(
+            snapshot=self.snapshot,
+            url=self.url,
+            fingerprint=self.fingerprint,
+            compression=self.compression,
+            content=self.content,
+        )
+        return (*self.parents, own)
+
+
+class Hint(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of a snapshot that lie in the bucket before it is signalled. url: the directory they lie in; files: their names."""
+
+    snapshot: str
+    url: str
+    files: tuple[str, ...]
+
+
+class SnapshotContent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica found a snapshot's own files to be, under the fingerprint it was told."""
+
+    snapshot: str
+    fingerprint: str | None
+    files: Content
+
+
+class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica found after it switched to a snapshot. Replicas that serve the same files must agree.
+
+    weights: `KIND:DIGEST` of the weights as the engine holds them; None when it cannot tell. Comparable between equal kinds
+        only: the kind is made of what decides how an engine holds weights.
+    canary: raw log-probabilities, nats, of a fixed prompt's tokens from the second on.
+    """
+
+    snapshot: str
+    generation: int
+    weights: str | None = None
+    canary: tuple[float, ...] = ()
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage change of one replica: what the ledger keeps. `seq` counts from 0 within a boot of the replica."""
+
+    seq: int
+    # Seconds since the epoch.
+    at: float
+    snapshot: str
+    generation: int
+    stage: Stage
+    # The error message when stage is ERROR.
+    detail: str = ""
+
+
+class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the last completed swap took, in milliseconds.
+
+    pause_ms: from the end of the last step before the switch until the switch, when sequences were running.
+    """
+
+    snapshot: str
+    fetch_ms: float = 0.0
+    rebuild_ms: float = 0.0
+    verify_ms: float = 0.0
+    stage_ms: float = 0.0
+    pause_ms: float = 0.0
+    check_ms: float = 0.0
+    # Sequences that were running at the switch.
+    streams_crossed: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of an engine; counters only grow within a boot."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+
+#: What a request or a signal may need of an engine, with a description. An EngineCard says which of these its engine has.
+ENGINE_FEATURES: dict[str, str] = {
+    "routes": "the MoE route of each token (include_routing_matrix)",
+    "prompt_logprobs": "log-probabilities of prompt tokens (echo with logprobs)",
+    "cached_prompt_logprobs": "prompts whose log-probabilities are asked for reuse cached KV",
+    "grammars": "answers that match a JSON schema, and forced tool calls",
+    "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
+    "near_ties": "near_tie in token records: choices that another rounding may make differently",
+    "logit_bias": "logit_bias and penalties",
+    "cache_policies": "reset_prompt_cache all, new_session and none, without reuse beyond what they say",
+    "max_cache_age": 'reset_prompt_cache {"max_age": k}',
+    "kv_provenance": "which snapshots computed cached KV, token by token",
+    "resume": "going on with a stream whose replica was lost",
+    "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
+    "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
+    "short_swap": "a pause that does not grow with the model at a swap",
+}
+
+
+class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is and can do. kind: as in the setting `engine`; features: names from ENGINE_FEATURES, in its order."""
+
+    kind: str = "embedded"
+    # Version of the engine's own software. "" means unknown.
+    version: str = ""
+    features: tuple[str, ...] = tuple(ENGINE_FEATURES)
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's state, sent whole on every change: the only thing the gateway knows about it."""
+
+    # A stable name, such as "replica-0".
+    replica: str
+    # Random, new at each process start. A new boot starts from the base weights.
+    boot: str
+    # The engine answers and a snapshot serves.
+    ready: bool
+    # The snapshot that serves now.
+    snapshot: str = BASE_SNAPSHOT
+    # Generation of the Desired last accepted. 0 means none yet.
+    generation: int = 0
+    stage: Stage = Stage.IDLE
+    # The snapshot that is being loaded, or the one that failed.
+    target: str | None = None
+    error: str | None = None
+    # Requests being served.
+    in_flight: int = 0
+    # The target is staged and waits to be let go.
+    held: bool = False
+    # False: new requests get a 425 until a SYNC swap is done.
+    admitting: bool = True
+    # False: a swap waits for requests that are pinned to what serves, and admits no more of them.
+    pinnable: bool = True
+    # The check of the snapshot that serves, once it is known.
+    check: SnapshotCheck | None = None
+    # Contents of the snapshot that serves and of its chain, where the replica was not told them.
+    contents: tuple[SnapshotContent, ...] = ()
+    last_swap: SwapTiming | None = None
+    engine: EngineStats = EngineStats()
+    # What the engine is and can do. None before it was ever started.
+    card: EngineCard | None = None
+    # Tokens of prompt and answer together. None as with card.
+    max_model_len: int | None = None
+    # The most recent transitions, oldest first.
+    transitions: tuple[Transition, ...] = ()
+    # When this boot began, in seconds since the epoch. 0.0 means unknown.
+    started_at: float = 0.0
+    # Long prompts and grammars that are read beside its event loop, or wait for that.
+    long_texts: int = 0
+    # The longest stall of its event loop within the last half minute.
+    stalled_s: float = 0.0
+    # Time since the engine was last heard, from ENGINE_SILENT_FROM_S on.
+    engine_silent_s: int = 0
+
+
+ENGINE_SILENT_FROM_S = 5
+
+# (tenant, key): equal keys of two tenants are different sessions.
+Session = tuple[str, str]
+
+
+class SessionsReport(msgspec.Struct, frozen=True, kw_only=True, tag="sessions", tag_field="kind"):
+    """A line of a replica's event stream: sessions it holds and the stamp of each, and sessions that it closed.
+
+    When a stream begins, all of them are told before the first report; afterwards what changes.
+    stamp: of the placing that brought the session there; of two replicas that hold it, the one with the greater has it.
+    boot: on the first line of a stream, whose sessions are told: those of another boot are gone.
+    """
+
+    boot: str | None = None
+    held: tuple[tuple[Session, int], ...] = ()
+    closed: tuple[Session, ...] = ()
+
+
+class Distribution(msgspec.Struct):
+    """How many values fell into each bucket (the last one has no upper bound), and their sum."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+
+#: Upper bounds in seconds: 1-2.5-5 steps for what is short, coarser ones up to long rollouts.
+BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+    1800.0,
+)
+
+#: What replicas measure of every turn, with the upper bounds of its buckets; turns_per_session of every session that closes.
+TURN_MEASURES: dict[str, tuple[float, ...]] = {
+    "time_to_first_token_seconds": BUCKETS_S,
+    "inter_token_seconds": (0.0005, *BUCKETS_S[:11]),
+    "generation_seconds": BUCKETS_S,
+    "cached_prompt_share": (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0),
+    "turns_per_session": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0),
+}
+
+
+class Trajectories(msgspec.Struct, frozen=True, kw_only=True, tag="trajectories", tag_field="kind"):
+    """A line of a replica's event stream: what its turns were like since the process began, by measure (TURN_MEASURES)."""
+
+    measures: dict[str, Distribution]
+
+
+class SessionStats(msgspec.Struct, kw_only=True):
+    """What one replica knows of a session. Times are seconds; `_at` since the epoch.
+
+    turns: requests begun. open_turns: of these, not ended.
+    first_tokens: turns that came to a first token, which took time_to_first_token_s in all.
+    generation_s: from first to last token, all turns together.
+    token_gaps: how many times a token followed another in that time (along the longest choice of a request).
+    """
+
+    tenant: str
+    key: str
+    stamp: int
+    opened_at: float
+    used_at: float
+    turns: int = 0
+    open_turns: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_tokens: int = 0
+    time_to_first_token_s: float = 0.0
+    last_time_to_first_token_s: float | None = None
+    generation_s: float = 0.0
+    token_gaps: int = 0
+
+
+class SessionsAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway asks a replica: a tenant's sessions in the order of their keys, those behind the key `after`; or one."""
+
+    tenant: str = ""
+    key: str | None = None
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+
+
+class SessionsHeld(msgspec.Struct, frozen=True):
+    """The answer."""
+
+    sessions: tuple[SessionStats, ...]
+
+
+class ReplicaEntry(msgspec.Struct, frozen=True):
+    """What somebody said of one replica. url: where it is, if others than our supervisor run it. weight: its part of new work;
+    None: not said (1). drain: it takes no new requests."""
+
+    url: str | None = None
+    weight: float | None = None
+    drain: bool = False
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine serves. moe_layers and top_k are 0 on a dense model. grammars: GenerateRequest.grammar is honoured.
+    card: what the engine is and can do."""
+
+    max_model_len: int
+    vocab_size: int
+    moe_layers: int = 0
+    top_k: int = 0
+    num_experts: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    grammars: bool = False
+    card: EngineCard = EngineCard()
+
+
+def served_model_name(model: str, snapshot: str) -> str:
+    """`accounts/A/models/M@identity`, the `model` field of every response."""
+    return f"{model}@{snapshot}"

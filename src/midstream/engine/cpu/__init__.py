@@ -1,0 +1,18 @@
+"""CPU kernels: Llama-like decoders and plain sampling in a few C++ functions, compiled once per machine.
+
+The surface towards engine/embedded is what this module exports, and nothing else:
+- `CpuDecoder` copies the weights of a Hugging Face module and runs batches over a paged KV cache of its own.
+- `CpuSampler` draws tokens from unmodified logits and scores given tokens.
+- `mapped_module` builds the module of a snapshot over its files in memory, so that CpuDecoder packs from there.
+- `KernelsUnavailable` says why a model or a machine cannot use the kernels. The embedded engine then uses PyTorch.
+- `GROUP`: the block size of the KV cache must be a multiple of this.
+
+Always holds: this package imports nothing of engine/embedded, so that the embedded engine works the same without it.
+"""
+
+from midstream.engine.cpu.build import KernelsUnavailable
+from midstream.engine.cpu.checkpoint import mapped_module
+from midstream.engine.cpu.decoder import GROUP, CpuDecoder, Pieces
+from midstream.engine.cpu.sampler import CpuSampler
+
+__all__ = ["GROUP", "CpuDecoder", "CpuSampler", "KernelsUnavailable", "Pieces", "mapped_module"]

@@ -1,0 +1,122 @@
+"""The C++ library of the kernels: compiled once per machine, kept in the user's cache directory, loaded. Imports no torch.
+
+Always holds:
+- The name of a library is a hash of its source, compiler and processor. So it never runs on a machine it was not built for,
+  and edited source is always compiled again.
+- A library appears in the cache whole or not at all. It is never loaded from a directory that other users can write to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+    "-w",
+]
+BUILD_TIMEOUT_S = 300.0
+
+
+class KernelsUnavailable(Exception):
+    """This machine cannot build the kernels, or they cannot run the model. The message says why."""
+
+
+@cache
+def load(source: Path) -> ctypes.CDLL:
+    """The library of the file `source`, which may include the headers beside it. Raises KernelsUnavailable."""
+    compiler = _compiler()
+    name = f"{source.stem}-{_key(compiler, source)}.so"
+    try:
+        return _kept(compiler, source, _cache_dir() / name)
+    except (OSError, RuntimeError) as error:
+        # A read-only disk, no home directory, or a disk that allows no programs.
+        logger.warning("%s cannot be kept once built and is compiled at each start: %s", source.name, error)
+    try:
+        # A loaded library outlives its file.
+        with tempfile.TemporaryDirectory() as directory:
+            return _built(compiler, source, Path(directory) / name)
+    except OSError as error:
+        raise KernelsUnavailable(f"{source.name} could not be built: {error}") from error
+
+
+def _kept(compiler: str, source: Path, target: Path) -> ctypes.CDLL:
+    """Raises OSError, KernelsUnavailable."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = target.parent.stat()
+    if hasattr(os, "getuid") and (state.st_uid not in (0, os.getuid()) or state.st_mode & 0o022):
+        raise PermissionError(f"other users can write to {target.parent} and could put anything there")
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError as error:
+            # The disk was full, or the machine went down while it was written.
+            logger.warning("%s is built again: %s", target, error)
+    return _built(compiler, source, target)
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise KernelsUnavailable("no C++ compiler was found (CXX, c++, g++, clang++)")
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "midstream"
+
+
+def _key(compiler: str, source: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted([*source.parent.glob("*.h"), source]):
+        digest.update(file.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    for part in (version, " ".join(FLAGS).encode(), platform.machine().encode(), _processor()):
+        digest.update(part)
+    return digest.hexdigest()[:20]
+
+
+def _processor() -> bytes:
+    """What tells the instruction sets of two processors apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return b"\n".join(sorted({x for x in lines if x.startswith((b"flags", b"Features", b"model name"))}))
+
+
+def _built(compiler: str, source: Path, target: Path) -> ctypes.CDLL:
+    """Compile `target` and load it. Raises OSError, KernelsUnavailable."""
+    logger.info("compiling %s, once on this machine: %s", source.name, target)
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        built = Path(directory) / target.name
+        command = [compiler, *FLAGS, str(source), "-o", str(built)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise KernelsUnavailable(f"{source.name} could not be built: {error}") from error
+        if done.returncode:
+            raise KernelsUnavailable(f"{compiler} failed: {done.stderr.strip()[-400:]}")
+        built.replace(target)
+    return ctypes.CDLL(str(target))

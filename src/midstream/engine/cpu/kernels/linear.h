@@ -1,0 +1,160 @@
+// y = x W^T over packed weights.
+//
+// Weights are packed once, when a snapshot is loaded: panels of 32 outputs, [panels][units of k][32] units. A kernel then reads
+// them front to back. A panel may mix rows: for gate and up projections it holds 16 gate rows and then the matching 16 up rows.
+#pragma once
+
+#include <algorithm>
+
+#include "pool.h"
+#include "vec.h"
+
+constexpr int PANEL = 2 * LANES;
+// 64 bytes of a row.
+constexpr int64_t PACKED_UNITS = 16;
+// 24 of the 32 vector registers accumulate.
+constexpr int TILE_ROWS = 12;
+
+enum Mode { STORE = 0, ADD = 1, SILU_MUL = 2 };
+
+// rows: for each packed output, the place of its row of k elements in bytes from w, or a negative number for zeros. They fill
+// whole panels. The copy takes a cache line of each row at a time, so that neither side is walked in strides.
+template <class T>
+static void pack(const void *w, const int64_t *rows, int64_t panels, int64_t k, uint32_t *out) {
+  const int64_t units = k / T::PER_UNIT;
+  for (int64_t p = 0; p < panels; ++p)
+    for (int64_t first = 0; first < units; first += PACKED_UNITS) {
+      const int64_t last = std::min(first + PACKED_UNITS, units);
+      uint32_t *to = out + (p * units + first) * PANEL;
+      for (int c = 0; c < PANEL; ++c) {
+        const int64_t at = rows[p * PANEL + c];
+        const char *from = (const char *)w + at + first * 4;
+        for (int64_t u = 0; u < last - first; ++u) {
+          uint32_t bits = 0;
+          if (at >= 0) std::memcpy(&bits, from + u * 4, 4);
+          to[u * PANEL + c] = bits;
+        }
+      }
+    }
+}
+
+// R rows of x times P panels. acc: [2 P][R].
+template <class T, int R, int P>
+static inline void multiply(const uint32_t *const *x, const vu *w, int64_t units, vf (*acc)[R]) {
+  vf c[2 * P][R] = {};
+  // Vectors per panel.
+  const int64_t stride = 2 * units;
+  for (int64_t u = 0; u < units; ++u) {
+    vu b[2 * P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      b[2 * p] = w[p * stride + 2 * u];
+      b[2 * p + 1] = w[p * stride + 2 * u + 1];
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const vu a = splat_unit(x[r][u]);
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * P; ++j) c[j][r] = T::dot(c[j][r], a, b[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < 2 * P; ++j)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc[j][r] = c[j][r];
+}
+
+// ldx: elements from row to row of x. rows: the rows of x to take, or null for all in order.
+// bias: [panels * 32] in packed order, or null. n: outputs that exist, in packed order.
+template <class T>
+struct Linear {
+  typedef typename T::elem elem;
+  const elem *x;
+  int64_t ldx;
+  const int32_t *rows;
+  const uint32_t *packed;
+  const float *bias;
+  int64_t m, n, k;
+  Mode mode;
+  elem *out;
+  int64_t ldo;
+
+  int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+  int64_t tiles() const { return (m + TILE_ROWS - 1) / TILE_ROWS; }
+  // Small batches take several panels at a time, because one row alone would wait for its own accumulator.
+  int group() const { return m <= 2 ? 4 : m <= 6 ? 2 : 1; }
+  int64_t groups() const { return (panels() + group() - 1) / group(); }
+  int64_t tasks() const { return groups() * tiles(); }
+  // With few rows, reading the weights takes the time.
+  double work() const { return (double)std::max<int64_t>(m, 8) * n * k; }
+
+  void run(int64_t task) const {
+    const int64_t g = task / tiles(), tile = task % tiles();
+    const int64_t first = m * tile / tiles(), last = m * (tile + 1) / tiles();
+    const int64_t panel = g * group(), end = std::min(panel + group(), panels());
+    if (end - panel == 4) return rows_of<4>(panel, first, last);
+    if (end - panel == 2 && group() == 2) return rows_of<2>(panel, first, last);
+    for (int64_t p = panel; p < end; ++p) rows_of<1>(p, first, last);
+  }
+
+  template <int P>
+  void rows_of(int64_t panel, int64_t first, int64_t last) const {
+    switch (last - first) {
+#define CASE(R) \
+  case R: return compute<R, P>(panel, first);
+      CASE(1) CASE(2)
+      default: break;
+    }
+    if constexpr (P <= 2) switch (last - first) {
+      CASE(3) CASE(4) CASE(5) CASE(6)
+      default: break;
+    }
+    if constexpr (P == 1) switch (last - first) {
+      CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+      default: break;
+    }
+  }
+
+  template <int R, int P>
+  void compute(int64_t panel, int64_t first) const {
+    const int64_t units = k / T::PER_UNIT;
+    const uint32_t *a[R];
+    for (int r = 0; r < R; ++r)
+      a[r] = (const uint32_t *)(x + (rows ? rows[first + r] : first + r) * ldx);
+    vf acc[2 * P][R];
+    multiply<T, R, P>(a, (const vu *)packed + panel * 2 * units, units, acc);
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r) finish(panel + p, first + r, acc[2 * p][r], acc[2 * p + 1][r]);
+  }
+
+  void finish(int64_t panel, int64_t row, vf low, vf high) const {
+    if (bias) {
+      low += load(bias + panel * PANEL);
+      high += load(bias + panel * PANEL + LANES);
+    }
+    if (mode == SILU_MUL) {
+      const vf gate = T::rounded(low), up = T::rounded(high);
+      put(row, panel * LANES, n / 2, T::rounded(gate / (1.0f + exp_of(-gate))) * up);
+    } else {
+      put(row, panel * PANEL, n, low);
+      put(row, panel * PANEL + LANES, n, high);
+    }
+  }
+
+  void put(int64_t row, int64_t column, int64_t width, vf v) const {
+    if (column >= width) return;
+    elem *to = out + row * ldo + column;
+    if (column + LANES <= width) {
+      T::store16(to, mode == ADD ? T::load16(to) + T::rounded(v) : v);
+      return;
+    }
+    for (int i = 0; i < width - column; ++i)
+      to[i] = T::down(mode == ADD ? T::up(to[i]) + T::rounded(v[i]) : v[i]);
+  }
+};
+
+template <class T>
+static void linear(const Linear<T> &op, int threads) {
+  parallel(threads, op.tasks(), op.work(), [&op](int64_t i) { op.run(i); });
+}

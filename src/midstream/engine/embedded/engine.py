@@ -1,0 +1,229 @@
+"""The Engine port over an engine process. Imports no torch.
+
+Owns: the child process, the calls under way and the events of every running request.
+Always holds: when the child dies, every running request and every call ends with EngineDied, once. An iterator that is
+closed early has sent its abort. Events of a request are delivered in the order in which the engine produced them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from midstream.core.config import EngineSettings
+from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
+from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.engine.embedded import protocol as m
+from midstream.engine.events import RequestEvents
+from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer
+from midstream.http import ipc
+
+logger = logging.getLogger(__name__)
+
+
+class _EngineLink(ipc.Link[m.Reply]):
+    """Our end of the socket. It hands on every reply after the first. first: the first reply; None if there was none."""
+
+    def __init__(self, on_reply: Callable[[m.Reply], None]) -> None:
+        super().__init__(m.reply_decoder)
+        self.first: asyncio.Future[m.Reply | None] = asyncio.get_running_loop().create_future()
+        self._on_reply = on_reply
+
+    def received(self, message: m.Reply) -> None:
+        if self.first.done():
+            self._on_reply(message)
+        else:
+            self.first.set_result(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if not self.first.done():
+            self.first.set_result(None)
+
+
+class EmbeddedEngine(Engine):
+    def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
+        self._model_dir = model_dir
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        # None or closing when the engine is not running.
+        self._link: _EngineLink | None = None
+        # They watch for the end and the silence of the process.
+        self._watchers: list[asyncio.Task[None]] = []
+        self._calls: dict[int, asyncio.Future[m.Done]] = {}
+        self._numbers = itertools.count(1)
+        self._requests: dict[str, RequestEvents] = {}
+        self._silence = SilenceTimer(0.0)
+        self._stats = EngineStats()
+        self._death: Callable[[str], Awaitable[None]] | None = None
+
+    def __repr__(self) -> str:
+        return f"EmbeddedEngine(requests={len(self._requests)}, calls={len(self._calls)}, pid={self.pid})"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> ModelInfo:
+        await self._stop()
+        self._process, self._link = process, link = await ipc.spawn(
+            "midstream.engine.embedded.loop", lambda: _EngineLink(self._dispatch)
+        )
+        link.send(m.Start(str(self._model_dir), self._settings))
+        info = await self._loaded(link, process)
+        self._silence = SilenceTimer(asyncio.get_running_loop().time())
+        watches = (self._watch_end(link, process), self._watch_silence(process))
+        self._watchers = [asyncio.create_task(watch) for watch in watches]
+        return info
+
+    async def _loaded(self, link: _EngineLink, process: subprocess.Popen[bytes]) -> ModelInfo:
+        reason = "the engine process ended while loading the model"
+        try:
+            async with asyncio.timeout(self._settings.load_s_max):
+                reply = await link.first
+        except TimeoutError:
+            reason = f"the model was not loaded within {self._settings.load_s_max:g} s (load_s_max)"
+            process.kill()
+        else:
+            if isinstance(reply, m.Ready):
+                return reply.info
+            if isinstance(reply, m.Failed):
+                reason = reply.error
+        await self._stop()
+        raise EngineDied(reason)
+
+    async def close(self) -> None:
+        await self._stop()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        link = self._running_link()
+        events = self._requests[request.request_id] = RequestEvents(request)
+        link.send(m.Generate(request))
+        try:
+            while (event := await events.next()) is not None:
+                yield event
+        finally:
+            self._requests.pop(request.request_id, None)
+            if events.open:
+                self._send(m.Abort(request.request_id))
+
+    def end_choice(self, request_id: str, index: int) -> None:
+        events = self._requests.get(request_id)
+        if events is not None and index in events.open:
+            events.end_choice(index)
+            self._send(m.Abort(request_id, index))
+
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory)))
+
+    def drop_staged(self) -> None:
+        self._send(m.DropStaged())
+
+    async def commit(self, snapshot: str) -> SwapTiming:
+        done = await self._call(lambda call: m.Commit(call, snapshot))
+        assert done.timing is not None
+        return done.timing
+
+    async def weights_digest(self) -> str | None:
+        return (await self._call(m.DigestWeights)).digest
+
+    async def pause(self) -> None:
+        await self._call(m.Pause)
+
+    async def resume(self) -> None:
+        await self._call(m.Resume)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def silent_s(self) -> float:
+        return self._silence.silent_s
+
+    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
+        self._death = callback
+
+    async def _call(self, build: Callable[[int], m.Command]) -> m.Done:
+        link = self._running_link()
+        call = next(self._numbers)
+        future: asyncio.Future[m.Done] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        link.send(build(call))
+        try:
+            done = await future
+        finally:
+            self._calls.pop(call, None)
+        if done.error is not None:
+            raise StagingFailed(done.error)
+        return done
+
+    def _running_link(self) -> _EngineLink:
+        if self._link is None or self._link.transport.is_closing():
+            raise EngineDied("the engine is not running")
+        return self._link
+
+    def _send(self, command: m.Command) -> None:
+        if self._link is not None and not self._link.transport.is_closing():
+            self._link.send(command)
+
+    async def _watch_end(self, link: _EngineLink, process: subprocess.Popen[bytes]) -> None:
+        """Wait until the engine ends by itself, then end all requests and calls."""
+        await link.lost.wait()
+        # A process that still lives sent something that cannot be understood.
+        process.kill()
+        self._end_everything()
+        code = await asyncio.to_thread(process.wait)
+        logger.error("engine process %s ended with code %s", process.pid, code)
+        if self._death is not None:
+            await self._death(f"the engine process ended with code {code}")
+
+    async def _watch_silence(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a process that has been silent for too long. `_watch_end` then sees its end."""
+        loop, silence, silence_s_max = asyncio.get_running_loop(), self._silence, self._settings.silence_s_max
+        warned = False
+        while (silent_s := silence.update(loop.time())) < silence_s_max:
+            if silent_s >= silence_s_max / 2 and not warned:
+                logger.warning("engine process %s has been silent for %.0f s", process.pid, silent_s)
+            warned = silent_s >= silence_s_max / 2
+            await asyncio.sleep(min(CHECK_INTERVAL_S, silence_s_max - silent_s))
+        logger.error("engine process %s was silent for %.0f s; killing it", process.pid, silence_s_max)
+        process.kill()
+
+    def _dispatch(self, reply: m.Reply) -> None:
+        self._silence.heard()
+        match reply:
+            case m.Events(events, stats):
+                self._stats = stats
+                for request_id, event in events:
+                    # The request is missing if it was aborted while this event was on its way.
+                    if (request := self._requests.get(request_id)) is not None:
+                        request.put(event)
+            case m.Done(call):
+                future = self._calls.get(call)
+                if future is not None and not future.done():
+                    future.set_result(reply)
+
+    def _end_everything(self) -> None:
+        if self._link is not None:
+            self._link.transport.close()
+        died = "the engine process died"
+        for request in self._requests.values():
+            request.put(EngineDied(died))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDied(died))
+        self._stats = EngineStats()
+
+    async def _stop(self) -> None:
+        """End the child. A closed socket asks it to leave; it is killed if it does not."""
+        watchers, self._watchers = self._watchers, []
+        for task in watchers:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._end_everything()
+        process, self._process = self._process, None
+        if process is not None:
+            await ipc.ended(process, "engine")

@@ -1,0 +1,78 @@
+"""The tokens of a step whose logits are needed, the sampler's input, and the sequences whose logits are not finite.
+
+Always holds: rows of logits are in one order everywhere: prompt scores, then samples, then ends. Pure but for tensor
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from midstream.engine.embedded.scheduler import Sequence, Work
+from midstream.engine.step import Sampled, SampleRow
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """The tokens of the batch that need logits. A row is the index of a token in the batch.
+
+    scores: for prompt records, as (work, position whose pass scores the next position, row). samples: (work, row).
+    ends: the same for prompts that are not complete yet. Their logits only show whether the KV is good.
+    """
+
+    scores: list[tuple[Work, int, int]]
+    samples: list[tuple[Work, int]]
+    ends: list[tuple[Work, int]]
+
+    @property
+    def packed(self) -> list[int]:
+        return [row for _, _, row in self.scores] + [row for _, row in (*self.samples, *self.ends)]
+
+
+def rows_needed(works: list[Work]) -> LogitRows:
+    scores: list[tuple[Work, int, int]] = []
+    samples: list[tuple[Work, int]] = []
+    ends: list[tuple[Work, int]] = []
+    row = 0
+    for work in works:
+        seq, first, last, _ = work
+        # A decode scores no prompt token.
+        if first < seq.prompt_len - 1:
+            unscored = max(first, seq.first_scored - 1)
+            scores.extend((work, p, row + p - first) for p in range(unscored, min(last, seq.prompt_len - 1)))
+        row += last - first
+        (samples if last == len(seq.tokens) else ends).append((work, row - 1))
+    return LogitRows(scores, samples, ends)
+
+
+def sample_rows(rows: LogitRows) -> list[SampleRow]:
+    return [
+        SampleRow(
+            params=work.seq.request.sampling,
+            index=work.seq.index,
+            position=len(work.seq.tokens),
+            history=work.seq.tokens,
+            prompt_len=work.seq.prompt_len,
+            top_logprobs=work.seq.request.top_logprobs,
+            mask=None if work.seq.matcher is None else work.seq.matcher.mask(),
+        )
+        for work, _ in rows.samples
+    ]
+
+
+def not_finite(rows: LogitRows, sampled: Sampled | None, ends: torch.Tensor) -> set[Sequence]:
+    """The sequences whose sample has no finite log-probability, or whose unfinished prompt gave logits that are not finite.
+
+    ends: [rows.ends, vocab]. The last token of a prompt looks at all KV before it, so its logits show any fault in it.
+    """
+    broken: set[Sequence] = set()
+    if sampled is not None and not all(map(math.isfinite, sampled.logprobs)):
+        pairs = zip(rows.samples, sampled.logprobs, strict=True)
+        broken |= {work.seq for (work, _), logprob in pairs if not math.isfinite(logprob)}
+    if rows.ends and not torch.isfinite(ends).all():
+        good = torch.isfinite(ends).all(-1).tolist()
+        broken |= {work.seq for (work, _), fine in zip(rows.ends, good, strict=True) if not fine}
+    return broken

@@ -1,0 +1,203 @@
+"""The engine process: it takes commands, steps and reports; nothing else runs in it.
+
+Owns: the loop of one EngineCore. engine.py starts the process with one end of a socket pair.
+Always holds: weights change only between two steps, in this loop. The process ends when the socket closes, so it never
+outlives its replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from midstream.core.types import GenerateRequest
+from midstream.engine.embedded import digest
+from midstream.engine.embedded import protocol as m
+from midstream.engine.embedded.background import Background, Job
+from midstream.engine.embedded.compiling import GrammarQueue
+from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.loading import LoadedModel
+from midstream.engine.embedded.model_runner import dispose
+from midstream.engine.embedded.staging import Staged, Stager
+from midstream.http.ipc import Channel, Disconnected
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.25
+#: After a switch, so many steps have the machine for themselves. Then the replaced model is freed and digests are computed.
+CALM_STEPS = 3
+
+
+class EngineLoop:
+    def __init__(self, channel: Channel[m.Command], core: EngineCore) -> None:
+        self._channel = channel
+        self._core = core
+        self._paused = False
+        self._staged: str | None = None
+        self._background = Background()
+        # Jobs that wait, and the number of steps to run before they begin.
+        self._jobs: list[Job] = []
+        self._calm = 0
+        self._stager = Stager(core.stage, self._jobs.append, self._retire)
+        # Calls for a digest without a reply yet, and the replies that background jobs made.
+        self._digest_calls = 0
+        self._digests: queue.SimpleQueue[m.Done] = queue.SimpleQueue()
+        self._grammars = GrammarQueue(core.prepare_grammar)
+        # The reply to a commit, which is sent after the events of the next step.
+        self._committed: m.Done | None = None
+        self._reported_at = 0.0
+
+    def run(self) -> None:
+        while True:
+            for command in self._channel.receive(self._wait_s()):
+                self._handle(command)
+            self._add_compiled()
+            self._answer(self._stager.take())
+            while not self._digests.empty():
+                self._digest_calls -= 1
+                self._channel.send(self._digests.get())
+            self._begin_jobs()
+            self._step()
+
+    def _step(self) -> None:
+        """Run a step, if there is work, and send its events. Then send the reply to a commit, if there was one.
+
+        The replica has much to do after that reply, and the first tokens of the new weights should not wait for it.
+        """
+        outputs = [] if self._paused else self._core.step()
+        self._calm -= 1
+        now = time.monotonic()
+        if outputs or now - self._reported_at >= STATS_INTERVAL_S:
+            self._reported_at = now
+            self._channel.send(m.Events(outputs, self._core.stats()))
+        if self._committed is not None:
+            self._channel.send(self._committed)
+            self._committed = None
+
+    def _retire(self, model: LoadedModel) -> None:
+        self._jobs.append(lambda: dispose([model]))
+
+    def _begin_jobs(self) -> None:
+        """Begin the waiting jobs, once the steps after a switch are done or there is no step to do."""
+        if self._calm > 0 and not self._core.idle and not self._paused:
+            return
+        for model in self._core.take_retired():
+            self._retire(model)
+        for job in self._jobs:
+            self._background.submit(job)
+        self._jobs.clear()
+
+    def _wait_s(self) -> float:
+        if not self._paused and not self._core.idle:
+            return 0.0
+        busy = self._stager.busy or self._digest_calls or self._grammars.busy
+        return 0.001 if busy else STATS_INTERVAL_S
+
+    def _handle(self, command: m.Command) -> None:
+        match command:
+            case m.Generate(request):
+                if self._core.knows_grammar(request):
+                    self._add(request)
+                else:
+                    self._grammars.put(request)
+            case m.Abort(request_id, index):
+                if self._grammars.holds(request_id):
+                    self._grammars.abort(request_id, index)
+                else:
+                    self._core.abort(request_id, index)
+            case m.StageSnapshot():
+                # There is never more than one snapshot beside the serving one.
+                self._drop_staged()
+                self._answer(self._stager.submit(command))
+            case m.DropStaged():
+                self._drop_staged()
+                self._answer(self._stager.drop())
+            case m.Commit(call, snapshot):
+                self._commit(call, snapshot)
+            case m.DigestWeights(call):
+                weights = self._core.weights()
+                self._digest_calls += 1
+                self._jobs.append(lambda: self._digests.put(digest.reply(call, weights)))
+            case m.Pause(call):
+                self._paused = True
+                self._channel.send(m.Done(call))
+            case m.Resume(call):
+                self._paused = False
+                self._channel.send(m.Done(call))
+
+    def _add(self, request: GenerateRequest) -> None:
+        refused = self._core.add(request)
+        if refused:
+            self._channel.send(m.Events(refused, self._core.stats()))
+
+    def _add_compiled(self) -> None:
+        for request, ended in self._grammars.take():
+            self._add(request)
+            for index in ended:
+                self._core.abort(request.request_id, index)
+
+    def _drop_staged(self) -> None:
+        self._staged = None
+        self._core.set_staged(None)
+        for model in self._core.take_retired():
+            self._retire(model)
+
+    def _answer(self, staged: list[Staged]) -> None:
+        for request, result in staged:
+            if isinstance(result, str):
+                self._channel.send(m.Done(request.call, error=result))
+                continue
+            self._core.set_staged(result)
+            self._staged = request.snapshot
+            self._channel.send(m.Done(request.call))
+
+    def _commit(self, call: int, snapshot: str) -> None:
+        if self._staged != snapshot:
+            self._channel.send(m.Done(call, error=f"{snapshot} is not the staged snapshot ({self._staged})"))
+            return
+        self._staged = None
+        self._committed = m.Done(call, timing=self._core.commit(snapshot))
+        self._calm = CALM_STEPS
+
+
+def main(fd: int) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # The replica decides when the engine ends.
+        signal.signal(number, signal.SIG_IGN)
+    transformers.utils.logging.disable_progress_bar()
+    # A thread that stages weights must not hold the interpreter lock for a whole default interval between two kernels.
+    sys.setswitchinterval(0.0005)
+    channel = Channel(socket.socket(fileno=fd), m.command_decoder)
+    with contextlib.suppress(Disconnected):
+        start = next(iter(channel.receive(None)))
+        assert isinstance(start, m.Start)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+        torch.set_num_threads(max(1, start.settings.threads))
+        try:
+            core = EngineCore(Path(start.model_dir), start.settings)
+        except Exception as error:
+            # Report any error of the loader to the replica, on one line. Then this process ends.
+            logger.debug("the engine cannot start", exc_info=True)
+            reason = " ".join(str(error).split())
+            channel.send(m.Failed(f"{type(error).__name__}: {reason}"))
+            return 1
+        gc.freeze()
+        channel.send(m.Ready(core.info()))
+        EngineLoop(channel, core).run()
+    # Staging and disposal threads may be inside PyTorch. There is nothing left to save.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

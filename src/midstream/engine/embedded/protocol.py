@@ -1,0 +1,89 @@
+"""The messages between a replica process and its engine process. `http/ipc.py` frames them.
+
+The replica sends commands, the engine process sends replies. The number of a call pairs a Done with its command.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from midstream.core.config import EngineSettings
+from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    model_dir: str
+    settings: EngineSettings
+
+
+class Generate(msgspec.Struct, tag=True, frozen=True):
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """index: one choice; None: the whole request."""
+
+    request_id: str
+    index: int | None = None
+
+
+class StageSnapshot(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    snapshot: str
+    directory: str
+
+
+class DropStaged(msgspec.Struct, tag=True, frozen=True):
+    """Drop the snapshot that is staged or being staged. No Done answers it."""
+
+
+class Commit(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    snapshot: str
+
+
+class Pause(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
+class DigestWeights(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
+Command = Start | Generate | Abort | StageSnapshot | DropStaged | Commit | Pause | Resume | DigestWeights
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: ModelInfo
+
+
+class Events(msgspec.Struct, tag=True, frozen=True):
+    """All events of one step, in order."""
+
+    events: list[tuple[str, GenerationEvent]]
+    stats: EngineStats
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The end of a call: `error` if it failed, `timing` of a commit, `digest` of the weights."""
+
+    call: int
+    error: str | None = None
+    timing: SwapTiming | None = None
+    digest: str | None = None
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not start; the process ends."""
+
+    error: str
+
+
+Reply = Ready | Events | Done | Failed
+
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -1,0 +1,97 @@
+"""One step, as decoders and samplers see it.
+
+Owns: the input of a forward pass, the input and the output of sampling, and the thresholds of near ties. The embedded engine
+fills these. Its PyTorch code and the CPU kernels (engine/cpu) compute with them. Imports no torch.
+Always holds: in a batch, the tokens of a sequence are contiguous, in order of position, and the last ones of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from midstream.core.types import SamplingParams
+
+#: Temperatures below this are greedy: dividing logits by less overflows float32.
+GREEDY_BELOW = 1e-5
+SEED_MASK = (1 << 64) - 1
+
+#: By dtype: how much rounding may change the difference of two logits, as a share of the largest logit of their row.
+#: It holds for router logits and for the logits that tokens are drawn from.
+NEAR_TIE = {"float32": 2e-5, "float16": 6e-3, "bfloat16": 5e-2}
+#: How much rounding may change a sum of probabilities that is added in float32. cpu/kernels/sample.h has the same constant.
+SUM_ROUNDING = 2e-7
+
+
+@cache
+def near_tie(dtype: object) -> float:
+    """The threshold of a torch dtype. A dtype that is not listed gets the widest threshold."""
+    return NEAR_TIE.get(str(dtype).removeprefix("torch."), max(NEAR_TIE.values()))
+
+
+def route_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype("<u2")
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The tokens of all sequences in a step, packed.
+
+    ids, positions: [tokens] int64. slots: [tokens] int64, where the KV of each token goes.
+    spans: [sequences, 4] int32: first token in the batch, number of tokens, position of the first token, index of the
+    sequence's first block in `blocks`. blocks: int32, the block tables one after the other.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    spans: np.ndarray
+    blocks: np.ndarray
+    block_size: int
+
+    def table(self, sequence: int) -> np.ndarray:
+        """The slots of all positions of a sequence, int64."""
+        _, tokens, first, at = self.spans[sequence].tolist()
+        end = first + tokens
+        blocks = self.blocks[at : at + -(-end // self.block_size)].astype(np.int64)
+        return (blocks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)[:end]
+
+
+# Not frozen: the engine makes one for every token, and freezing doubles the cost.
+@dataclass(slots=True)
+class SampleRow:
+    """What the sampler needs to know of one sequence.
+
+    position: of the token to be sampled; the first prompt token has position 0. history: prompt and generated tokens.
+    mask: the tokens that the sequence's grammar allows, bit i (little-endian) for token i. None allows all.
+    """
+
+    params: SamplingParams
+    index: int
+    position: int
+    history: Sequence[int]
+    prompt_len: int
+    top_logprobs: int
+    mask: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One entry per row. top: the best alternatives, best first; empty when the request asked for none.
+
+    near_ties: the bits of types.NEAR_* for filters and greedy choices.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    near_ties: list[int]
+
+    @property
+    def columns(self) -> tuple[list[Any], ...]:
+        return self.tokens, self.logprobs, self.sampling_logprobs, self.top, self.near_ties

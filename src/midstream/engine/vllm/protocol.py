@@ -1,0 +1,388 @@
+"""The JSON of a vLLM server's `POST /inference/v1/generate` (vLLM 0.32), with token ids only.
+
+Owns: the request body of one choice, the chunks of a stream, an answer in one piece, and the text of an error answer. No I/O.
+Always holds:
+- A body gives every sampling parameter, so no default of the server or of the model applies.
+- An answer that does not look as expected raises InvalidAnswer. A log-probability that was asked for is never made up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from midstream.core.types import GenerateRequest, TokenRecord, TopLogprob
+
+PATH = "/inference/v1/generate"
+#: vLLM treats a temperature below the first as greedy, and raises other temperatures to at least the second.
+GREEDY_BELOW, TEMPERATURE_MIN = 1e-5, 1e-2
+#: vLLM's value for a log-probability that is NaN or -inf.
+NOT_FINITE = -9999.0
+#: In bytes. The routes of a long sequence take some 20 MB.
+LINE_MAX = 1 << 28
+#: Characters of an error that are shown.
+MESSAGE_MAX = 1000
+
+
+class InvalidAnswer(Exception):
+    """The server's bytes are not what vLLM sends. The message says how."""
+
+
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """logprob: of the raw model, in nats; 0.0 when none was asked for. top: the best alternatives asked for, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """The content of one message about a choice.
+
+    finish: vLLM's finish_reason. spans, with the last chunk: its tokens by weight version, as (version, start, end).
+    routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens whose KV was reused.
+    error: a message for the user, after which nothing useful follows. done: nothing follows.
+    """
+
+    tokens: tuple[Token, ...] = ()
+    finish: str | None = None
+    spans: tuple[tuple[str, int, int], ...] | None = None
+    routes: str | None = None
+    cached: int | None = None
+    error: str | None = None
+    done: bool = False
+
+
+# The messages of vLLM. The decoder skips members that are not listed.
+
+
+class Top(msgspec.Struct, frozen=True, gc=False):
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+class _TokenWithTop(Token, frozen=True):
+    top_logprobs: tuple[Top, ...] = ()
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    """Tokens without the alternatives, of which vLLM always sends at least one."""
+
+    content: tuple[Token, ...] | None = None
+
+
+class _LogprobsWithTop(_Logprobs, frozen=True):
+    content: tuple[_TokenWithTop, ...] | None = None
+
+
+class _Span(msgspec.Struct, frozen=True, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: tuple[int, ...] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    routed_experts: str | None = None
+    weight_versions: tuple[_Span, ...] | None = None
+
+
+class _ChoiceWithTop(_Choice, frozen=True):
+    logprobs: _LogprobsWithTop | None = None
+
+
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Message(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    error: _Error | str | None = None
+
+
+class _MessageWithTop(_Message, frozen=True):
+    choices: tuple[_ChoiceWithTop, ...] = ()
+
+
+class _Ranked(msgspec.Struct, frozen=True, gc=False):
+    logprob: float
+    rank: int | None = None
+
+
+class _PromptScores(msgspec.Struct, frozen=True):
+    prompt_logprobs: list[dict[int, _Ranked] | None] | None = None
+
+
+_PLAIN = msgspec.json.Decoder(_Message)
+_WITH_TOP = msgspec.json.Decoder(_MessageWithTop)
+_SCORES = msgspec.json.Decoder(_PromptScores)
+_ANYTHING = msgspec.json.Decoder(dict[str, Any])
+_DONE = Chunk(done=True)
+
+
+def alternatives(request: GenerateRequest) -> int | None:
+    """The number of alternatives per token in the answer to a request. None: it has no log-probabilities either."""
+    return request.top_logprobs if request.want_logprobs else None
+
+
+class ChunkReader:
+    """Reads chunks from the bytes of one event stream, cut anywhere. top: `alternatives` of its request."""
+
+    def __init__(self, top: int | None = 0) -> None:
+        self._top = top
+        # The parts of a line that is not complete, and their bytes.
+        self._parts: list[bytes] = []
+        self._held = 0
+
+    def feed(self, data: bytes) -> list[Chunk]:
+        """The chunks that these bytes complete. Raises InvalidAnswer, after which nothing may be fed."""
+        lines = data.split(b"\n")
+        rest = lines.pop()
+        if lines and self._parts:
+            self._parts.append(lines[0])
+            lines[0] = b"".join(self._parts)
+            self._parts, self._held = [], 0
+        if rest:
+            self._parts.append(rest)
+            self._held += len(rest)
+            if self._held > LINE_MAX:
+                raise InvalidAnswer(f"a line of more than {LINE_MAX} bytes")
+        return [chunk for line in lines if line and (chunk := self._chunk(line)) is not None]
+
+    def _chunk(self, line: bytes) -> Chunk | None:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            return _DONE if data == b"[DONE]" else _read(data, self._top)
+        line = line.rstrip(b"\r")
+        if not line or line.startswith((b":", b"event:", b"id:", b"retry:")):
+            return None
+        raise InvalidAnswer(f"a line of the stream is no event: {_excerpt(line)}")
+
+
+def read_answer(data: bytes, top: int | None = 0) -> Chunk:
+    """An answer that was not streamed, with one choice. top: `alternatives` of its request. Raises InvalidAnswer."""
+    chunk = _read(data, top)
+    if chunk.error is None and chunk.finish is None:
+        raise InvalidAnswer("no choice of the answer has ended")
+    return msgspec.structs.replace(chunk, done=True)
+
+
+def _read(data: bytes, top: int | None) -> Chunk:
+    try:
+        message: _Message = (_WITH_TOP if top else _PLAIN).decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidAnswer(f"{error}: {_excerpt(data)}") from error
+    if message.error is not None:
+        text = message.error if isinstance(message.error, str) else message.error.message
+        return Chunk(error=f"vLLM: {_tidy(text)}")
+    cached = None
+    if message.usage is not None and message.usage.prompt_tokens_details is not None:
+        cached = message.usage.prompt_tokens_details.cached_tokens
+    if not message.choices:
+        return Chunk(cached=cached)
+    if len(message.choices) != 1:
+        raise InvalidAnswer(f"{len(message.choices)} choices where one was asked for")
+    choice = message.choices[0]
+    tokens = _tokens(choice, top)
+    lost = None
+    for token in tokens:
+        if not token.logprob > NOT_FINITE:
+            lost = f"the model's log-probability of token {token.token_id} is not finite"
+    versions = choice.weight_versions
+    spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
+    return Chunk(tokens, choice.finish_reason, spans, choice.routed_experts, cached, lost)
+
+
+def _tokens(choice: _Choice, top: int | None) -> tuple[Token, ...]:
+    ids = choice.token_ids or ()
+    if top is None:
+        return tuple([Token(i, 0.0) for i in ids])
+    content = (choice.logprobs.content if choice.logprobs is not None else None) or ()
+    scored = tuple([token.token_id for token in content])
+    if scored != ids:
+        raise InvalidAnswer(f"log-probabilities of tokens {list(scored)} beside tokens {list(ids)}")
+    return tuple([Token(t.token_id, t.logprob, _best(t, top)) for t in content]) if top else content
+
+
+def _best(token: Token, top: int) -> tuple[TopLogprob, ...]:
+    """The `top` best tokens. vLLM puts the sampled token first, whatever its rank, and cuts the list at that length."""
+    assert isinstance(token, _TokenWithTop), "alternatives were read without their decoder"
+    ranked = sorted([(t.rank, t.token_id, t.logprob) for t in token.top_logprobs if t.rank and t.rank <= top])
+    return tuple([TopLogprob(i, logprob) for _, i, logprob in ranked])
+
+
+def prompt_records(
+    data: bytes, prompt: tuple[int, ...], last: int, top: int, snapshot: str
+) -> tuple[TokenRecord, ...]:
+    """Records of the last `last` prompt tokens (at most all), from the answer to a body with prompt_logprobs = top.
+
+    No pass scores the first prompt token; its log-probability is 0.0. Raises InvalidAnswer.
+    """
+    try:
+        scores = _SCORES.decode(data).prompt_logprobs
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidAnswer(f"{error}: {_excerpt(data)}") from error
+    if scores is None or len(scores) != len(prompt):
+        found = "no prompt_logprobs" if scores is None else f"prompt_logprobs of {len(scores)} tokens"
+        raise InvalidAnswer(f"{found} for a prompt of {len(prompt)}")
+    start = max(len(prompt) - last, 0)
+    return tuple([_prompt_record(i, prompt[i], scores[i], top, snapshot) for i in range(start, len(prompt))])
+
+
+def _prompt_record(
+    position: int, token: int, scores: dict[int, _Ranked] | None, top: int, snapshot: str
+) -> TokenRecord:
+    if position == 0:
+        return TokenRecord(token, 0.0, None, snapshot)
+    own = None if scores is None else scores.get(token)
+    if scores is None or own is None:
+        raise InvalidAnswer(f"prompt_logprobs at position {position} are not of token {token}")
+    if not own.logprob > NOT_FINITE:
+        raise InvalidAnswer(
+            f"the log-probability of prompt token {token} at position {position} is not finite"
+        )
+    ranked = sorted((r.rank, i, r.logprob) for i, r in scores.items() if r.rank and r.rank <= top)
+    best = tuple([TopLogprob(i, logprob) for _, i, logprob in ranked])
+    return TokenRecord(token, own.logprob, None, snapshot, None, best)
+
+
+def problem(request: GenerateRequest) -> str | None:
+    """The reason why vLLM cannot serve this request, for the user; None if it can."""
+    s = request.sampling
+    if GREEDY_BELOW <= s.temperature < TEMPERATURE_MIN:
+        return f"temperature: vLLM takes what lies between 0 and {TEMPERATURE_MIN} as {TEMPERATURE_MIN}; use 0, or more"
+    if request.grammar is not None and request.want_logprobs:
+        return (
+            "logprobs: vLLM tells log-probabilities of an answer that must match a grammar only after tokens were forbidden, "
+            "not the model's own; ask for none"
+        )
+    if request.grammar is not None and request.grammar.lstrip().startswith("{"):
+        return "vLLM takes a grammar in the Lark dialect only, not as JSON"
+    if any(request.emitted_of(choice) for choice in request.choices):
+        cannot = "vLLM cannot go on with a stream"
+        if s.presence_penalty or s.frequency_penalty:
+            return f"{cannot} under presence_penalty or frequency_penalty: it would not count its tokens"
+        if request.grammar is not None:
+            return f"{cannot} that must match a grammar: it would begin the grammar again"
+    return None
+
+
+def body(
+    request: GenerateRequest,
+    choice: int,
+    *,
+    model: str,
+    salt: str,
+    stream: bool,
+    prompt_logprobs: int | None = None,
+    max_tokens: int | None = None,
+    routes_start: int | None = None,
+) -> bytes:
+    """The request body for one choice. The request must have no `problem`.
+
+    salt: of the prefix cache, or "". vLLM takes at most 128 characters, none of them @ / \\ or NUL.
+    prompt_logprobs: score the prompt with that many alternatives, not in a stream. vLLM then reads nothing from its cache.
+    max_tokens: replaces the request's own limit less the emitted tokens. routes_start: routed_experts_prompt_start.
+    """
+    emitted = request.emitted_of(choice)
+    limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
+    if limit < 1:
+        raise ValueError(f"choice {choice}: {limit} tokens are left to generate; vLLM generates at least 1")
+    sampling = _sampling(request, choice)
+    sampling["max_tokens"] = limit
+    if prompt_logprobs is not None:
+        sampling["prompt_logprobs"] = prompt_logprobs
+    if routes_start is not None:
+        sampling["routed_experts_prompt_start"] = routes_start
+    fields: dict[str, Any] = {
+        "model": model,
+        "token_ids": (*request.prompt, *emitted),
+        "sampling_params": sampling,
+        "stream": stream,
+    }
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    if salt:
+        fields["cache_salt"] = salt
+    if request.grammar is not None:
+        # The grammar holds from the first token, also where vLLM has a reasoning parser.
+        fields["reasoning_ended"] = True
+    return msgspec.json.encode(fields)
+
+
+def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
+    s = request.sampling
+    greedy = s.temperature < GREEDY_BELOW
+    fields: dict[str, Any] = {
+        "n": 1,
+        "temperature": 0.0 if greedy else s.temperature,
+        "top_p": min(s.top_p, 1.0),
+        "top_k": max(s.top_k, 0),
+        "min_p": max(s.min_p, 0.0),
+        "repetition_penalty": s.repetition_penalty,
+        "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty,
+        "stop_token_ids": s.stop_token_ids,
+        # The request's stop_token_ids contain the end tokens, unless the request ignores them.
+        "ignore_eos": True,
+        "min_tokens": 0,
+        # The replica makes the text and finds stop strings in it.
+        "detokenize": False,
+    }
+    if s.logit_bias:
+        fields["logit_bias"] = s.logit_bias
+    if request.want_logprobs:
+        # One more than asked for. vLLM's list begins with the sampled token and is cut to this length. So the last of the best
+        # tokens would be lost whenever the sampled token is not among them.
+        fields["logprobs"] = request.top_logprobs + 1 if request.top_logprobs else 0
+    if request.reproducible and not greedy:
+        fields["seed"] = choice_seed(s.seed, choice, len(request.emitted_of(choice)))
+    if request.grammar is not None:
+        fields["structured_outputs"] = {"grammar": request.grammar}
+    return fields
+
+
+def choice_seed(seed: int, choice: int, emitted: int) -> int:
+    """A seed of 63 bits. It differs for every choice and number of emitted tokens, so that no random stream is used twice."""
+    digest = hashlib.blake2b(f"{seed} {choice} {emitted}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def error_of(status: int, data: bytes) -> str:
+    """The text of an answer with an error status, for the user."""
+    text = error_text(data)
+    return f"vLLM answered {status}: {text}" if text else f"vLLM answered {status} without a word"
+
+
+def error_text(data: bytes) -> str:
+    try:
+        answer = _ANYTHING.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _tidy(data.decode("utf-8", "replace"))
+    error = answer.get("error", answer)
+    text = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+    return _tidy("" if text is None else str(text))
+
+
+def _tidy(message: str) -> str:
+    """The message on one line of bounded length, with printable characters only."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in message[: 4 * MESSAGE_MAX]).split())
+    return line if len(line) <= MESSAGE_MAX else line[: MESSAGE_MAX - 1] + "…"
+
+
+def _excerpt(data: bytes) -> str:
+    return ascii(data[:120].decode("utf-8", "replace"))

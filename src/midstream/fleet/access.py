@@ -1,0 +1,141 @@
+"""The scopes of API keys, enforced: on every route of an app, and on the deployment that a request is for.
+
+Owns: how the gateway's data path tells the control app what a key may do, and the refusal with its line in the log.
+Always holds:
+- A route is served only after its need in the table of core/scopes.py was met. Where keys are in use, a request that does not
+  say what its key may do may do nothing.
+- To a key that is not for every deployment, a deployment that it may not use and one that does not exist look the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.core.errors import Forbidden, InvalidRequest, NotFound
+from midstream.core.scopes import (
+    EVERYTHING,
+    GATEWAY_ROUTES,
+    NOTHING,
+    Grant,
+    Need,
+    forbidden,
+    need_of,
+    parse_grant,
+)
+from midstream.core.types import HEADER_SCOPES, HEADER_TENANT
+from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
+
+logger = logging.getLogger(__name__)
+
+# Characters of a client's text that are shown in a message or a line of the log.
+SHOWN_CHARS = 200
+# The key of the grant in a request's scope.
+_STATE = "midstream.grant"
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def guarded(routes: Iterable[BaseRoute], deployments: Deployments, *, keyed: bool) -> list[BaseRoute]:
+    """The gateway's routes, each behind what it needs. keyed: API keys are in use."""
+
+    def check(request: Request, path: str) -> None:
+        told = request.headers.get(HEADER_SCOPES, "") if keyed else None
+        grant = EVERYTHING if told is None else parse_grant(told.split())
+        request.scope[_STATE] = grant
+        need = need_of(GATEWAY_ROUTES, request.method, path)
+        if need is not None:
+            check_need(need, grant, request, deployments)
+
+    return [behind(check, route) for route in routes]
+
+
+def behind(check: Callable[[Request, str], None], route: BaseRoute) -> Route:
+    """`route` with `check` before its endpoint; it gets the path as the app spells it."""
+    assert isinstance(route, Route)
+    inner: Endpoint = route.endpoint
+
+    async def endpoint(request: Request) -> Response:
+        check(request, route.path)
+        return await inner(request)
+
+    return Route(route.path, endpoint, methods=sorted(route.methods or ()))
+
+
+def grant_of(request: Request) -> Grant:
+    """What the key of a request to a guarded route may do."""
+    grant: Grant = request.scope.get(_STATE, NOTHING)
+    return grant
+
+
+def check_need(need: Need, grant: Grant, request: Request, deployments: Deployments) -> None:
+    """Raises Forbidden, and NotFound for a deployment that the key may use and that is not there."""
+    try:
+        if need.on == "every" and not grant.everywhere(need.scopes):
+            raise forbidden(need.scopes, "every deployment")
+        if need.on == "some" and not grant.anywhere(need.scopes):
+            raise forbidden(need.scopes, "any deployment")
+        if need.on == "named" and not grant.allows(need.scopes, name := request.path_params["name"]):
+            raise forbidden(need.scopes, f"deployment {_cut(name)!r}")
+        if need.on == "meant" and not grant.everywhere(need.scopes):
+            headers = request.headers
+            named = headers.get(DEPLOYMENT_HEADER) or None, headers.get(MODEL_HEADER) or None
+            meant(deployments, grant, need.scopes, lambda: deployments.named(headers), *named)
+    except Forbidden as error:
+        log_refusal(logger, request, request.headers.get(HEADER_TENANT, ""), error)
+        raise
+
+
+def meant(
+    deployments: Deployments,
+    grant: Grant,
+    scopes: tuple[str, ...],
+    find: Callable[[], Deployment],
+    deployment: str | None,
+    model: str | None,
+) -> Deployment:
+    """The deployment that `find` finds, for a key that is not for every one; what the request calls it, if anything.
+
+    Raises Forbidden, and NotFound for a deployment that the key may use and that is not there.
+    """
+    if deployment is not None:
+        resource = f"deployment {_cut(deployment)!r}"
+    elif model is not None:
+        resource = f"model {_cut(model)!r}"
+    else:
+        resource = "the default deployment"
+    if not grant.anywhere(scopes):
+        raise forbidden(scopes, resource)
+    try:
+        found = find()
+    except (NotFound, InvalidRequest):
+        if deployment is not None and grant.allows(scopes, deployment.strip().partition("@")[0]):
+            raise NotFound(f"{resource} is not served here", param=DEPLOYMENT_HEADER) from None
+        raise forbidden(scopes, resource) from None
+    if not grant.allows(scopes, found.name):
+        raise forbidden(scopes, resource)
+    return found
+
+
+def log_refusal(log: logging.Logger, request: Request, tenant: str, error: Forbidden) -> None:
+    where = quote(request.scope["path"])[:SHOWN_CHARS]
+    log.warning("refused: tenant %s, %s %s: %s", tenant or "-", request.method, where, error.message)
+
+
+def scopes_header(grant: Grant) -> bytes:
+    """What the data path tells the control app."""
+    return f"{HEADER_SCOPES}: {grant}".encode()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+
+
+def shown_only(grant: Grant, scopes: tuple[str, ...], found: Iterable[Deployment]) -> list[Deployment]:
+    """Those that a key with one of `scopes` may see."""
+    return [deployment for deployment in found if grant.allows(scopes, deployment.name)]

@@ -1,0 +1,328 @@
+"""Deployments as the ledger wants them against the replicas that run: which should run, which leave, which are gone.
+
+Owns: the run-time deployments (made from ledger rows, ended when their row is removed) and what the supervisor is told. The
+supervisor owns the processes: it is told which replicas to run, and tells which it runs.
+Always holds:
+- Level-triggered: each pass looks at the whole ledger and the whole list of running replicas, and says the whole of what is
+  wanted. A lost message, or a restart of either side, only delays.
+- A replica that is to go takes no new request from then on. It is wanted until the requests on it have ended, for at most the
+  deployment's drain time.
+- A deployment's row is removed only when none of its replicas runs any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from midstream.core.errors import NotFound
+from midstream.core.types import ReplicaEntry
+from midstream.fleet.membership import Resolver, entries_of_row, merged
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replicas import Member
+from midstream.fleet.tally import GatewayReport, Siblings
+from midstream.fleet.view import ReplicaView
+from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
+
+logger = logging.getLogger(__name__)
+
+# Field of a row that is being deleted without waiting for requests, at any gateway.
+HARD = "_hard"
+
+
+class WantedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that the supervisor should run. name: unique in the gateway. model: resource name."""
+
+    name: str
+    deployment: str
+    model: str
+
+
+class RunningReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica as the supervisor has it: at `url` from when it listened first, `error` while it cannot be started.
+
+    Both when it ended and cannot be started again; neither while it starts or ends: it is listed until its process is gone.
+    """
+
+    name: str
+    deployment: str
+    url: str | None = None
+    error: str | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that should run, as one gateway says it. report: of that gateway. No other message may be read as an empty list."""
+
+    replicas: tuple[WantedReplica, ...] = ()
+    report: GatewayReport | None = None
+
+
+class Running(msgspec.Struct, frozen=True):
+    """All that the supervisor runs, or tries to. siblings: the gateways beside the receiver."""
+
+    replicas: tuple[RunningReplica, ...] = ()
+    siblings: Siblings = Siblings()
+
+
+class DesiredState:
+    """All deployments of a gateway. Use from one event loop."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        make: Callable[[DeploymentRow], Deployment],
+        tell: Callable[[Wanted], None],
+        *,
+        settings: Mapping[str, ReplicaEntry] = MappingProxyType({}),
+        poll_s: float = 1.0,
+        monotonic: Callable[[], float] = time.monotonic,
+        busy: Callable[[ReplicaView], bool] = lambda view: view.in_flight > 0,
+    ) -> None:
+        """make: the run-time side of a deployment in the ledger. tell: gives the supervisor the list of what should run.
+        busy: whether there are, or may be, requests on a replica. settings: what those say of single replicas; the URLs among
+        them are the default deployment's.
+        """
+        self._ledger = ledger
+        self._deployments = deployments
+        self._make = make
+        self._tell = tell
+        self._settings = settings
+        self.resolver: Resolver | None = None
+        self._poll_s = poll_s
+        self._monotonic = monotonic
+        self._busy = busy
+        #: None: not heard of the supervisor yet.
+        self._running: tuple[RunningReplica, ...] | None = None
+        self.siblings = Siblings()
+        self.changes = 0
+        #: What this gateway says of itself, with whatever it says.
+        self.report: Callable[[], GatewayReport | None] = lambda: None
+        self._told: Wanted | None = None
+        self._wake = asyncio.Event()
+        self._looking = asyncio.Lock()
+        # Deployment to the time when its row was made. A row of the same name made later is another deployment.
+        self._created: dict[str, float] = {}
+        # Replica to the time when it was first seen to have to go.
+        self._leaving_since: dict[str, float] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        # Deployment to the task that keeps its replicas.
+        self._run_tasks: dict[str, asyncio.Task[None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<DesiredState {self._deployments!r} running={self._running}>"
+
+    def running(self, running: Running) -> None:
+        """The supervisor's list."""
+        changed = running.siblings.changes != self.siblings.changes or running.replicas != self._running
+        self._running, self.siblings = running.replicas, running.siblings
+        if changed:
+            self.wake()
+
+    @property
+    def heard(self) -> bool:
+        """Whether the supervisor has told anything yet."""
+        return self._running is not None
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether every replica that should run can be used, as far as the supervisor has told."""
+        return self._running is not None and all(
+            len(deployment.replicas.views) >= deployment.wanted
+            and all(view.usable for view in deployment.replicas.views)
+            for deployment in self._deployments
+        )
+
+    def wake(self) -> None:
+        """Something changed: look again at once."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled. Ends with an exception when something that serves a deployment does: a bug."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            if self.resolver is not None:
+                tasks.create_task(self.resolver.run(), name="DNS name of replicas")
+            for deployment in self._deployments:
+                self._start(deployment)
+            while True:
+                await self.look_once()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_s):
+                        await self._wake.wait()
+                self._wake.clear()
+
+    async def changed(self) -> None:
+        """The ledger was changed here: take that up, and have the gateways beside this one look, too."""
+        self.changes += 1
+        await self.look_once()
+
+    async def look_once(self) -> None:
+        """One pass over all deployments; a change of the ledger before it is taken up when it returns."""
+        async with self._looking:
+            await self._look()
+
+    async def _look(self) -> None:
+        try:
+            account = self._deployments.default.names.account
+            found = await self._ledger.deployments()
+            rows = {row.name: row for row in found if row.name.startswith(f"{account}/")}
+        except LedgerUnavailable as error:
+            logger.warning("going on with the deployments known: %s", error)
+            return
+        for row in rows.values():
+            known = self._deployments.known(row.name)
+            if known not in (None, self._deployments.default) and self._created[row.name] != row.created_at:
+                # Another gateway deleted it, and it was made anew.
+                await self._end(known, None)
+            self._take_up(row)
+        wanted: list[WantedReplica] = []
+        for deployment in self._deployments:
+            kept = self._arrange(deployment)
+            wanted += (
+                WantedReplica(name=name, deployment=deployment.name, model=deployment.model) for name in kept
+            )
+            gone = not kept and not self._of(deployment) and self._running is not None
+            if deployment is not self._deployments.default and (
+                deployment.name not in rows or (deployment.deleting and gone)
+            ):
+                await self._end(deployment, rows.get(deployment.name))
+        self._say(tuple(wanted))
+
+    def report_now(self) -> None:
+        """Tell the supervisor what this gateway says of itself, without another look at the ledger."""
+        if self._told is not None:
+            self._say(self._told.replicas)
+
+    def _say(self, replicas: tuple[WantedReplica, ...]) -> None:
+        message = Wanted(replicas, self.report())
+        if message != self._told:
+            self._told = message
+            self._tell(message)
+
+    def _take_up(self, row: DeploymentRow) -> None:
+        deployment = self._deployments.known(row.name)
+        if deployment is None:
+            deployment = self._make(row)
+            self._deployments.add(deployment)
+            self._created[row.name] = row.created_at
+            self._start(deployment)
+            logger.info("deployment %s: %d replicas of %s", row.name, replica_count(row), row.model)
+        deployment.wanted = replica_count(row)
+        deployment.entries = self._entries(deployment, row)
+        if row.deleting and row.fields.get(HARD):
+            deployment.drain_s = 0.0
+        if row.deleting != deployment.deleting:
+            deployment.deleting = row.deleting
+            self._deployments.renamed()
+
+    def _entries(self, deployment: Deployment, row: DeploymentRow) -> dict[str, ReplicaEntry]:
+        if row.deleting:
+            return {}
+        said = entries_of_row(row)
+        if deployment is self._deployments.default:
+            resolved = {} if self.resolver is None else self.resolver.entries
+            return merged(resolved, self._settings, said)
+        weights = {name: entry for name, entry in self._settings.items() if entry.url is None}
+        return merged(weights, said)
+
+    def _start(self, deployment: Deployment) -> None:
+        if self._tasks is not None and deployment.name not in self._run_tasks:
+            task = self._tasks.create_task(deployment.run(), name=f"replicas of {deployment.name}")
+            self._run_tasks[deployment.name] = task
+
+    async def _end(self, deployment: Deployment, row: DeploymentRow | None) -> None:
+        if (task := self._run_tasks.pop(deployment.name, None)) is not None:
+            # The task reads the row: it ends before the row goes.
+            task.cancel()
+            await asyncio.wait((task,))
+        try:
+            if row is not None:
+                await self._ledger.delete_deployment(row.name)
+        except LedgerUnavailable as error:
+            logger.warning("deployment %s is removed later: %s", row and row.name, error)
+            return
+        except NotFound:
+            # Another gateway was faster.
+            pass
+        deployment.replicas.set_members(())
+        self._deployments.remove(deployment)
+        logger.info("deployment %s is deleted", deployment.name)
+
+    def _of(self, deployment: Deployment) -> list[RunningReplica]:
+        return [replica for replica in self._running or () if replica.deployment == deployment.name]
+
+    def _arrange(self, deployment: Deployment) -> list[str]:
+        """Set the members of one deployment; the names of the replicas that should run."""
+        names = self._deployments.replica_names(deployment)
+        if self._running is None:
+            return names
+        running = self._of(deployment)
+        deployment.problems = {r.name: r.error for r in running if r.error is not None and r.name in names}
+        up = sorted((r.name, r.url) for r in running if r.url is not None)
+        order = {name: place for place, name in enumerate(names)}
+        up.sort(key=lambda one: order.get(one[0], len(order)))
+        entries = deployment.entries
+        weights = {name: entry.weight for name, entry in entries.items() if entry.weight is not None}
+        members = [Member(name, url, weights.get(name, 1.0)) for name, url in up if url is not None]
+        leaving = {member.name for member in members if member.name not in order}
+        leaving |= {name for name, entry in entries.items() if entry.drain}
+        elsewhere = {name: entry.url for name, entry in entries.items() if entry.url is not None}
+        members += [
+            Member(name, url, weights.get(name, 1.0), own=False) for name, url in sorted(elsewhere.items())
+        ]
+        for view in self._finishing(deployment, elsewhere):
+            members.append(Member(view.name, view.url, view.weight, own=False))
+            leaving.add(view.name)
+        deployment.replicas.set_members(members, leaving)
+        return [
+            *names,
+            *(view.name for view in self._draining(deployment) if view.name not in order and view.own),
+        ]
+
+    def _finishing(self, deployment: Deployment, elsewhere: Mapping[str, str]) -> list[ReplicaView]:
+        """Replicas of others that are gone from the list and have requests left, and time for them."""
+        now = self._monotonic()
+        replicas = deployment.replicas
+        gone = [
+            view
+            for view in (*replicas.views, *replicas.leaving)
+            if not view.own and view.name not in elsewhere
+        ]
+        kept = []
+        for view in gone:
+            since = self._leaving_since.setdefault(view.name, now)
+            if self._busy(view) and now - since < deployment.drain_s:
+                kept.append(view)
+            else:
+                del self._leaving_since[view.name]
+        return kept
+
+    def _draining(self, deployment: Deployment) -> list[ReplicaView]:
+        """Those that leave and have requests left, and time for them."""
+        now = self._monotonic()
+        leaving = deployment.replicas.leaving
+        for view in deployment.replicas.views:
+            self._leaving_since.pop(view.name, None)
+        kept = []
+        for view in leaving:
+            since = self._leaving_since.setdefault(view.name, now)
+            if self._busy(view) and now - since < deployment.drain_s:
+                kept.append(view)
+        return kept
+
+
+def replica_count(row: DeploymentRow) -> int:
+    """How many replicas a deployment should have.
+
+    It never scales by itself, so one that may have any has at least one: 0 only where at most 0 are asked for.
+    """
+    if row.deleting:
+        return 0
+    return max(row.replicas_min, min(1, row.replicas_max))

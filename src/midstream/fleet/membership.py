@@ -1,0 +1,255 @@
+"""Which replicas a deployment has beside those that the supervisor runs, each one's part of the work, and who is drained.
+
+    GET, POST   /v1/accounts/{A}/deployments/{D}/replicas             POST: {"url", "weight"?}
+    PATCH, DELETE  /v1/accounts/{A}/deployments/{D}/replicas/{name}   PATCH: {"weight"?, "drain"?}
+
+Owns: the entries of single replicas: from the settings, from a DNS name, and from this API, which keeps them in the ledger.
+Always holds:
+- A replica that others run goes by the host and port of its URL, unique in the gateway.
+- The API takes a URL only of a host that `gateway.allowed_replicas` names: it will be sent users' prompts and the token.
+- Whoever is drained or removed takes no new request from then on and is let go when its requests have ended.
+- A DNS name that cannot be resolved changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
+from midstream.core.scopes import OBSERVE
+from midstream.core.types import ReplicaEntry
+from midstream.fleet.access import grant_of
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.view import ReplicaView
+from midstream.http.bodies import NOT_JSON, read_body
+from midstream.ledger import DeploymentRow, Ledger
+
+logger = logging.getLogger(__name__)
+
+RESOLVED_EVERY_S = 5.0
+# Field of a deployment's row, before the name of a replica.
+_FIELD = "_replica:"
+_PATH = "/v1/accounts/{account}/deployments/{name}/replicas"
+
+
+class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str | None = None
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    drain: bool | None = None
+
+
+def replica_name(url: str) -> str:
+    """What a replica at this base URL is called here. Raises ConfigError."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        port = parts.port
+        host.encode("idna")
+    except ValueError:
+        # A UnicodeError is one, too.
+        port = None
+    plain = parts.scheme == "http" and not (parts.username or parts.query or parts.fragment)
+    if not plain or not host or " " in host or not port or parts.path not in ("", "/"):
+        raise ConfigError(f"{url!r}: expected http://HOST:PORT")
+    return f"{host}:{port}"
+
+
+def entries_of_settings(urls: Collection[str], weights: Mapping[str, float]) -> dict[str, ReplicaEntry]:
+    """By name. Raises ConfigError."""
+    entries = {name: ReplicaEntry(weight=weight) for name, weight in weights.items()}
+    for url in urls:
+        name = replica_name(url)
+        entries[name] = ReplicaEntry(url=url.rstrip("/"), weight=weights.get(name))
+    return entries
+
+
+def entries_of_row(row: DeploymentRow) -> dict[str, ReplicaEntry]:
+    """What the API was told, by name."""
+    return {
+        field.removeprefix(_FIELD): msgspec.convert(value, ReplicaEntry)
+        for field, value in row.fields.items()
+        if field.startswith(_FIELD)
+    }
+
+
+def merged(*sources: Mapping[str, ReplicaEntry]) -> dict[str, ReplicaEntry]:
+    """What each source says of a replica; a later one's word counts."""
+    entries: dict[str, ReplicaEntry] = {}
+    for source in sources:
+        for name, entry in source.items():
+            before = entries.get(name, ReplicaEntry())
+            entries[name] = ReplicaEntry(
+                url=entry.url or before.url,
+                weight=before.weight if entry.weight is None else entry.weight,
+                drain=entry.drain,
+            )
+    return entries
+
+
+class Resolver:
+    """The replicas behind a DNS name, one for each of its addresses."""
+
+    def __init__(self, name: str, changed: Callable[[], None], every_s: float = RESOLVED_EVERY_S) -> None:
+        """name: HOST:PORT. changed: called when `entries` are others. Raises ConfigError."""
+        host, _, port = name.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"{name!r}: expected HOST:PORT")
+        replica_name(f"http://{name}")
+        self._host, self._port = host, int(port)
+        self._changed = changed
+        self._every_s = every_s
+        self.entries: dict[str, ReplicaEntry] = {}
+
+    def __repr__(self) -> str:
+        return f"Resolver({self._host}:{self._port}, {len(self.entries)} replicas)"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._every_s)
+
+    async def look(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            logger.warning("%s is not resolved: %s", self._host, error)
+            return
+        hosts = sorted({str(address[4][0]) for address in found})
+        netlocs = [f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts]
+        urls = [f"http://{netloc}" for netloc in netlocs]
+        entries = {replica_name(url): ReplicaEntry(url=url) for url in urls}
+        if entries != self.entries:
+            self.entries = entries
+            self._changed()
+
+
+def membership_routes(
+    ledger: Ledger,
+    deployments: Deployments,
+    *,
+    allowed: Collection[str],
+    changed: Callable[[], Awaitable[None]],
+) -> list[BaseRoute]:
+    """allowed: hosts, or HOST:PORT, whose replicas may join. changed: takes up a change of the ledger."""
+    api = _Api(ledger, deployments, frozenset(allowed), changed)
+    return [
+        Route(_PATH, api.list, methods=["GET"]),
+        Route(_PATH, api.add, methods=["POST"]),
+        Route(_PATH + "/{replica}", api.patch, methods=["PATCH"]),
+        Route(_PATH + "/{replica}", api.delete, methods=["DELETE"]),
+    ]
+
+
+class _Api:
+    def __init__(
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        allowed: frozenset[str],
+        changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._ledger = ledger
+        self._deployments = deployments
+        self._allowed = allowed
+        self._changed = changed
+
+    async def list(self, request: Request) -> Response:
+        deployment = self._deployment(request)
+        views = (*deployment.replicas.views, *deployment.replicas.leaving)
+        return JSONResponse({"replicas": [_shown(deployment, view) for view in views]})
+
+    async def add(self, request: Request) -> Response:
+        deployment, given = self._deployment(request), _given(await read_body(request))
+        if given.url is None:
+            raise InvalidRequest("url: is needed, http://HOST:PORT", param="url")
+        try:
+            name = replica_name(given.url)
+        except ConfigError as error:
+            raise InvalidRequest(f"url: {error}", param="url") from error
+        if not {name, name.rpartition(":")[0]} & self._allowed:
+            raise InvalidRequest(f"url: {name} is none of gateway.allowed_replicas", param="url")
+        for other in self._deployments:
+            if name in other.entries and (other is not deployment or other.entries[name].url):
+                known = grant_of(request).allows((OBSERVE,), other.name)
+                raise Conflict(f"{name} belongs to {other.name if known else 'another deployment'} already")
+        entry = ReplicaEntry(given.url.rstrip("/"), given.weight, given.drain or False)
+        await self._keep(deployment, name, entry)
+        return self._answer(deployment, name)
+
+    async def patch(self, request: Request) -> Response:
+        deployment, name = self._deployment(request), self._replica(request)
+        given = _given(await read_body(request))
+        if given.url is not None:
+            raise InvalidRequest("url: cannot be changed", param="url")
+        row = await self._ledger.deployment(deployment.name)
+        kept = entries_of_row(row).get(name, ReplicaEntry())
+        weight = kept.weight if given.weight is None else given.weight
+        drain = kept.drain if given.drain is None else given.drain
+        await self._keep(deployment, name, ReplicaEntry(kept.url, weight, drain))
+        return self._answer(deployment, name)
+
+    async def delete(self, request: Request) -> Response:
+        deployment, name = self._deployment(request), self._replica(request)
+        row = await self._ledger.deployment(deployment.name)
+        if entries_of_row(row).get(name, ReplicaEntry()).url is None:
+            raise InvalidRequest(
+                f"{name} did not join by this API: scale the deployment, or change the settings", param="name"
+            )
+        await self._keep(deployment, name, None)
+        return JSONResponse({})
+
+    # -- inside
+
+    async def _keep(self, deployment: Deployment, name: str, entry: ReplicaEntry | None) -> None:
+        value = None if entry is None else msgspec.to_builtins(entry)
+        await self._ledger.update_deployment(deployment.name, fields={_FIELD + name: value})
+        await self._changed()
+
+    def _deployment(self, request: Request) -> Deployment:
+        account, name = request.path_params["account"], request.path_params["name"]
+        return self._deployments.get(f"accounts/{account}/deployments/{name}")
+
+    def _replica(self, request: Request) -> str:
+        deployment, name = self._deployment(request), str(request.path_params["replica"])
+        views = (*deployment.replicas.views, *deployment.replicas.leaving)
+        if name not in deployment.entries and all(view.name != name for view in views):
+            raise NotFound(f"{deployment.name} has no replica {name!r}", param="name")
+        return name
+
+    def _answer(self, deployment: Deployment, name: str) -> Response:
+        for view in (*deployment.replicas.views, *deployment.replicas.leaving):
+            if view.name == name:
+                return JSONResponse(_shown(deployment, view))
+        raise NotFound(f"{name} has left meanwhile", param="name")
+
+
+def _shown(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
+    return {
+        "name": view.name,
+        "url": view.url,
+        "weight": view.weight,
+        "drain": deployment.entries.get(view.name, ReplicaEntry()).drain,
+        "standing": view.standing,
+        "usable": view.usable,
+        "in_flight": view.in_flight,
+        "snapshot": view.report.snapshot if view.report else None,
+    }
+
+
+def _given(body: bytes) -> _Given:
+    try:
+        return msgspec.json.decode(body, type=_Given)
+    except NOT_JSON as error:
+        raise InvalidRequest(f"{error}") from error

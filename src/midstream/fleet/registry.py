@@ -1,0 +1,212 @@
+"""Which deployments this gateway serves, and which of them a request or a signal is for.
+
+Owns: the run-time side of every deployment (its replicas, its reconciler, its sessions) and the table of their names.
+Always holds:
+- The default deployment, the one of the command line, is there from the beginning to the end.
+- A deployment's name means that deployment alone; a model's name means the default deployment if it serves that model,
+  else the only one that does. Nothing is guessed: several are an error that names them.
+- With one deployment, names are only checked against its own: no body is looked into.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from midstream.core.errors import InvalidRequest, NotFound
+from midstream.core.names import ServedNames
+from midstream.core.types import Desired, ReplicaEntry, SessionsReport
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.prefixes import PrefixTable
+from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.sessions import SessionTable
+from midstream.fleet.signal_order import SignalOrder
+from midstream.ledger import Signalled
+
+DEPLOYMENT_HEADER = "fireworks-deployment"
+MODEL_HEADER = "fireworks-model"
+
+
+@dataclass(eq=False)
+class Deployment:
+    """One deployment while the gateway runs; what must survive it is in the ledger, under `name`."""
+
+    names: ServedNames
+    replicas: ReplicaSet
+    reconciler: Reconciler
+    sessions: SessionTable = field(default_factory=lambda: SessionTable(1_000_000))
+    prefixes: PrefixTable = field(default_factory=PrefixTable)
+    # The order of its snapshots.
+    order: SignalOrder = field(default_factory=SignalOrder)
+    # The number of replicas it should have.
+    wanted: int = 0
+    # What was reported of single replicas.
+    entries: dict[str, ReplicaEntry] = field(default_factory=dict)
+    # The deployment takes no requests.
+    deleting: bool = False
+    # How long requests on a replica that leaves may go on.
+    drain_s: float = 300.0
+    # Replica to the reason why it cannot be started.
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.replicas.on_sessions = self._told
+        self.reconciler.order = self.order
+
+    @property
+    def name(self) -> str:
+        """accounts/A/deployments/D"""
+        return self.names.deployment
+
+    @property
+    def model(self) -> str:
+        """accounts/A/models/M"""
+        return self.names.model
+
+    @property
+    def wanted_in_all(self) -> int:
+        """With those that others run."""
+        return self.wanted + sum(entry.url is not None for entry in self.entries.values())
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """Replica -> why it cannot be started, or its engine not."""
+        views = ((view.name, view.report) for view in self.replicas.views)
+        down = {name: report.error for name, report in views if report and not report.ready and report.error}
+        return down | self.problems
+
+    def _told(self, replica: str, told: SessionsReport) -> None:
+        if told.boot is not None:
+            self.sessions.begin(replica, told.boot)
+        for session, stamp in told.held:
+            self.sessions.learn(session, replica, stamp)
+        for session in told.closed:
+            self.sessions.forget(session, replica)
+
+    def signalled(self, desired: Desired | None = None) -> None:
+        """Something new is desired: `desired`, if it is known. Requests that come from now on can ask for it."""
+        if desired is not None:
+            self.order.learn([Signalled(desired.snapshot, desired.generation, False)])
+            self.replicas.look_again()
+        self.reconciler.signalled()
+
+    async def run(self) -> None:
+        """Hear the replicas and keep them at what is desired, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.replicas.run(), name=f"events of {self.name}")
+            tasks.create_task(self.reconciler.run(), name=f"reconciler of {self.name}")
+
+
+class Deployments:
+    """All deployments of the gateway. Use from one event loop."""
+
+    def __init__(self, default: Deployment, models: Iterable[str] = ()) -> None:
+        """models: bare names of those that can be deployed, beside the default deployment's."""
+        self.default = default
+        self._known = {f"{default.names.account}/models/{name}" for name in models} | {default.model}
+        self._by_name: dict[str, Deployment] = {}
+        # Every name, full and bare, to the deployments that have it.
+        self._called: dict[str, list[Deployment]] = {}
+        self.add(default)
+
+    def __repr__(self) -> str:
+        return f"Deployments({', '.join(self._by_name)})"
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Deployment]:
+        """The default one first, then in the order they came."""
+        return iter(tuple(self._by_name.values()))
+
+    @property
+    def models(self) -> list[str]:
+        """Resource names of the models that are served or can be."""
+        return sorted(self._known | {deployment.model for deployment in self})
+
+    def add(self, deployment: Deployment) -> None:
+        assert deployment.name not in self._by_name
+        self._by_name[deployment.name] = deployment
+        self._index()
+
+    def remove(self, deployment: Deployment) -> None:
+        assert deployment is not self.default
+        del self._by_name[deployment.name]
+        self._index()
+
+    def renamed(self) -> None:
+        """A deployment began or ceased to take requests."""
+        self._index()
+
+    def replica_names(self, deployment: Deployment) -> list[str]:
+        """The names of the replicas that it should have: `replica-0` and so on.
+
+        Names of another deployment than the default begin with its own name, so no two replicas in the gateway share one.
+        """
+        prefix = "" if deployment is self.default else f"{deployment.name.rpartition('/')[2]}-"
+        return [f"{prefix}replica-{number}" for number in range(deployment.wanted)]
+
+    def known(self, name: str) -> Deployment | None:
+        """By full name."""
+        return self._by_name.get(name)
+
+    def get(self, name: str) -> Deployment:
+        """By full name, accounts/A/deployments/D. Raises NotFound."""
+        found = self._by_name.get(name)
+        if found is None:
+            raise NotFound(f"there is no deployment {name}", param="deployment")
+        return found
+
+    def named(self, headers: Mapping[str, str]) -> Deployment:
+        """The one that the headers of a signal or a status request mean; the default one if they name none.
+
+        Raises NotFound, and InvalidRequest when a model's name fits several.
+        """
+        deployment, model = headers.get(DEPLOYMENT_HEADER), headers.get(MODEL_HEADER)
+        return self.decide(deployment or None, model or None) or self.default
+
+    def decide(self, deployment: str | None, model: str | None) -> Deployment | None:
+        """The one that the values of the two headers mean; None when they name none.
+
+        Raises NotFound, also when the deployment named does not serve the model named, and InvalidRequest.
+        """
+        if deployment is not None:
+            found = self.find(deployment, param=DEPLOYMENT_HEADER)
+            if model is not None and _resource(model) not in found.names.accepted():
+                raise NotFound(f"{found.name} serves {found.model}, not {model}", param=MODEL_HEADER)
+            return found
+        return None if model is None else self.find(model, param=MODEL_HEADER)
+
+    def find(self, name: str, *, param: str) -> Deployment:
+        """By any of its names, in full or bare, with or without @snapshot. Raises NotFound and InvalidRequest."""
+        resource = _resource(name)
+        called = self._called.get(resource)
+        if called is None:
+            served = ", ".join(dict.fromkeys(d.model for d in self))
+            raise NotFound(f"{name!r} is not served here; this server has {served}", param=param)
+        if len(called) == 1:
+            return called[0]
+        if (exact := self._by_name.get(resource)) is not None:
+            return exact
+        if param == DEPLOYMENT_HEADER:
+            bare = [d for d in called if d.name.rpartition("/")[2] == resource]
+            if len(bare) == 1:
+                return bare[0]
+        if self.default in called:
+            return self.default
+        options = ", ".join(d.name for d in called)
+        raise InvalidRequest(f"{name!r} fits several deployments: name one of {options}", param=param)
+
+    def _index(self) -> None:
+        called: dict[str, list[Deployment]] = {}
+        for deployment in self._by_name.values():
+            if deployment.deleting:
+                continue
+            for name in deployment.names.accepted():
+                called.setdefault(name, []).append(deployment)
+        self._called = called
+
+
+def _resource(name: str) -> str:
+    return name.strip().partition("@")[0]

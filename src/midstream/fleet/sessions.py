@@ -1,0 +1,195 @@
+"""Which session a request belongs to, where each known session lives, and which model a body names.
+
+Always holds: the table never exceeds its bound; the least recently used session goes first. A body is parsed only when no
+header names a session, and when the bytes of a field's name with a colon occur in it, even nested. Then the whole body is
+parsed, but only the two top-level fields are built. A field name written with escapes is not recognised.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from midstream.core import sessionkey
+from midstream.core.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
+from midstream.core.types import Session
+from midstream.http.bodies import NOT_JSON
+
+_HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
+
+_FIELDS = tuple(f'"{name}"'.encode() for name in SESSION_BODY_FIELDS)
+_LOOKS_MAX = 2**17
+_COLON = re.compile(rb"[ \t\r\n]*:")
+
+
+class _BodyFields(msgspec.Struct):
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+
+class _BodyModel(msgspec.Struct):
+    model: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_BodyFields)
+_model_decoder = msgspec.json.Decoder(_BodyModel)
+
+
+def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
+    """The session key of a request, or None. `headers` have lower-case names.
+
+    Raises InvalidRequest on a value that cannot be a key, and when all that are given are empty. An invalid body, or one with
+    such a field of another type, has no key here: the replica names what is wrong with it.
+    """
+    for name, text_name in _HEADERS:
+        value = headers.get(name)
+        if value is not None:
+            key = _text(value).strip(" \t")
+            # Nearly all requests of sessions take this branch.
+            if key:
+                return check_key(key, text_name)
+    return sessionkey.session_key(_named(headers, body))
+
+
+def _named(headers: Mapping[bytes, bytes], body: bytes) -> Iterator[tuple[str, str | None]]:
+    for name, text_name in _HEADERS:
+        value = headers.get(name)
+        if value is not None:
+            yield text_name, _text(value).strip(" \t")
+    if not any(_holds(body, name) for name in _FIELDS):
+        return
+    try:
+        fields = _decoder.decode(body)
+    except NOT_JSON:
+        return
+    yield from named_in_body(fields.prompt_cache_key, fields.user)
+
+
+def _holds(body: bytes, name: bytes) -> bool:
+    """Whether the name stands somewhere with a colon after it, or so often that decoding the body takes less time than looking.
+
+    One expression for all names would try each quote of the body, which takes a second for 60 MB of them.
+    """
+    at = -len(name)
+    for _ in range(_LOOKS_MAX):
+        at = body.find(name, at + len(name))
+        if at < 0:
+            return False
+        if _COLON.match(body, at + len(name)):
+            return True
+    return True
+
+
+def body_model(body: bytes) -> str | None:
+    """The top-level `model` of a body, as JSON says it; None when there is none, or no text, or no JSON object."""
+    try:
+        return _model_decoder.decode(body).model
+    except NOT_JSON:
+        return None
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+class SessionTable:
+    """(tenant, key) -> name of a replica and the stamp of its placing there, bounded.
+
+    Stamps order the placings of a session by any gateway. A stamp is in milliseconds since the epoch, and always more than that
+    of the placing before. clock: seconds since the epoch.
+    """
+
+    def __init__(self, max_sessions: int, clock: Callable[[], float] = time.time) -> None:
+        self._max_sessions = max_sessions
+        self._clock = clock
+        # Session to its replica, its stamp, and the number of the replica's boot.
+        self._homes: OrderedDict[Session, tuple[str, int, int]] = OrderedDict()
+        # Replica to its last known boot, and that boot's number.
+        self._boots: dict[str, tuple[str, int]] = {}
+        # Sessions that live on each replica.
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def __repr__(self) -> str:
+        return f"SessionTable({len(self._homes)} of at most {self._max_sessions} sessions)"
+
+    def home(self, session: Session) -> str | None:
+        """Where the session lives; asking counts as use."""
+        found = self._homes.get(session)
+        if found is None:
+            return None
+        # The boot that held the session is gone.
+        if found[2] != self._boot(found[0]):
+            del self._homes[session]
+            return None
+        self._homes.move_to_end(session)
+        return found[0]
+
+    def in_passing(self, session: Session) -> bool:
+        """Whether its home only served it once in passing (stamp 0), so that other gateways may know another one."""
+        found = self._homes.get(session)
+        return found is not None and found[1] == 0
+
+    def begin(self, replica: str, boot: str) -> None:
+        """The replica says which boot of it tells of its sessions: those on another one live nowhere any more."""
+        known, number = self._boots.get(replica, (boot, 0))
+        if known != boot:
+            number += 1
+            del self.counts[replica]
+        self._boots[replica] = (boot, number)
+
+    def _boot(self, replica: str) -> int:
+        found = self._boots.get(replica)
+        return 0 if found is None else found[1]
+
+    def forget(self, session: Session, replica: str | None = None, stamp: int | None = None) -> bool:
+        """The session lives nowhere; or not on `replica`, or not by the placing of this stamp, any more. Whether it did."""
+        found = self._homes.get(session)
+        if found is None or replica not in (None, found[0]) or stamp not in (None, found[1]):
+            return False
+        del self._homes[session]
+        self._left(found)
+        return True
+
+    def settle(self, session: Session, replica: str) -> int:
+        """The session lives on `replica` from now on. The stamp of that."""
+        stamp = round(self._clock() * 1000)
+        before = self._homes.get(session)
+        if before is not None:
+            stamp = max(stamp, before[1] + 1)
+        self._set(session, replica, stamp)
+        return stamp
+
+    def learn(self, session: Session, replica: str, stamp: int) -> None:
+        """`replica` says that it holds the session: it lives there unless a later placing brought it elsewhere."""
+        before = self._homes.get(session)
+        if before is None or before[2] != self._boot(before[0]) or (stamp, replica) > (before[1], before[0]):
+            self._set(session, replica, stamp)
+
+    def _set(self, session: Session, replica: str, stamp: int) -> None:
+        before = self._homes.get(session)
+        if before is not None:
+            self._left(before)
+        self._homes[session] = (replica, stamp, self._boot(replica))
+        self._homes.move_to_end(session)
+        self.counts[replica] += 1
+        if len(self._homes) > self._max_sessions:
+            self._left(self._homes.popitem(last=False)[1])
+
+    def _left(self, home: tuple[str, int, int]) -> None:
+        replica = home[0]
+        if home[2] != self._boot(replica):
+            # A lost boot's sessions are not counted any more.
+            return
+        self.counts[replica] -= 1
+        if self.counts[replica] == 0:
+            del self.counts[replica]

@@ -1,0 +1,50 @@
+"""What requests to the control app carry, read within bounds: bodies, JSON objects, whole numbers in a query.
+
+Always holds: whatever a client sends is either read or refused with a 4xx that says why; nothing of it raises anything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from midstream.core.errors import InvalidRequest, PayloadTooLarge
+
+MAX_BODY_BYTES = 2**20
+#: What decoding JSON raises: nested too deeply it is a RecursionError, and not UTF-8 in a text a UnicodeDecodeError.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole of it. Raises PayloadTooLarge."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"the body must be at most {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    try:
+        raw = msgspec.json.decode(body)
+    except NOT_JSON as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return raw
+
+
+def whole_number(request: Request, name: str, default: int, lowest: int, highest: int) -> int:
+    """Of the query; `default` when it does not say. Raises InvalidRequest."""
+    asked = request.query_params.get(name)
+    if asked is None:
+        return default
+    digits = asked.lstrip("0") or "0"
+    fits = asked.isascii() and asked.isdecimal() and len(digits) <= len(str(highest))
+    if not fits or not lowest <= int(digits) <= highest:
+        raise InvalidRequest(f"{name}: must be a whole number from {lowest} to {highest}", param=name)
+    return int(digits)

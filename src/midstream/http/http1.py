@@ -1,0 +1,395 @@
+"""HTTP/1.1 requests in, bytes out, on a raw asyncio protocol: the server side of the gateway's and the replicas' ports.
+
+Owns: one client connection: limits, refusals, keep-alive, pipelining order, and its timeouts. How a request is read is in
+http/reader.py; what it means is the service's business (proxy/service.py, replica/app.py).
+Always holds:
+- Requests of a connection are served one at a time, in the order they came.
+- A request that cannot be read is refused and its connection closed.
+- Memory per connection is bounded: by the body limit, the header limit, and the transport's write buffer. What all
+  connections hold of bodies that no exchange has yet is counted in the service's budget, before it is read.
+- A body that comes too slowly is refused; the time in which its connection serves another request does not count.
+- When the client goes away, the exchange that serves it is told at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+import httptools
+
+from midstream.core.errors import InvalidRequest, MidstreamError, RequestTimeout
+from midstream.http.budget import Budget, Share
+from midstream.http.message import Limits, Request, error_response
+from midstream.http.reader import RequestReader
+
+# Pipelined requests that are read ahead before reading pauses.
+QUEUED_REQUESTS_MAX = 16
+QUEUED_BYTES_MAX = 2**20
+# A refused client may go on sending for so long before its connection is cut.
+LINGER_S = 2.0
+_NEVER = math.inf
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class Exchange(Protocol):
+    """What serves one request. All calls come from the connection that carries it."""
+
+    @property
+    def answered(self) -> bool:
+        """The head of its response was written."""
+
+    def start(self) -> None: ...
+    def client_paused(self) -> None: ...
+    def client_resumed(self) -> None: ...
+    def client_gone(self) -> None: ...
+    def cut(self, reason: str) -> None: ...
+
+
+class Service(Protocol):
+    """What the connections of a server share."""
+
+    draining: bool
+    budget: Budget
+
+    def connected(self, client: ClientConnection) -> None: ...
+    def disconnected(self, client: ClientConnection) -> None: ...
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
+        """The tenant that sends it; None: nobody in particular. Raise MidstreamError to refuse it before its body is read."""
+
+    def exchange(self, request: Request, client: ClientConnection) -> Exchange:
+        """Raise MidstreamError to refuse a request; its connection stays open."""
+
+    def refused(self, error: MidstreamError) -> None:
+        """A request was answered with `error` without becoming an exchange."""
+
+
+class ClientConnection(RequestReader, asyncio.Protocol):
+    """One client connection. An exchange writes to it through write, finish, end_short and reset."""
+
+    def __init__(self, service: Service, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limits)
+        self._service = service
+        self._share = Share(service.budget, self)
+        self._now = loop.time
+        self._queue: deque[Request | MidstreamError] = deque()
+        self._queued_bytes = 0
+        self._exchange: Exchange | None = None
+        self._keep_alive = True
+        self._pumping = False
+        self._reading = True
+        # Nothing that arrives counts any more.
+        self._deaf = False
+        self._transport: asyncio.Transport
+        # Bytes held of the body that is arriving.
+        self._unfinished_bytes = 0
+        # Bytes of that body that had arrived when its window began.
+        self._arrived_before = 0
+        # Of a connection that retires, but whose response under way promises that it stays: how long it then stays idle.
+        self._stays_s: float | None = None
+        self.writable = True
+        self.deadline = _NEVER
+
+    def __repr__(self) -> str:
+        return f"ClientConnection({'busy' if self._exchange else 'idle'}, {len(self._queue)} queued)"
+
+    # -- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transport is not a subclass.
+        transport = cast("asyncio.Transport", transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.deadline = self._now() + self._limits.head_timeout_s
+        self._service.connected(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deaf = True
+        self._forget_queue()
+        # The parser refers to this connection: without a new one, what it holds would wait for a collection.
+        self._start_message()
+        exchange = self._exchange
+        self._exchange_over()
+        if exchange is not None:
+            exchange.client_gone()
+        self._share.is_of(None)
+        self._service.disconnected(self)
+
+    def eof_received(self) -> bool:
+        """A client that stops sending has left: there is no half-closed mode, so generation stops at once."""
+        if self._exchange is not None:
+            self._transport.abort()
+        return False
+
+    def pause_writing(self) -> None:
+        self.writable = False
+        if self._exchange is not None:
+            self._exchange.client_paused()
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        if self._exchange is not None:
+            self._exchange.client_resumed()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        try:
+            self.feed(data)
+        except MidstreamError as error:
+            self._refuse(error)
+        except httptools.HttpParserError as error:
+            self._parse_failed(error)
+        self._pump()
+
+    # -- the reader's calls
+
+    def _message_begins(self) -> None:
+        self._unfinished_bytes = 0
+        if self._exchange is None and not self._queue:
+            self.deadline = self._now() + self._limits.head_timeout_s
+
+    def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
+        self._check_head(method, target, first, length)
+        if self._exchange is None and not self._queue:
+            self._time_body()
+
+    def _check_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
+        tenant = self._service.check_head(method, target, first)
+        # A request without a key leaves the connection, and what is under way on it, with its tenant.
+        if tenant is not None and tenant != self._share.tenant:
+            self._share.is_of(tenant)
+        if length:
+            self._share.check_room(length)
+
+    def _hold_more(self, more: int) -> None:
+        self._share.check_room(more)
+        self._unfinished_bytes += more
+        self._count_held()
+
+    def _take_request(self, request: Request) -> None:
+        self._queue.append(request)
+        self._queued_bytes += len(request.body)
+        self._unfinished_bytes = 0
+        if not request.keep_alive:
+            # No request follows the last one: further bytes are dropped.
+            self._deaf = True
+
+    # -- an exchange's calls
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def count_in_flight(self) -> None:
+        """Of the exchange that is being made: it counts as its tenant's request until it is over. Raises Overloaded."""
+        self._share.begin_request()
+
+    @property
+    def closes_after_response(self) -> bool:
+        """The response must say `connection: close`."""
+        return not self._keep_alive or self._service.draining
+
+    def finish(self, *, close: bool = False) -> None:
+        """The response is complete; go on with the next request, or close."""
+        self._exchange_over()
+        stays_s, self._stays_s = self._stays_s, None
+        if stays_s is not None and not close:
+            self._pump()
+            if self.idle:
+                self.deadline = min(self.deadline, self._now() + stays_s)
+        elif close or self.closes_after_response:
+            self._close()
+        elif not self._pumping:
+            self._pump()
+
+    def end_short(self, last: bytes = b"") -> None:
+        """Write `last` and close without completing the response, so that the client sees that it is short."""
+        self._exchange_over()
+        if last:
+            self._transport.write(last)
+        self._close()
+
+    def reset(self) -> None:
+        """Break the connection so that even a response without framing is seen to be short."""
+        self._exchange_over()
+        self._deaf = True
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self._transport.abort()
+
+    # -- the server's calls
+
+    def check_deadline(self, now: float) -> None:
+        if now < self.deadline:
+            return
+        self.deadline = _NEVER
+        if self._in_message and not self._deaf:
+            if (
+                self._head_done
+                and self._arrived() >= self._arrived_before + self._limits.body_bytes_per_window
+            ):
+                self._time_body()
+                return
+            self._refuse(self._too_slow())
+            self._pump()
+        elif self._exchange is None:
+            self._transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        return self._exchange is None and not self._queue and not self._in_message and not self._deaf
+
+    def drain(self) -> None:
+        """Close now when idle; otherwise the response that is under way is the last."""
+        self._stays_s = None
+        if self._exchange is None and not self._queue:
+            self._close()
+
+    def retire(self, idle_s: float) -> None:
+        """The next response whose head can say so is the last. When idle, it closes in so many seconds at the latest.
+
+        Closing at once could meet the client's next request.
+        """
+        if self.idle:
+            self.deadline = min(self.deadline, self._now() + idle_s)
+        elif self._exchange is not None and self._exchange.answered and self._keep_alive:
+            self._stays_s = idle_s
+
+    def cut(self, reason: str) -> None:
+        """End whatever is under way, visibly."""
+        self._forget_queue()
+        if self._exchange is not None:
+            self._exchange.cut(reason)
+        else:
+            self._close()
+
+    # -- inside
+
+    def _close(self) -> None:
+        """Close once everything written is sent, or the client stopped taking it for a while."""
+        self._deaf = True
+        self._forget_queue()
+        self.deadline = self._now() + self._limits.keep_alive_s
+        self._transport.close()
+
+    def _forget_queue(self) -> None:
+        self._queue.clear()
+        self._queued_bytes = self._unfinished_bytes = 0
+        self._count_held()
+
+    def _exchange_over(self) -> None:
+        self._exchange = None
+        if self._share.counted_for is not None:
+            self._share.end_request()
+
+    def _pump(self) -> None:
+        """Start the next request when none is under way, and read ahead only so far."""
+        self._pumping = True
+        while self._exchange is None and self._queue and not self._transport.is_closing():
+            item = self._queue.popleft()
+            if isinstance(item, MidstreamError):
+                self._answer_refusal(item)
+                break
+            self._queued_bytes -= len(item.body)
+            self._begin(item)
+        self._pumping = False
+        if self._exchange is None and not self._deaf:
+            self._wait_for_request()
+        self._throttle()
+
+    def _begin(self, request: Request) -> bool:
+        """Whether there is an exchange for it; otherwise it was refused."""
+        self._keep_alive = request.keep_alive
+        self.deadline = _NEVER
+        if self._share.held_bytes:
+            self._share.holds(self._queued_bytes + self._unfinished_bytes)
+        try:
+            self._exchange = self._service.exchange(request, self)
+        except MidstreamError as error:
+            self._service.refused(error)
+            self._transport.write(error_response(error, close=self.closes_after_response))
+            if self.closes_after_response:
+                self._close()
+            return False
+        self._exchange.start()
+        return True
+
+    def _wait_for_request(self) -> None:
+        if self._owes_continue:
+            self._owes_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self.deadline is not _NEVER:
+            return
+        if not self._in_message:
+            self.deadline = self._now() + self._limits.keep_alive_s
+        elif self._head_done:
+            self._time_body()
+        else:
+            self.deadline = self._now() + self._limits.head_timeout_s
+
+    def _count_held(self) -> None:
+        self._share.holds(self._unfinished_bytes + self._queued_bytes)
+
+    # -- how long a body may take
+
+    def _time_body(self) -> None:
+        """A window begins."""
+        self._arrived_before = self._arrived()
+        self.deadline = self._now() + self._limits.body_window_s
+
+    def _arrived(self) -> int:
+        """Bytes of the body under way."""
+        return len(self._body)
+
+    def _too_slow(self) -> RequestTimeout:
+        limits = self._limits
+        if not self._head_done:
+            return RequestTimeout(f"the request's head was not complete after {limits.head_timeout_s:g} s")
+        return RequestTimeout(
+            f"the request's body came too slowly: at least {limits.body_bytes_per_window:g} bytes are expected in "
+            f"{limits.body_window_s:g} s (min_body_rate) until it is complete"
+        )
+
+    def _throttle(self) -> None:
+        ahead = len(self._queue) >= QUEUED_REQUESTS_MAX or self._queued_bytes > QUEUED_BYTES_MAX
+        if ahead == self._reading and not self._transport.is_closing():
+            self._reading = not ahead
+            if ahead:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _parse_failed(self, error: httptools.HttpParserError) -> None:
+        cause = error.__context__
+        if isinstance(cause, MidstreamError):
+            self._refuse(cause)
+        elif isinstance(error, httptools.HttpParserCallbackError):
+            self._transport.abort()
+            raise error
+        elif not self._deaf:
+            self._refuse(InvalidRequest(f"malformed HTTP request: {error}"))
+
+    def _refuse(self, error: MidstreamError) -> None:
+        """Answer with `error` when its turn comes; the bytes after it mean nothing."""
+        self._deaf = True
+        self._in_message = self._owes_continue = False
+        self._start_message()
+        self._unfinished_bytes = 0
+        self._count_held()
+        self._queue.append(error)
+
+    def _answer_refusal(self, error: MidstreamError) -> None:
+        """Answer, then drop what the client still sends for a while: closing at once could destroy the answer."""
+        self._service.refused(error)
+        self._transport.write(error_response(error, close=True))
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self.deadline = self._now() + LINGER_S

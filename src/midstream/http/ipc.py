@@ -1,0 +1,162 @@
+"""Messages between a process and a child that it started: the one channel of the engine and of the trainer process.
+
+Owns: the framing, both ends of the socket pair, starting the child and waiting for its end.
+Always holds: a frame is a little-endian uint32 length and that many bytes of MessagePack; nothing is pickled. A message that
+cannot be read closes the link, because nothing after it can be trusted. A child whose socket closes ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 2**32 - 1
+STOP_GRACE_S = 5.0
+
+_encoder = msgspec.msgpack.Encoder()
+Message = TypeVar("Message")
+AnyLink = TypeVar("AnyLink", bound="Link[Any]")
+
+
+def frame(message: object) -> bytes:
+    """Raises ValueError when the message is longer than a frame can say."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"{type(message).__name__} of {len(body)} bytes is over the {MAX_FRAME_BYTES} of a frame"
+        )
+    return HEADER.pack(len(body)) + body
+
+
+class Frames(Generic[Message]):
+    """Cuts what arrives on a socket into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that `data` completes. Raises msgspec.DecodeError."""
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._buffer)
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[HEADER.size : end])
+            del self._buffer[:end]
+            yield self._decoder.decode(body)
+
+
+class Unexpected(Exception):
+    """The child said something that no command asked for."""
+
+
+class Link(asyncio.Protocol, Generic[Message]):
+    """The parent's end: each message reaches `received` in the turn of the loop that read it.
+
+    `lost` is set once the socket is closed, by either side.
+    """
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
+        self.transport: asyncio.Transport
+        self.lost = asyncio.Event()
+        self._frames = Frames(decoder)
+
+    def received(self, message: Message) -> None:
+        """Raises Unexpected for a message that no command asked for."""
+        raise NotImplementedError
+
+    def send(self, message: object) -> None:
+        """Raises ValueError when the message is too long."""
+        self.transport.write(frame(message))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transport is not a subclass
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                self.received(message)
+        except (msgspec.DecodeError, Unexpected):
+            logger.exception("a child process sent a message that cannot be understood; closing its socket")
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+
+async def spawn(module: str, link: Callable[[], AnyLink]) -> tuple[subprocess.Popen[bytes], AnyLink]:
+    """Run `module` as a child, with the number of its end of the socket as the only argument."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(  # noqa: ASYNC220 - fork and exec only; waiting is done in a thread
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            # This process's own standard output may be somebody's protocol.
+            stdout=sys.stderr,
+        )
+    ours.setblocking(False)
+    try:
+        _, made = await asyncio.get_running_loop().create_connection(link, sock=ours)
+    except BaseException:
+        # A cancellation, too, leaves no process running.
+        process.kill()
+        ours.close()
+        raise
+    return process, made
+
+
+async def ended(process: subprocess.Popen[bytes], name: str) -> int:
+    """The exit code of a child whose socket is closed. It should leave by itself, and is killed if it does not."""
+    try:
+        return await asyncio.to_thread(process.wait, STOP_GRACE_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("%s process %s did not end in %s s; killing it", name, process.pid, STOP_GRACE_S)
+        process.kill()
+        return await asyncio.to_thread(process.wait)
+
+
+class Disconnected(Exception):
+    """The parent closed its end."""
+
+
+class Channel(Generic[Message]):
+    """The child's end: blocking, with a way to take only what has arrived."""
+
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> None:
+        self._sock = sock
+        self._frames = Frames(decoder)
+
+    def send(self, message: object) -> None:
+        try:
+            self._sock.sendall(frame(message))
+        except OSError as error:
+            raise Disconnected from error
+
+    def receive(self, timeout_s: float | None) -> Iterator[Message]:
+        """Messages that have arrived; waits up to timeout_s (None: until one comes) for the first."""
+        if select.select([self._sock], [], [], timeout_s)[0]:
+            try:
+                data = self._sock.recv(1 << 20)
+            except OSError as error:
+                # The parent died and had not read everything.
+                logger.info("the socket broke, its other end is gone (%s); ending", error)
+                raise Disconnected from error
+            if not data:
+                raise Disconnected
+            yield from self._frames.feed(data)

@@ -1,0 +1,212 @@
+"""Requests read from the bytes of one connection by httptools' parser, within limits.
+
+Owns: the parser, and the request that is being read.
+Always holds:
+- A request that two parsers could frame differently is refused.
+- A request comes out as if it had come in origin form: an absolute-form target gives its authority to Host.
+- A request comes out as if it had come without an Upgrade header: an offer to switch protocols is passed over.
+- Room for a body is asked for before the body is kept. Its framing, extensions and trailers included, is bounded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import httptools
+
+from midstream.core.errors import HeadersTooLarge, InvalidRequest, MidstreamError, PayloadTooLarge
+from midstream.http.message import Limits, Request, check_framing, split_absolute_form
+
+# Bytes that a chunk may have beside its data, for its size and its line ends.
+CHUNK_FRAMING_BYTES = 24
+
+
+class RequestReader(ABC):
+    """What reads by feed(); the connection is the other part."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._parser = httptools.HttpRequestParser(self)
+        # The read that is being parsed.
+        self._read_bytes = 0
+        # The head just parsed will be parsed again without its Upgrade header.
+        self._offers_upgrade = False
+        self._owes_continue = False
+        self._in_message = False
+        self._headers: list[tuple[bytes, bytes]]
+        self._first: dict[bytes, bytes]
+        self._body: bytes | bytearray
+        self._start_message()
+
+    # -- what a connection does with it
+
+    @abstractmethod
+    def _message_begins(self) -> None:
+        """The first byte of a request has come."""
+
+    @abstractmethod
+    def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
+        """A head is complete. length: of the body, as the head declares it. Raise MidstreamError to refuse the request."""
+
+    @abstractmethod
+    def _hold_more(self, more: int) -> None:
+        """So many bytes more of the body are to be kept. Raise MidstreamError to refuse the request."""
+
+    @abstractmethod
+    def _take_request(self, request: Request) -> None:
+        """A request is complete."""
+
+    # -- reading
+
+    def feed(self, data: bytes) -> None:
+        """Raises MidstreamError, or httptools.HttpParserError, perhaps with the former as its context."""
+        if self._in_message and not self._head_done:
+            self._head_fed += len(data)
+        elif self._in_message and self._chunks:
+            self._chunked_fed += len(data)
+        rest: bytes | memoryview = data
+        while True:
+            self._read_bytes = len(rest)
+            try:
+                self._parser.feed_data(rest)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                parsed = upgrade.args[0]
+            rest = memoryview(rest)[parsed:]
+            self._parse_without_offer()
+        if self._head_fed > self._limits.max_header_bytes and not self._head_done:
+            raise self._head_too_large()
+        if self._in_message and self._chunks:
+            self._check_chunk_framing()
+
+    def _parse_without_offer(self) -> None:
+        """Give a new parser the head again without its Upgrade header, so that it goes on with the body.
+
+        The first parser takes what follows such a head for another protocol.
+        """
+        self._offers_upgrade = False
+        line = b"%b %b HTTP/%b" % (
+            self._parser.get_method(),
+            self._target,
+            b"1.0" if self._http10 else b"1.1",
+        )
+        kept = [name + b": " + value for name, value in self._headers if name != b"upgrade"]
+        self._parser = httptools.HttpRequestParser(self)
+        head = b"\r\n".join([line, *kept, b"\r\n"])
+        self._read_bytes = len(head)
+        self._parser.feed_data(head)
+
+    def _start_message(self) -> None:
+        self._head_done = self._chunks = False
+        self._head_fed = self._trailer_bytes = 0
+        # Bytes of a body in chunks, without those that came with the head.
+        self._chunked_fed = 0
+        # How many of these bytes may be framing.
+        self._chunk_framing_max = 0
+        self._target = b""
+        self._headers = []
+        self._first = {}
+        self._body = b""
+        self._http10 = False
+
+    # -- the parser's calls
+
+    def on_message_begin(self) -> None:
+        self._in_message = True
+        self._start_message()
+        self._message_begins()
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_done:
+            self._headers.append((name.lower(), value))
+        else:
+            # Trailers are dropped.
+            self._trailer_bytes += len(name) + len(value) + 4
+            if self._trailer_bytes > self._limits.max_header_bytes:
+                raise self._head_too_large()
+
+    def on_headers_complete(self) -> None:
+        self._head_done = True
+        if self._head_fed + self._read_bytes > self._limits.max_header_bytes:
+            self._check_head_size()
+        self._first = dict(reversed(self._headers))
+        version = self._parser.get_http_version()
+        self._http10 = version == "1.0"
+        if not self._http10 and version != "1.1":
+            raise InvalidRequest(f"HTTP/{version} is not supported")
+        if self._parser.should_upgrade():
+            if self._parser.get_method() == b"CONNECT":
+                raise InvalidRequest("tunnels are not supported")
+            self._offers_upgrade = True
+            return
+        length = check_framing(self._headers, self._first, http10=self._http10)
+        if not self._target.startswith(b"/"):
+            self._take_absolute_form()
+        if length > self._limits.max_body_bytes:
+            raise self._body_too_large()
+        self._chunks = b"transfer-encoding" in self._first
+        self._take_head(self._parser.get_method(), self._target, self._first, length)
+        expects = self._first.get(b"expect", b"").strip().lower() == b"100-continue"
+        if expects and not self._http10 and (length or self._chunks):
+            self._owes_continue = True
+
+    def on_chunk_header(self) -> None:
+        self._chunk_framing_max += CHUNK_FRAMING_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._owes_continue = False
+        if len(self._body) + len(body) > self._limits.max_body_bytes:
+            raise self._body_too_large()
+        self._hold_more(len(body))
+        if not self._body:
+            self._body = body
+        elif isinstance(self._body, bytearray):
+            self._body += body
+        else:
+            # One buffer, however small the pieces are.
+            self._body = bytearray(self._body + body)
+
+    def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
+        self._in_message = self._owes_continue = False
+        request = Request(
+            self._parser.get_method(),
+            self._target,
+            self._headers,
+            self._first,
+            bytes(self._body),
+            self._http10,
+            not self._http10 and self._parser.should_keep_alive(),
+        )
+        # An idle connection holds no body.
+        self._body = b""
+        self._take_request(request)
+
+    # -- limits
+
+    def _check_head_size(self) -> None:
+        size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        if size > self._limits.max_header_bytes:
+            raise self._head_too_large()
+
+    def _check_chunk_framing(self) -> None:
+        most = self._limits.max_header_bytes
+        if self._chunked_fed - len(self._body) - self._chunk_framing_max > most:
+            raise PayloadTooLarge(f"the body's chunk extensions and trailers are over {most} bytes")
+
+    def _take_absolute_form(self) -> None:
+        """Keep path and query of `http://authority/path?query`; its authority is the Host that counts."""
+        authority, self._target = split_absolute_form(self._target)
+        self._headers = [(b"host", authority), *(h for h in self._headers if h[0] != b"host")]
+        self._first = dict(reversed(self._headers))
+
+    def _head_too_large(self) -> MidstreamError:
+        return HeadersTooLarge(f"the request head is over {self._limits.max_header_bytes} bytes")
+
+    def _body_too_large(self) -> MidstreamError:
+        return PayloadTooLarge(f"the request body is over {self._limits.max_body_bytes} bytes")

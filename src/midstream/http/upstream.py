@@ -1,0 +1,316 @@
+"""The replica side of the data path: pooled HTTP/1.1 connections whose response bodies are passed on untouched.
+
+The parser finds the end of the head, the status and the end of the message; it never builds the body.
+Always holds:
+- A connection serves one exchange at a time. It goes back to the pool only after a complete response that leaves it clean.
+  Anything unexpected closes it.
+- Body bytes are handed on in the read that brought them, still in their framing (chunked or by length).
+- A response whose end could not be told from a crash (neither length nor chunks) is an error, never passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Protocol, cast
+
+import httptools
+
+MAX_RESPONSE_HEAD_BYTES = 256 * 2**10
+# Below this size, one copy is cheaper than a second buffer.
+JOINED_BODY_BYTES_MAX = 16 * 2**10
+
+
+class ResponseSink(Protocol):
+    """What takes a response, in the order: head with the first of the body, more body, then end; or lost
+    instead of the rest."""
+
+    def response_head(
+        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """`reason` is the status line after the code; header names are lower-case; `body` came with the head."""
+
+    def response_body(self, data: bytes) -> None: ...
+    def response_end(self) -> None: ...
+    def upstream_lost(self, reason: str, *, answered: bool) -> None:
+        """The connection is gone. `answered`: at least one byte of a response had arrived."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    def __init__(self, pool: UpstreamPool) -> None:
+        self._pool = pool
+        self._parser = self._new_parser()
+        self._transport: asyncio.Transport
+        self._sink: ResponseSink | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head = b""
+        self._head_request = False
+        self._in_body = False
+        self._complete = False
+        # Something follows the response.
+        self._extra = False
+        self._keep_alive = False
+        self._paused = False
+        # The server's answer is no HTTP response.
+        self.malformed = False
+        # The last byte handed on lies within a chunk's data.
+        self.in_chunk = False
+
+    # -- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transport is not a subclass.
+        transport = cast("asyncio.Transport", transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._pool.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.closed(self)
+        self._lose(f"connection lost: {exc}" if exc else "connection closed before the response ended")
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        # The server of an idle connection has nothing to say.
+        if sink is None:
+            self._transport.abort()
+        elif self._in_body:
+            self._pass_on(sink, data)
+        else:
+            self._head += data
+            self._read_head(sink)
+
+    # -- the parser's calls
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._extra = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers pass with the body.
+        if not self._in_body:
+            self._headers.append((name.lower(), value))
+
+    def on_chunk_header(self) -> None:
+        self.in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self.in_chunk = False
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+        self._keep_alive = self._parser.should_keep_alive()
+
+    # -- an exchange's calls
+
+    def send(self, sink: ResponseSink, head: bytes, body: bytes, *, head_request: bool) -> None:
+        """Send one request and deliver its response to `sink`."""
+        assert self._sink is None
+        self._sink = sink
+        self._head_request = head_request
+        self._in_body = self._complete = self._extra = self.in_chunk = False
+        self._head = b""
+        self._headers = []
+        if len(body) < JOINED_BODY_BYTES_MAX:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+
+    def pause(self) -> None:
+        if not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def abandon(self) -> None:
+        """Close without waiting for the rest: the replica sees the disconnect and stops generating."""
+        self._sink = None
+        self._transport.abort()
+
+    @property
+    def answering(self) -> bool:
+        """At least one byte of the response has arrived."""
+        return self._in_body or bool(self._head)
+
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    # -- inside
+
+    def _new_parser(self) -> httptools.HttpResponseParser:
+        return httptools.HttpResponseParser(self)
+
+    def _read_head(self, sink: ResponseSink) -> None:
+        while (end := self._head.find(b"\r\n\r\n")) >= 0:
+            head, rest = self._head[: end + 4], self._head[end + 4 :]
+            self._head = rest
+            if not self._feed(head):
+                return
+            status = self._parser.get_status_code()
+            # An interim response is not for the client.
+            if status < 200 and status != 101:
+                self._headers = []
+                self._complete = False
+                continue
+            self._deliver_head(sink, status, head, rest)
+            return
+        if len(self._head) > MAX_RESPONSE_HEAD_BYTES:
+            self._break("the response head is too large")
+
+    def _deliver_head(self, sink: ResponseSink, status: int, head: bytes, rest: bytes) -> None:
+        names = {name for name, _ in self._headers}
+        # The parser cannot know that no body follows.
+        if self._head_request:
+            self._parser = self._new_parser()
+            self._complete = self._keep_alive = True
+        elif not self._complete and not names & {b"content-length", b"transfer-encoding"}:
+            self._break("the response has neither a length nor chunks")
+            return
+        self._in_body = True
+        self._head = b""
+        reason = head[13 : head.index(b"\r\n")]
+        # There is no body.
+        if self._complete:
+            self._extra = bool(rest)
+            rest = b""
+        elif rest and not self._feed_body(rest):
+            return
+        self._hand_on_head(sink, status, reason, rest)
+        if self._complete and self._sink is sink:
+            self._finish(sink)
+
+    def _pass_on(self, sink: ResponseSink, data: bytes) -> None:
+        if not self._feed_body(data):
+            return
+        self._hand_on(sink, data)
+        if self._complete and self._sink is sink:
+            self._finish(sink)
+
+    def _hand_on_head(self, sink: ResponseSink, status: int, reason: bytes, body: bytes) -> None:
+        sink.response_head(status, reason, self._headers, body)
+
+    def _hand_on(self, sink: ResponseSink, data: bytes) -> None:
+        sink.response_body(data)
+
+    def _finish(self, sink: ResponseSink) -> None:
+        self._sink = None
+        self.resume()
+        if self._keep_alive and not self._extra and self.is_open():
+            self._pool.give_back(self)
+        else:
+            self._transport.abort()
+        sink.response_end()
+
+    def _feed_body(self, data: bytes) -> bool:
+        if not self._feed(data):
+            return False
+        if self._extra:
+            self._break("bytes follow the end of the response")
+            return False
+        return True
+
+    def _feed(self, data: bytes) -> bool:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._break(f"bad response: {error.__context__ or error}")
+            return False
+        return True
+
+    def _break(self, reason: str) -> None:
+        self.malformed = True
+        self._transport.abort()
+        self._lose(reason, answered=True)
+
+    def _lose(self, reason: str, *, answered: bool = False) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.upstream_lost(reason, answered=answered or self.answering)
+
+
+class DecodingConnection(UpstreamConnection):
+    """For HTTP/1.0 clients, which do not know chunks: hands on the decoded body. Not pooled."""
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        super().__init__(pool)
+        self._decoded: list[bytes] = []
+
+    def on_body(self, data: bytes) -> None:
+        self._decoded.append(data)
+
+    def _hand_on_head(self, sink: ResponseSink, status: int, reason: bytes, body: bytes) -> None:
+        super()._hand_on_head(sink, status, reason, self._take_decoded())
+
+    def _hand_on(self, sink: ResponseSink, data: bytes) -> None:
+        super()._hand_on(sink, self._take_decoded())
+
+    def _take_decoded(self) -> bytes:
+        data = b"".join(self._decoded)
+        self._decoded.clear()
+        return data
+
+
+Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
+
+
+class UpstreamPool:
+    """Connections to one server: idle ones are reused, the most recently used first."""
+
+    def __init__(self, connect: Connect, connect_timeout_s: float, max_idle: int = 1024) -> None:
+        """`connect` opens one connection for a protocol factory, e.g. loop.create_connection with an address."""
+        self._connect = connect
+        self._connect_timeout_s = connect_timeout_s
+        self._max_idle = max_idle
+        self._idle: list[UpstreamConnection] = []
+        self._all: set[UpstreamConnection] = set()
+
+    def __repr__(self) -> str:
+        return f"UpstreamPool({len(self._all)} open, {len(self._idle)} idle)"
+
+    def take(self) -> UpstreamConnection | None:
+        """An idle connection, or None. It may turn out to be stale: then nothing answers before it is lost."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open():
+                return connection
+        return None
+
+    async def open(self, *, decode: bool = False) -> UpstreamConnection:
+        """A fresh connection. Raises OSError, TimeoutError among them."""
+        kind = DecodingConnection if decode else UpstreamConnection
+        made: list[UpstreamConnection] = []
+
+        def factory() -> asyncio.Protocol:
+            made.append(kind(self))
+            return made[-1]
+
+        async with asyncio.timeout(self._connect_timeout_s):
+            await self._connect(factory)
+        return made[-1]
+
+    def opened(self, connection: UpstreamConnection) -> None:
+        self._all.add(connection)
+
+    def closed(self, connection: UpstreamConnection) -> None:
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        if isinstance(connection, DecodingConnection) or len(self._idle) >= self._max_idle:
+            connection.abandon()
+        else:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        for connection in list(self._all):
+            connection.abandon()
+        self._idle.clear()

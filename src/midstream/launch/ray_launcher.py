@@ -1,0 +1,178 @@
+"""Replicas, and gateways if the settings say so, on a Ray cluster that others run.
+
+Owns: the connection to the cluster.
+Always holds: actors belong to this process's job, so they are gone when this process is, however it ends.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+# Each line of each replica is logged. Ray reads this when it is imported.
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from midstream.core.config import Settings
+from midstream.core.errors import ConfigError
+from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
+from midstream.launch.engines import engine_fields, number_of
+from midstream.launch.local import LocalLauncher
+from midstream.launch.process import Conversation, Supervised
+from midstream.launch.ray_actor import cache_root
+from midstream.launch.ray_child import UNWELL, RayChild
+from midstream.launch.ray_demand import gateway_demand, replica_demand
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
+from midstream.snapshots.identity import parse_bucket
+
+logger = logging.getLogger(__name__)
+
+#: A stopping server waits so long for caches to be removed. The nodes may go on after that.
+CLEAN_S = 5.0
+CONNECT_S = 5.0
+WILDCARDS = ("0.0.0.0", "::", "")
+
+
+class RayLauncher:
+    """Makes the processes of one `midstream serve`. Made before its event loop; close() is for after it."""
+
+    def __init__(self, settings: Settings, bucket: str) -> None:
+        """Connects. Raises ConfigError when there is no cluster, or the settings do not fit it."""
+        self._settings = settings
+        self._here = LocalLauncher(settings)
+        self._snapshots = Path(settings.state_dir).absolute() / "snapshots"
+        place = parse_bucket(bucket)
+        self._shared = (place.path,) if place.kind == "file" else ()
+        _connect(settings)
+        if settings.ray.gateway and is_loopback(settings.host):
+            _all_on_this_machine(
+                f"--host {settings.host}: a gateway that Ray places must listen on an address that other nodes ({{}}) reach: "
+                "give --host 0.0.0.0"
+            )
+        if settings.ray.gateways > 1 and not (settings.database or "").startswith("postgresql"):
+            _all_on_this_machine(
+                "ray.gateways above 1 needs one database for all of them: a file of SQLite is another one on each node ({}); "
+                "give --database postgresql://..."
+            )
+
+    async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
+        settings = self._settings
+        threads = settings.embedded.threads or max(1, int(settings.ray.cpus))
+        fields = engine_fields(settings, number_of(spec.name), replicas, alone=True)
+        placed = msgspec.structs.replace(
+            spec,
+            engine=msgspec.structs.replace(settings.embedded, threads=threads),
+            # Cores and GPUs are those that Ray gives the actor.
+            **{**fields, "cores": (), "gpus": ()},
+        )
+        return RayChild(
+            spec.name,
+            "midstream.launch.replica",
+            placed,
+            replica_demand(settings.ray),
+            python=settings.ray.python,
+            directories=self._shared,
+        )
+
+    def gateway(self, name: str, spec: GatewaySpec, conversation: Conversation) -> Supervised:
+        if not self._settings.ray.gateway:
+            return self._here.gateway(name, spec, conversation)
+        return RayChild(
+            name,
+            "midstream.launch.gateway",
+            spec,
+            gateway_demand(self._settings.ray),
+            conversation,
+            python=self._settings.ray.python,
+            host=None if spec.host in WILDCARDS else spec.host,
+        )
+
+    def remove_caches(self, replica: str, others: Set[str]) -> None:
+        _on_every_node(remove_caches_on, str(self._snapshots), replica, frozenset(others))
+
+    def set_strange_caches_aside(self, wanted: Set[str]) -> Callable[[], None]:
+        names = frozenset(wanted)
+        return lambda: _on_every_node(remove_strange_on, str(self._snapshots), names)
+
+    def close(self) -> None:
+        """Leave the cluster. All actors of this process end."""
+        ray.shutdown()
+
+
+def remove_caches_on(snapshots: str, replica: str, others: Set[str]) -> None:
+    """On a node."""
+    remove_caches(cache_root(Path(snapshots), ray.util.get_node_ip_address()) / replica, others)
+
+
+def remove_strange_on(snapshots: str, wanted: Set[str]) -> None:
+    """On a node."""
+    remove_all(set_strange_caches_aside(cache_root(Path(snapshots), ray.util.get_node_ip_address()), wanted))
+
+
+def _connect(settings: Settings) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = settings.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        host, _, port = address.rpartition(":")
+        # Ray would try for ever.
+        if port.isdecimal():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[:1]
+        raise ConfigError(
+            f"--launcher ray: no Ray cluster at {address} that this machine is a node of: {''.join(first)}"
+        ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only its own machine reaches that address. An unknown name is none: listening there fails, and says why."""
+    if host in WILDCARDS:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def _all_on_this_machine(else_: str) -> None:
+    """Raises ConfigError with `else_` and an example, when a node of the cluster is on another machine."""
+    addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    elsewhere = [address for address in addresses if not is_loopback(address)]
+    if elsewhere:
+        raise ConfigError(else_.format(f"e.g. {elsewhere[0]}"))
+
+
+def _on_every_node(function: Callable[..., None], *arguments: Any) -> None:
+    """Run it on each node. A failure is logged: caches that stay only take room."""
+    try:
+        running = [_on_node(node["NodeID"], function, *arguments) for node in ray.nodes() if node["Alive"]]
+        done, late = ray.wait(running, num_returns=len(running), timeout=CLEAN_S) if running else ([], [])
+    except UNWELL as error:
+        logger.warning("caches of nodes were not removed: %s", error)
+        return
+    for reference in done:
+        try:
+            ray.get(reference)
+        except UNWELL as error:
+            logger.warning("caches of a node were not removed: %s", str(error).splitlines()[-1:])
+    if late:
+        logger.warning(
+            "%d nodes have not removed caches within %s s; they may still do so", len(late), CLEAN_S
+        )
+
+
+def _on_node(node_id: str, function: Callable[..., None], *arguments: Any) -> Any:
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+    return remote.remote(*arguments)

@@ -1,0 +1,322 @@
+"""The supervisor of `midstream serve`: its gateways, its replicas and the Tinker front.
+
+Owns: the front's process, the gateways, the replica processes, and their end.
+Always holds:
+- A gateway says which replicas should run, and is told which do. Both lists are whole.
+- A process that dies after it was ready is started again.
+- Before the server is ready, a gateway, the front, or a replica of the default deployment that cannot start ends the server,
+  with its own reason.
+- When the supervisor ends, however it ends, no child is left: a child stops when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from midstream.core.config import Settings, deployment_resource, model_resource, parse_size
+from midstream.core.errors import ConfigError
+from midstream.core.types import HEADER_TOKEN
+from midstream.fleet.desired_state import Wanted, WantedReplica
+from midstream.launch.channel import STOP_GRACE_S
+from midstream.launch.gateways import Gateways
+from midstream.launch.launcher import Launcher
+from midstream.launch.local import (
+    engine_settings,
+    gateway_url,
+    own_address,
+    reserved,
+    stop_signals,
+    until_stopped,
+)
+from midstream.launch.models import model_directory
+from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, StartFailed, Supervised
+from midstream.launch.replica_processes import ReplicaProcesses
+from midstream.launch.restart import LOCK, Restarts
+from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
+from midstream.ledger import sqlite_url
+from midstream.proxy.appserver import socket_directory
+from midstream.snapshots.identity import parse_bucket
+from midstream.snapshots.store.bucket import check_settings
+
+logger = logging.getLogger(__name__)
+
+#: A second signal that comes sooner is the same request to stop, delivered twice.
+SECOND_SIGNAL_AFTER_S = 1.0
+READY_POLL_S = 0.05
+#: A server that is not ready by then says what it waits for.
+NOT_READY_S = 10.0
+#: For a replica's engine to end. Without a gateway there are no streams to finish.
+REPLICA_STOP_S = 7.0
+#: Its trainer may take half of that to end.
+FRONT_STOP_S = 10.0
+FRONT_SOCKET = "tinker.sock"
+
+
+async def run(
+    settings: Settings,
+    name: str,
+    models: Mapping[str, Path],
+    on_ready: Callable[[str], None],
+    launcher: Launcher,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises StartFailed. No child is left when this returns or raises.
+
+    name, models: see Supervisor. on_ready: gets the line that says where the server listens.
+    """
+    loop, stop = asyncio.get_running_loop(), stop_signals()
+    supervisor = Supervisor(settings, name, models, launcher)
+    restarts = Restarts(Path(settings.state_dir) / LOCK, supervisor.restart_gateways)
+    loop.add_signal_handler(signal.SIGHUP, restarts.ask)
+
+    def stopping() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _hurry(loop, supervisor))
+        restarts.close()
+
+    try:
+        await until_stopped(supervisor.serve(on_ready), stop, stopping)
+    except BaseExceptionGroup as group:
+        raise (group.exceptions[0] if len(group.exceptions) == 1 else group) from None
+    finally:
+        await supervisor.close()
+
+
+def _hurry(loop: asyncio.AbstractEventLoop, supervisor: Supervisor) -> Callable[[], None]:
+    """What a second request to stop does: not wait for streams."""
+    asked_at = loop.time()
+
+    def hurry() -> None:
+        if loop.time() - asked_at > SECOND_SIGNAL_AFTER_S:
+            supervisor.kill()
+
+    return hurry
+
+
+class Supervisor:
+    """All processes of one `midstream serve`. Made in the event loop it runs in."""
+
+    def __init__(self, settings: Settings, name: str, models: Mapping[str, Path], launcher: Launcher) -> None:
+        """name: of the default deployment's model. models: the directories of all known models, by name."""
+        self._settings = settings
+        self._models = models
+        self._launcher = launcher
+        self._state = Path(settings.state_dir).absolute()
+        self._token = settings.replica_token or secrets.token_hex(16)
+        #: Removes, once, the caches of deployments that went while no server ran.
+        self._cleaning: asyncio.Task[None] | None = None
+        self.model, self.deployment = model_resource(settings, name), deployment_resource(settings)
+        self.replicas = ReplicaProcesses(
+            self._replica,
+            lambda replica, others: launcher.remove_caches(replica.name, others),
+            lambda: self.gateways.tell(self.replicas.running()),
+            stop_s=STOP_GRACE_S + KILL_AFTER_S,
+        )
+        self._sockets = socket_directory(FRONT_SOCKET) if settings.tinker.enabled else None
+        on_nodes = settings.launcher == "ray" and settings.ray.gateway
+        count = settings.ray.gateways if on_nodes else settings.gateway.workers
+        # Bound here, a port that several processes share stays this server's while one of them is started again.
+        self._reserved = [] if on_nodes or count == 1 else reserved(settings.host, settings.port)
+        spec = self._gateway_spec()
+        self.gateways = Gateways(
+            lambda name, conversation: launcher.gateway(name, spec, conversation),
+            count,
+            self._want,
+            self.replicas.running,
+        )
+        self.front: Child | None = None
+
+    async def serve(self, on_ready: Callable[[str], None]) -> None:
+        """Until cancelled. Raises StartFailed."""
+        self.replicas.want(self._first())
+        await self.gateways.start()
+        if self._sockets is not None:
+            spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
+            self.front = Child("tinker", "midstream.launch.tinker", spec)
+            await self.front.start()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.gateways.supervise())
+            if self.front is not None:
+                group.create_task(self.front.supervise())
+            count = await self._all_usable()
+            on_ready(self._ready(count))
+
+    async def close(self) -> None:
+        """Takes FRONT_STOP_S for the front, STOP_GRACE_S for streams, KILL_AFTER_S for the gateways and REPLICA_STOP_S for the
+        replicas, at most. Each part ends before those that it needs: the front is a client of the gateways, and streams end
+        before their replicas do."""
+        if self.front is not None:
+            await self.front.stop(FRONT_STOP_S)
+        await self.gateways.stop(STOP_GRACE_S + KILL_AFTER_S)
+        await self.replicas.close(REPLICA_STOP_S)
+        for sock in self._reserved:
+            sock.close()
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def restart_gateways(self) -> None:
+        """Each is replaced by a new process without a request lost, one after another. Raises StartFailed."""
+        await self.gateways.replace(self._settings.gateway.restart_drain_s)
+
+    def kill(self) -> None:
+        """Everything, at once."""
+        if self.front is not None:
+            self.front.kill()
+        self.gateways.kill()
+        self.replicas.kill()
+
+    # -- inside
+
+    def _ready(self, replicas: int) -> str:
+        urls = ", ".join(self._urls())
+        places = sorted((self.replicas.places() | self.gateways.places()).items())
+        said = f"midstream ready on {urls} ({replicas} replicas, model {self.model}, deployment {self.deployment})"
+        return said + "".join(f", {name} on {place}" for name, place in places)
+
+    def _first(self) -> Wanted:
+        """The replicas that the gateways will most likely ask for."""
+        names = (f"replica-{number}" for number in range(self._settings.replicas))
+        return Wanted(
+            tuple(WantedReplica(name=name, deployment=self.deployment, model=self.model) for name in names)
+        )
+
+    def _want(self, wanted: Wanted) -> None:
+        self.replicas.want(wanted)
+        if self._cleaning is None:
+            remove = self._launcher.set_strange_caches_aside({replica.name for replica in wanted.replicas})
+            self._cleaning = asyncio.create_task(asyncio.to_thread(remove), name="old caches")
+
+    async def _replica(self, wanted: WantedReplica) -> Supervised:
+        settings = self._settings
+        name = wanted.model.rpartition("/")[2]
+        directory = await asyncio.to_thread(model_directory, self._models, name, self._state)
+        size = settings.snapshot_cache
+        spec = ReplicaSpec(
+            name=wanted.name,
+            host=LOOPBACK,
+            port=0,
+            model_dir=str(directory),
+            model=wanted.model,
+            deployment=wanted.deployment,
+            cache_dir=str(self._state / "snapshots" / wanted.name),
+            token=self._token,
+            engine=settings.embedded,
+            log_level=settings.log_level,
+            session_idle_s=settings.gateway.session_idle_s,
+            pin_drain_s=settings.pin_drain_s,
+            cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+        )
+        return await self._launcher.replica(spec, len(self.replicas))
+
+    def _urls(self) -> list[str]:
+        """Of the gateways, as they listened last; one for those that share a port."""
+        urls = (gateway_url(self._settings, gateway.host, gateway.port) for gateway in self.gateways)
+        return list(dict.fromkeys(urls))
+
+    def _gateway_spec(self) -> GatewaySpec:
+        settings = self._settings
+        return GatewaySpec(
+            host=settings.host,
+            port=self._reserved[0].getsockname()[1] if self._reserved else settings.port,
+            shares_port=bool(self._reserved),
+            model=self.model,
+            deployment=self.deployment,
+            replicas=settings.replicas,
+            models=tuple(self._models),
+            bucket=bucket_url(settings),
+            transition=settings.transition,
+            swap_order=settings.swap_order,
+            ledger=settings.database or sqlite_url(self._state / "ledger.db"),
+            token=self._token,
+            settings=settings.gateway,
+            log_level=settings.log_level,
+            tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
+        )
+
+    def _tinker_spec(self, path: str) -> TinkerSpec:
+        settings = self._settings
+        name = self.model.rpartition("/")[2]
+        directory = str(self._models[name])
+        gateway = next(iter(self.gateways))
+        names = (name, self.model, self.deployment, settings.model, directory, *settings.tinker.base_models)
+        return TinkerSpec(
+            path=path,
+            gateway_url=gateway_url(settings, own_address(gateway.host), gateway.port),
+            names=tuple(dict.fromkeys(names)),
+            model_dir=directory,
+            deployment=self.deployment,
+            bucket=bucket_url(settings),
+            state_dir=str(self._state),
+            api_keys=settings.gateway.api_keys,
+            threads=settings.tinker.trainer_threads or engine_settings(settings, settings.replicas).threads,
+            settings=settings.tinker,
+            log_level=settings.log_level,
+        )
+
+    async def _all_usable(self) -> int:
+        """Waits until every deployment has its replicas, as every gateway sees it, with the snapshots in the ledger loaded.
+
+        Returns the number of replicas of the default deployment. Raises StartFailed when one of those cannot be started; one
+        that waits for room is waited for. A replica of another deployment that cannot start holds up nobody.
+        """
+        loop = asyncio.get_running_loop()
+        since, said = loop.time(), ""
+        # The gateway's certificate need not be for this address.
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=False) as client:
+            while True:
+                if (why := self.replicas.failure(self.deployment)) is not None:
+                    raise StartFailed(why)
+                found = [await self._usable(client, url) for url in self._urls()]
+                lacks = next((one for one in found if isinstance(one, str)), None)
+                if lacks is None:
+                    return int(found[0])
+                if lacks != said and loop.time() - since >= NOT_READY_S:
+                    logger.warning("not ready yet: %s", lacks)
+                    said = lacks
+                await asyncio.sleep(READY_POLL_S)
+
+    async def _usable(self, client: httpx.AsyncClient, url: str) -> int | str:
+        """How many replicas the default deployment should have, by a gateway that has all it should; else what it lacks."""
+        try:
+            health = (await client.get(f"{url}/health", headers={HEADER_TOKEN: self._token})).json()
+        except (httpx.TransportError, ValueError) as error:
+            return f"the gateway does not answer at {url}: {error or repr(error)}"
+        waiting = self.replicas.waiting(self.deployment)
+        return lacking(health, len(self.gateways), waiting) or int(health["deployments"][0]["wanted"])
+
+
+def lacking(health: Mapping[str, Any], gateways: int, waiting: Set[str]) -> str:
+    """What a server lacks to be ready, by a gateway's `/health`; empty when it is ready. gateways: how many there should be.
+
+    waiting: replicas that wait for something; they do not count among those that failed.
+    """
+    if (error := health.get("error")) is not None:
+        return f"the gateway cannot say: {error}"
+    if (ready := health["gateway_workers_ready"]) < gateways:
+        return f"{ready} of {gateways} gateway processes are ready"
+    for deployment in health["deployments"]:
+        usable, wanted = deployment["usable"] - deployment["elsewhere"], deployment["wanted"]
+        if usable + len(set(deployment["failed"]) - waiting) < wanted:
+            return f"{deployment['name']}: {usable} of {wanted} replicas are usable"
+    return ""
+
+
+def bucket_url(settings: Settings) -> str:
+    """The bucket's URL; a local one's directory is made. Raises ConfigError."""
+    bucket = settings.bucket or (Path(settings.state_dir).absolute() / "bucket").as_uri()
+    check_settings(bucket)
+    place = parse_bucket(bucket)
+    try:
+        if place.kind == "file":
+            Path(place.path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--bucket {bucket}: {error.strerror or error}") from error
+    return bucket

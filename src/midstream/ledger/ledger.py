@@ -1,0 +1,263 @@
+"""The durable truth: deployments, the snapshots signalled for them, and every stage change that a replica reported.
+
+Owns: the database, and the one thread that uses it.
+Always holds:
+- Durable before visible: a method that changes something returns after its commit. After a crash at any point, reopening the
+  ledger shows either the state before a signal or the whole of it.
+- Identities are idempotency keys. Signalling the identity that is already desired changes nothing, unless its files changed
+  (another fingerprint) or a replica failed on it: then it is asked for again under a new generation. Signalling any other
+  identity supersedes the desired one, also when it is an older one (a rollback).
+- A stage change is stored once, however often it is reported.
+- An incremental snapshot is stored with the whole chain that it stands on, as the chain was when it was signalled.
+- Once a replica has served an identity, it means those bytes, until the ledger is reset or it is overwritten on purpose.
+- Writers of one deployment are serialised. On SQLite every writing transaction begins with the write lock, which is waited for
+  up to database.BUSY_TIMEOUT_S. On PostgreSQL every writer first updates the deployment's row.
+- Readers wait for nobody and hold nobody up. The size of what `state` reads does not grow with the number of stage changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
+
+import sqlalchemy as sa
+
+from midstream.core.types import SnapshotCheck, SnapshotContent, Transition, TransitionType
+from midstream.ledger import deployments, reports, signals, snapshots
+from midstream.ledger.contents import Contents
+from midstream.ledger.database import Database, LedgerUnavailable
+from midstream.ledger.records import (
+    CHAIN_MAX,
+    NO_FLEET,
+    BootHistory,
+    Death,
+    DeploymentChange,
+    DeploymentRow,
+    DeploymentState,
+    Disagreement,
+    Fleet,
+    Signal,
+    Signalled,
+    SignalResult,
+    SnapshotRow,
+    TransitionRow,
+    Verdict,
+)
+
+#: How long a call may take, including the wait for its turn. Above the limits of database.py.
+ANSWER_S = 20.0
+#: How long closing waits for a call under way.
+CLOSE_S = 2.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def sqlite_url(path: Path) -> str:
+    """The database URL of an SQLite file."""
+    return f"sqlite:///{path.absolute()}"
+
+
+class Ledger:
+    """One database, used through one worker thread so that the event loop never waits for a disk.
+
+    Each method is one transaction. All methods raise LedgerUnavailable (503, retryable) when the database does not answer. The
+    transaction was then rolled back, or the answer to its commit was lost. A method that is cancelled may still commit.
+    """
+
+    def __init__(self, url: str, *, now: Callable[[], float] = time.time) -> None:
+        """Open or create. Raises ConfigError when the file is no ledger or was written by another schema version."""
+        self._database = Database(url)
+        self._contents = Contents()
+        self._now = now
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        #: The transaction that the thread runs, or ran last.
+        self._at_work: object = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Ledger {self._database.shown}>"
+
+    def close(self) -> None:
+        """Finish the call under way, unless the database is silent, and close the database. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            last = self._thread.submit(lambda: None)
+            self._thread.shutdown(wait=False)
+            if last not in wait((last,), CLOSE_S).done:
+                self._database.interrupt()
+                self._thread.shutdown(wait=True, cancel_futures=True)
+        self._database.close()
+
+    async def _write(
+        self, work: Callable[Concatenate[sa.Connection, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        return await self._run(self._database.write, lambda db: work(db, *arguments, **named))
+
+    async def _read(
+        self, work: Callable[Concatenate[sa.Connection, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        return await self._run(self._database.read, lambda db: work(db, *arguments, **named))
+
+    async def _run(
+        self,
+        begin: Callable[[], AbstractContextManager[sa.Connection]],
+        work: Callable[[sa.Connection], T],
+    ) -> T:
+        def transaction() -> T:
+            self._at_work = transaction
+            with begin() as db:
+                return work(db)
+
+        running = asyncio.get_running_loop().run_in_executor(self._thread, transaction)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await running
+        except TimeoutError as error:
+            # Otherwise it waits for its turn behind others.
+            if self._at_work is transaction:
+                self._database.interrupt()
+            raise LedgerUnavailable(f"the ledger did not answer within {ANSWER_S:g} s") from error
+
+    async def ensure_deployment(
+        self,
+        name: str,
+        model: str,
+        bucket_url: str,
+        transition: TransitionType | None = None,
+        replicas: int = 1,
+    ) -> DeploymentRow:
+        """Create the deployment, or bring model, bucket and transition (None: as stored, first ASYNC) up to date.
+
+        replicas: how many a new deployment has; an existing one keeps its own number. A deployment that was being deleted is
+        there again. Raises ConfigError when it has snapshots of another model: this model cannot serve them.
+        """
+        return await self._write(
+            deployments.ensure, name, model, bucket_url, transition, replicas, self._now()
+        )
+
+    async def create_deployment(
+        self,
+        name: str,
+        *,
+        model: str,
+        bucket_url: str,
+        transition: TransitionType = "ASYNC",
+        replicas_min: int = 1,
+        replicas_max: int = 1,
+        fields: Mapping[str, Any] | None = None,
+    ) -> DeploymentRow:
+        """fields: other properties that the API was given, as JSON values. Raises Conflict when the name is taken."""
+        fresh = deployments.Fresh(
+            name, model, bucket_url, transition, replicas_min, replicas_max, dict(fields or {})
+        )
+        return await self._write(deployments.create, fresh, self._now())
+
+    async def update_deployment(self, name: str, **change: Unpack[DeploymentChange]) -> DeploymentRow:
+        """Change the given properties, leave the others. Raises NotFound."""
+        return await self._write(deployments.update, name, change, self._now())
+
+    async def delete_deployment(self, name: str) -> None:
+        """Remove it with its snapshots and everything known of its replicas. Raises NotFound."""
+        await self._write(deployments.delete, name)
+
+    async def reset_ledger(self, name: str, generation_floor: int = 0) -> int:
+        """Forget every snapshot: the base weights are desired again and the next signal must be a full snapshot.
+
+        Returns the generation of the reset. Resetting again changes nothing. Raises NotFound.
+        """
+        return await self._write(deployments.reset, name, generation_floor)
+
+    async def deployment(self, name: str) -> DeploymentRow:
+        """Raises NotFound."""
+        return await self._read(deployments.one, name)
+
+    async def deployments(self) -> list[DeploymentRow]:
+        """All of them, by name."""
+        return await self._read(deployments.every)
+
+    async def signal(
+        self, name: str, signal: Signal, fleet: Fleet = NO_FLEET, *, chain_max: int = CHAIN_MAX
+    ) -> SignalResult:
+        """Make a snapshot the desired one; committed when this returns.
+
+        fleet: the reports of the replicas. The new generation is above all that they have seen, also when this ledger is
+        younger. chain_max: how many incremental snapshots may stand on one full one.
+
+        A snapshot that is only asked for again has the stronger of the two cache policies. Raises NotFound for an unknown
+        deployment. Raises SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/parents.py), and for
+        files that differ from those that the identity means (ledger/contents.py).
+        """
+        return await self._write(signals.accept, name, signal, fleet, chain_max, self._contents, self._now())
+
+    async def new_generation(self, name: str, floor: int = 0) -> int:
+        """A generation that no replica has seen, above `floor`, to ask a replica for the same once more. Raises NotFound."""
+        return await self._write(deployments.new_generation, name, floor)
+
+    async def state(self, name: str) -> DeploymentState:
+        """What the replicas of a deployment should serve now. Raises NotFound."""
+        return await self._read(signals.state, name, self._contents)
+
+    async def record(self, name: str, replica: str, boot: str, changes: Sequence[Transition]) -> int:
+        """Store a replica's stage changes, skip those already stored. Returns how many were new."""
+        return await self._write(reports.record, name, replica, boot, tuple(changes))
+
+    async def learn_content(self, name: str, found: SnapshotContent) -> None:
+        """A replica serves this: the identity means these files from now on, unless it meant others already.
+
+        Ignored when the identity was signalled with other files since.
+        """
+        await self._write(reports.learn_content, name, found, self._contents)
+
+    async def learn_weights(self, name: str, check: SnapshotCheck) -> None:
+        """Store the digest of the weights that this kind of engine has of the snapshot, unless one is stored.
+
+        Ignored as in learn_content.
+        """
+        await self._write(reports.learn_weights, name, check)
+
+    async def boot_history(self, name: str, replica: str, boot: str, ended: str | None = None) -> BootHistory:
+        """The stored history of a boot of a replica, and of the boot before it: `ended`, or else the last one stored."""
+        return await self._read(reports.boot_history, name, replica, boot, ended)
+
+    async def record_death(self, name: str, boot: str, death: Death, seq: int | None) -> bool:
+        """Store that `boot` ended while it was loading a snapshot; False when that is stored already.
+
+        seq: of the stage change to ERROR to store with it; None when the replica reported one itself.
+        """
+        return await self._write(reports.record_death, name, boot, death, seq, self._now())
+
+    async def disagree(self, name: str, found: Disagreement, floor: int = 0) -> Disagreement:
+        """Store that a replica's check differs from the others', with a generation above `floor` to load it again under.
+
+        `found.retry_generation` is ignored. Storing the same again changes nothing.
+        """
+        return await self._write(reports.disagree, name, found, floor, self._now())
+
+    async def settle_disagreement(
+        self, name: str, replica: str, boot: str, retry_generation: int, verdict: Verdict, detail: str = ""
+    ) -> bool:
+        """Store how it ended; False when there is no such disagreement. detail: the stored one stays when it is empty."""
+        found = reports.Retry(replica, boot, retry_generation)
+        return await self._write(reports.settle, name, found, verdict, detail, self._now())
+
+    async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
+        """The stored stage changes of one boot of a replica, in order."""
+        return await self._read(reports.boot_transitions, name, replica, boot)
+
+    async def signalled(self, name: str, after: int = 0, newest: int = 1024) -> tuple[int, list[Signalled]]:
+        """The generation of the last reset (0: none), and the `newest` snapshots signalled under generations above `after`."""
+        return await self._read(snapshots.signalled, name, after, newest)
+
+    async def snapshots(self, name: str) -> list[SnapshotRow]:
+        """Every snapshot ever signalled, in the order of first signals."""
+        return await self._read(snapshots.every, name, self._contents)
+
+    async def transitions(self, name: str, newest: int | None = None) -> list[TransitionRow]:
+        """The `newest` stage changes (None: all), in the order they were stored."""
+        return await self._read(reports.newest, name, newest)

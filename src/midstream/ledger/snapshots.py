@@ -1,0 +1,117 @@
+"""The ledger's snapshots, read: as rows, as the values that the rest of midstream sees, and as they are sent to replicas.
+
+Each function is part of its caller's transaction. key: the deployment's primary key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from midstream.core.types import BASE_SNAPSHOT, Content, Desired, SnapshotFiles, Stage
+from midstream.ledger import deployments
+from midstream.ledger.contents import Contents
+from midstream.ledger.records import Signalled, SnapshotRow
+from midstream.ledger.schema import snapshots, transitions
+
+MAX_FALLBACKS = 8
+
+
+def this_one(key: int, identity: str) -> Any:
+    return (snapshots.c.deployment_id == key) & (snapshots.c.identity == identity)
+
+
+def find(db: sa.Connection, key: int, identity: str) -> Any:
+    """Its row; None when it was not signalled."""
+    return db.execute(sa.select(snapshots).where(this_one(key, identity))).one_or_none()
+
+
+def fallbacks(db: sa.Connection, row: Any) -> Sequence[Any]:
+    """Rows of snapshots that became ready on a replica, the last one first. row: of the deployment."""
+    others = (snapshots.c.deployment_id == row.id) & (snapshots.c.identity != row.desired_snapshot)
+    query = sa.select(snapshots).where(others & snapshots.c.ready_order.is_not(None))
+    return db.execute(query.order_by(snapshots.c.ready_order.desc()).limit(MAX_FALLBACKS)).all()
+
+
+def every(db: sa.Connection, name: str, contents: Contents) -> list[SnapshotRow]:
+    key = deployments.find(db, name).id
+    query = sa.select(snapshots).where(snapshots.c.deployment_id == key).order_by(snapshots.c.id)
+    rows = db.execute(query).all()
+    known = contents.of(db, key, {row.identity for row in rows})
+    return [as_snapshot(row, known) for row in rows]
+
+
+def signalled(db: sa.Connection, name: str, after: int, newest: int) -> tuple[int, list[Signalled]]:
+    row = deployments.find(db, name)
+    ready = (
+        (transitions.c.deployment_id == row.id)
+        & (transitions.c.identity == snapshots.c.identity)
+        & (transitions.c.generation >= snapshots.c.generation)
+        & (transitions.c.stage == Stage.IDLE.value)
+    )
+    query = sa.select(snapshots.c.identity, snapshots.c.generation, sa.exists().where(ready))
+    query = query.where(snapshots.c.deployment_id == row.id, snapshots.c.generation > after)
+    found = db.execute(query.order_by(snapshots.c.generation.desc()).limit(newest))
+    return int(row.reset_ledger_generation), [Signalled(*one) for one in found]
+
+
+def chain_identities(rows: Sequence[Any]) -> set[str]:
+    """The identities of these snapshots and of all that they stand on."""
+    links = (link.snapshot for row in rows for link in _files(row.parents))
+    return {row.identity for row in rows}.union(links)
+
+
+def as_snapshot(row: Any, contents: Mapping[str, Content] | None = None) -> SnapshotRow:
+    return SnapshotRow(
+        identity=row.identity,
+        kind=row.kind,
+        url=row.url,
+        reset_prompt_cache=row.reset_prompt_cache,
+        first_signalled_at=row.first_signalled_at,
+        signalled_at=row.signalled_at,
+        generation=row.generation,
+        fingerprint=row.fingerprint,
+        ready_at=row.ready_at,
+        previous=row.previous,
+        compression=row.compression,
+        checksum_format=row.checksum_format,
+        parents=_files(row.parents),
+        max_cache_age=row.max_cache_age,
+        ignore_config=tuple(row.ignore_config),
+        content=(contents or {}).get(row.identity),
+    )
+
+
+def as_desired(row: Any, deployment: Any, contents: Mapping[str, Content]) -> Desired:
+    """A snapshot as it may be sent. deployment: its row.
+
+    It carries the deployment's generation, also as a fallback. Replicas compare pairs of snapshot and generation, and could
+    take an older generation for a late message.
+    """
+    return Desired(
+        snapshot=row.identity,
+        generation=deployment.generation,
+        url=row.url,
+        reset_prompt_cache=row.reset_prompt_cache,
+        transition=deployment.transition,
+        fingerprint=row.fingerprint,
+        compression=row.compression,
+        content=contents.get(row.identity),
+        parents=tuple(
+            msgspec.structs.replace(link, content=contents.get(link.snapshot)) for link in _files(row.parents)
+        ),
+        max_cache_age=row.max_cache_age,
+        ignore_config=tuple(row.ignore_config),
+    )
+
+
+def base_desired(deployment: Any) -> Desired:
+    """The base weights, which are desired after the ledger was reset. deployment: its row."""
+    return Desired(snapshot=BASE_SNAPSHOT, generation=deployment.generation, transition=deployment.transition)
+
+
+def _files(parents: Any) -> tuple[SnapshotFiles, ...]:
+    return msgspec.convert(parents, tuple[SnapshotFiles, ...])

@@ -1,0 +1,81 @@
+"""Who calls, as which tenant, and with which scopes.
+
+Always holds: keys are kept and compared as SHA-256 digests, and never logged or passed on. A tenant's name is the one that the
+settings give. Without one, it is stable for its key and does not reveal it. Without configured keys everybody may do
+everything and there is no tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from midstream.core.config import KeySettings, key_digest
+from midstream.core.errors import Unauthorized
+from midstream.core.scopes import EVERYTHING, NOTHING, Grant, parse_grant
+
+#: The headers that may hold a key.
+CREDENTIALS = (b"authorization", b"x-api-key")
+
+
+class Caller(NamedTuple):
+    tenant: str
+    grant: Grant
+
+
+# Every caller, where keys are not in use.
+ANYBODY = Caller("", EVERYTHING)
+NOBODY = Caller("", NOTHING)
+
+
+class Authenticator:
+    def __init__(self, api_keys: Iterable[str | KeySettings]) -> None:
+        # By the key's digest: how long a lookup takes tells nothing that leads to a key. Without a tenant: it is made of the
+        # key, which is not known here before it is presented.
+        self._callers: dict[bytes, Caller] = {}
+        for entry in api_keys:
+            if isinstance(entry, KeySettings):
+                self._callers[key_digest(entry.key)] = Caller(entry.tenant or "", parse_grant(entry.scopes))
+            else:
+                self._callers[key_digest(entry)] = Caller("", EVERYTHING)
+
+    def __repr__(self) -> str:
+        return f"Authenticator({len(self._callers)} keys)"
+
+    @property
+    def required(self) -> bool:
+        return bool(self._callers)
+
+    def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Of a request with these headers (lower-case names).
+
+        Raises Unauthorized. `Authorization: Bearer` and `X-Api-Key` both count; one that matches is enough.
+        """
+        if not self._callers:
+            return ANYBODY
+        for presented in (
+            _bearer(headers.get(b"authorization", b"")),
+            headers.get(b"x-api-key", b"").strip(),
+        ):
+            digest = hashlib.sha256(presented).digest()
+            found = self._callers.get(digest) if presented else None
+            if found is not None:
+                if not found.tenant:
+                    found = self._callers[digest] = Caller(_tenant(presented), found.grant)
+                return found
+        raise Unauthorized("a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'")
+
+
+def tenant_of(api_key: str) -> str:
+    """A short name for the owner of the key: a one-way digest."""
+    return _tenant(api_key.encode())
+
+
+def _tenant(api_key: bytes) -> str:
+    return hashlib.blake2b(api_key, digest_size=8, person=b"midstream tenant").hexdigest()
+
+
+def _bearer(value: bytes) -> bytes:
+    scheme, _, key = value.strip().partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""

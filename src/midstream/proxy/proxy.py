@@ -1,0 +1,305 @@
+"""What all requests share: which deployment and which replica serve a request, and the connections to them.
+
+Owns: placement, the pools of connections to replicas, control app and front, and who is on which replica.
+How one of them goes is in request.py and request_state.py; what happens when its replica fails is in replica_route.py.
+Always holds:
+- A session's home changes only when its replica is not usable. A replica that fails a request while it stays usable is
+  passed over for that request alone.
+- With one deployment no body is looked into for its model, unless the key is for some deployments only.
+- A request for inference reaches a replica only of a deployment that its key may sample from.
+- `in_flight` of a view counts exactly the requests that are on it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from midstream.core.config import GatewaySettings
+from midstream.core.errors import Unauthorized
+from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
+from midstream.core.types import HEADER_TOKEN, Session
+from midstream.fleet.access import meant, scopes_header
+from midstream.fleet.placement import Decision, Fleet, sticky
+from midstream.fleet.prefixes import PrefixTable, Prompt
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replicas import ReplicaSet, token_header
+from midstream.fleet.sessions import body_model
+from midstream.fleet.view import ReplicaView
+from midstream.http.message import HOP_BY_HOP, Request
+from midstream.http.upstream import UpstreamPool
+from midstream.proxy.auth import CREDENTIALS, NOBODY, Authenticator, Caller
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.proxy.poison import Suspects
+
+logger = logging.getLogger(__name__)
+
+_TOKEN = HEADER_TOKEN.encode()
+_SUPERVISOR = Caller("", Grant(frozenset({(OBSERVE, None)})))
+_NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Connections. to: makes the pool of a base URL. control: to the control app. front: to the Tinker front."""
+
+    to: Callable[[str], UpstreamPool]
+    control: UpstreamPool
+    front: UpstreamPool | None = None
+
+
+class Proxy:
+    """The state that all requests of a gateway process share."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        deployments: Deployments,
+        metrics: GatewayMetrics,
+        pools: Pools,
+        *,
+        replica_token: str | None = None,
+        unreachable_s: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
+        before the requests on it are given up. clock: what durations are measured with.
+        """
+        self.deployments = deployments
+        self.upstreams: dict[ReplicaView, Upstream] = {}
+        self._token = (replica_token or "").encode()
+        self.replica_header = token_header(replica_token).removesuffix("\r\n").encode()
+        self.clock = clock
+        self._unreachable_s = unreachable_s
+        self._pool_to = pools.to
+        self.control = pools.control
+        self.front = pools.front
+        self.metrics = metrics
+        self.suspects = Suspects()
+        self.dropped_headers = _NOT_FORWARDED
+        self.auth = Authenticator(settings.api_keys)
+        # A credential goes no further than the check.
+        if self.auth.required:
+            self.dropped_headers |= frozenset(CREDENTIALS)
+        self._bound = settings.load_bound
+        self.follows_prefixes = settings.follow_prefixes
+        self._turn = 0
+        self._request_ids = itertools.count()
+        self._request_prefix = os.urandom(8).hex()
+
+    # -- the server's calls
+
+    def check_replicas(self, now: float) -> None:
+        """Give up the requests on replicas that have been unreachable for long. Call it regularly."""
+        for view, upstream in list(self.upstreams.items()):
+            if view.report is not None:
+                upstream.unheard_since = None
+                continue
+            if upstream.unheard_since is None:
+                upstream.unheard_since = now
+            if now - upstream.unheard_since >= self._unreachable_s:
+                # The list says who was there: each one leaves as it is given up.
+                together = list(upstream.requests)
+                for request in together:
+                    request.give_up(_silent(view, self._unreachable_s), together)
+            if view.standing == "gone" and not upstream.requests:
+                del self.upstreams[view]
+                upstream.pool.close()
+
+    def close(self) -> None:
+        """Close every connection to a replica, to the control app and to the front."""
+        for upstream in self.upstreams.values():
+            upstream.pool.close()
+        self.control.close()
+        if self.front is not None:
+            self.front.close()
+
+    # -- for routes
+
+    def caller(self, request: Request) -> Caller:
+        """Of a request whose head was checked (service.py)."""
+        try:
+            return self.auth.caller(request.first)
+        except Unauthorized:
+            # /health needs no key: the server's own supervisor has none.
+            given = request.first.get(_TOKEN, b"")
+            known = bool(self._token) and hmac.compare_digest(given, self._token)
+            return _SUPERVISOR if known else NOBODY
+
+    def scopes_header(self, caller: Caller) -> list[bytes]:
+        """For the control app; none where keys are not in use."""
+        return [scopes_header(caller.grant)] if self.auth.required else []
+
+    def request_id(self) -> bytes:
+        return f"{self._request_prefix}-{next(self._request_ids):x}".encode()
+
+    def deployment_of(self, request: Request, grant: Grant) -> Deployment:
+        """The deployment that a request for inference is for.
+
+        Raises Forbidden, NotFound, and InvalidRequest when its model's name fits several.
+        """
+        headers, default = request.first, self.deployments.default
+        named = b"fireworks-deployment" in headers or b"fireworks-model" in headers
+        if grant is EVERYTHING and not named and len(self.deployments) == 1:
+            # Nearly all requests take this branch.
+            return default
+        deployment = _decoded(headers.get(b"fireworks-deployment"))
+        model = _decoded(headers.get(b"fireworks-model"))
+        limited = grant is not EVERYTHING and not grant.everywhere((SAMPLE,))
+        in_body = deployment is None and model is None and (limited or len(self.deployments) > 1)
+        asked = body_model(request.body) if in_body else None
+
+        def find() -> Deployment:
+            if asked is not None:
+                return self.deployments.find(asked, param="model")
+            return self.deployments.decide(deployment, model) or default
+
+        if limited:
+            return meant(self.deployments, grant, (SAMPLE,), find, deployment, asked or model)
+        return find()
+
+    def upstream(self, view: ReplicaView) -> Upstream:
+        found = self.upstreams.get(view)
+        if found is None:
+            found = self.upstreams[view] = Upstream(self._pool_to(view.url))
+        return found
+
+    def place(
+        self,
+        deployment: Deployment,
+        session: Session | None,
+        tried: Collection[str] = (),
+        eligible: Callable[[ReplicaView], bool] | None = None,
+        prompt: Prompt | None = None,
+    ) -> Placed | None:
+        """Choose a replica that is usable, not in `tried`, and `eligible`.
+
+        A request that may move avoids replicas that take nothing new.
+
+        It becomes the session's home, unless the session has a usable one that cannot serve this request only. prompt: to be
+        followed to where its beginning is known, by a request without a session or with one that nobody knows.
+        """
+        replicas, prefixes = deployment.replicas, deployment.prefixes
+        home = None if session is None else deployment.sessions.home(session)
+        at_home = None if home is None else replicas.named(home)
+        if at_home is not None and not at_home.usable:
+            at_home = None
+        if at_home is not None and at_home.name not in tried and (eligible is None or eligible(at_home)):
+            placed = Placed(at_home, sticky(at_home.name))
+            if session is not None and deployment.sessions.in_passing(session):
+                placed.stamp = deployment.sessions.settle(session, at_home.name)
+        else:
+            fleet = replicas.fleet
+            if tried or eligible is not None:
+                fleet = _rest(replicas, tried, eligible)
+            found = None if prompt is None or home is not None else self._follow(fleet, prefixes, prompt)
+            if found is None and session is None:
+                found = fleet.place_request(self._turn)
+                self._turn += 1
+            elif found is None and session is not None:
+                found = fleet.place_session(session, self._bound, home, deployment.sessions.counts)
+            if found is None:
+                return None
+            placed = Placed(*found)
+            if session is not None:
+                stays = at_home is not None
+                placed.stamp = 0 if stays else deployment.sessions.settle(session, placed.view.name)
+        if prompt is not None:
+            prefixes.learn(prompt, placed.view.name)
+        self.metrics.routes[placed.decision.reason] += 1
+        # A session that is placed or moves is worth a line; a turn that goes home, or a request without a session, is not.
+        level = logging.INFO if placed.stamp else logging.DEBUG
+        if logger.isEnabledFor(level):
+            _log(level, session, placed.view, placed.decision)
+        return placed
+
+    def _follow(
+        self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: Prompt
+    ) -> tuple[ReplicaView, Decision] | None:
+        known = prefixes.find(prompt)
+        return None if known is None else fleet.place_prefix(known, self._bound)
+
+    def has_another(
+        self,
+        deployment: Deployment,
+        tried: Collection[str],
+        eligible: Callable[[ReplicaView], bool] | None = None,
+    ) -> bool:
+        """A replica that is usable, not in `tried`, and `eligible`."""
+        return bool(_others(deployment.replicas, tried, eligible))
+
+
+@dataclass(slots=True)
+class Placed:
+    """Where a request goes. stamp: of a session that is placed there, 0 if for this request alone; None: nothing is placed."""
+
+    view: ReplicaView
+    decision: Decision
+    stamp: int | None = None
+
+
+class AtReplica(Protocol):
+    """A request that is on a replica (request.py)."""
+
+    #: Its replica_route.ReplicaRoute.
+    route: Any
+
+    def give_up(self, reason: str, together: Collection[AtReplica]) -> None:
+        """The replica does not answer any more. together: all requests that are given up with it."""
+
+
+class Upstream:
+    """The gateway's connections to one replica, and the requests on it."""
+
+    __slots__ = ("pool", "requests", "unheard_since")
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self.pool = pool
+        self.requests: set[AtReplica] = set()
+        # When check_replicas first saw it without a report.
+        self.unheard_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"Upstream({len(self.requests)} requests, {self.pool})"
+
+
+def _log(level: int, session: Session | None, view: ReplicaView, decision: Decision) -> None:
+    key = "-" if session is None else session[1]
+    # It is a client's. What could end a line, or hide a part of it, is shown as an escape.
+    if not key.isprintable():
+        key = key.encode("unicode_escape").decode()
+    logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
+    logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
+
+
+def _rest(
+    replicas: ReplicaSet, tried: Collection[str], eligible: Callable[[ReplicaView], bool] | None
+) -> Fleet[ReplicaView]:
+    """Who may take a request that not all may take."""
+    left = _others(replicas, tried, eligible)
+    return Fleet([view for view in left if view.admitting] or left)
+
+
+def _others(
+    replicas: ReplicaSet, tried: Collection[str], eligible: Callable[[ReplicaView], bool] | None
+) -> list[ReplicaView]:
+    return [
+        view
+        for view in replicas.views
+        if view.usable and view.name not in tried and (eligible is None or eligible(view))
+    ]
+
+
+def _silent(view: ReplicaView, lasts_s: float) -> str:
+    said = f"nothing was heard of {view.name} for {lasts_s:g} s"
+    return f"{said}; {view.last_words}" if view.last_words else said
+
+
+def _decoded(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "replace")

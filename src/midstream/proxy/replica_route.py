@@ -1,0 +1,499 @@
+"""Where a request for inference goes: placed by session, version constraint and load, and what follows when its replica fails.
+
+Owns: what is known of one such request; the judgements are those of placement (fleet/), versions.py, resume.py and poison.py.
+Always holds:
+- A request is sent to another replica only while no response byte has been passed on, and at most LOST_SENDS_MAX replicas fail
+  with it. After a 429 it is sent to one more. A stream is resumed once, within the same bound.
+- Another replica is asked only for what it can do exactly, unless the client takes any. A session moves to where its stream was
+  resumed. A resumed stream is still bound to the snapshot that it is pinned to.
+- A request that is probably why replicas were lost (poison.py) is refused, now and when it comes again.
+- A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable.
+- A session whose first request there was refused (425, 429, 503) has no home yet.
+- While replicas may still have to say which sessions they hold, a request whose session is not known waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from midstream.core.errors import (
+    HEADER_LOST,
+    EngineFailed,
+    InvalidRequest,
+    MidstreamError,
+    Overloaded,
+    ReplicaUnavailable,
+    RequestLostReplicas,
+    SnapshotNotServed,
+    SnapshotTransition,
+)
+from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
+from midstream.core.types import (
+    HEADER_FOLLOW_PREFIX,
+    HEADER_PLACED,
+    HEADER_SESSION,
+    ReplicaReport,
+    Session,
+)
+from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
+from midstream.fleet.prefixes import Prompt, read_prompt
+from midstream.fleet.sessions import session_key
+from midstream.fleet.view import ReplicaView
+from midstream.http.message import Request
+from midstream.proxy.heads import Headers, ResponseHead
+from midstream.proxy.poison import LARGE_BYTES, Life, Losses
+from midstream.proxy.request_state import ANSWERED, RESUMING, Event, Phase
+from midstream.proxy.resume import (
+    END,
+    RESUMABLE,
+    ResumeLog,
+    failover_mode,
+    has_ended,
+    reason_of,
+    resume_body,
+)
+from midstream.proxy.route import (
+    ELSEWHERE,
+    HEAD,
+    PLACED,
+    Judgement,
+    Loss,
+    Route,
+    Until,
+    reason_of_failure,
+    shortage,
+)
+from midstream.proxy.versions import SEND, VersionJudge, refusal_in
+
+if TYPE_CHECKING:
+    from midstream.proxy.proxy import AtReplica, Placed, Proxy
+
+logger = logging.getLogger(__name__)
+
+#: Replicas that fail with a request before a client has to ask again.
+LOST_SENDS_MAX = 2
+
+_SESSION = HEADER_SESSION.encode()
+_PLACED = HEADER_PLACED.encode()
+_FOLLOW = HEADER_FOLLOW_PREFIX.encode()
+_LOST = HEADER_LOST.encode()
+_REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
+_CHUNKED = (b"transfer-encoding", b"chunked")
+
+
+class ReplicaRoute(Route):
+    """A request for inference."""
+
+    # Most requests never set these.
+    _session: Session | None = None
+    #: Its beginning, of a request that may follow it.
+    _prompt: Prompt | None = None
+    #: The replicas that were lost with it, if any were.
+    losses: Losses | None = None
+    #: The replica's answer: its engine was lost with the request.
+    _died = False
+    #: Why the replica did not take it: the version constraint.
+    _unfit: Refusal | None = None
+    _versions: VersionJudge | None = None
+    #: Replicas that failed with this request.
+    _lost_sends = 0
+    #: A replica had too much to do to take it.
+    _overloaded = False
+    #: The replica that was lost with the stream.
+    _lost = ""
+    #: Why no replica could go on with the stream.
+    _why = ""
+    #: The rest of a stream is bound by its pin only.
+    _pin_only = False
+    #: The replica was sent the request over a connection that was then lost.
+    _sent = False
+    #: Its answer is not a refusal.
+    _served = False
+    #: What the replica had reported when the request was sent.
+    _sent_under: ReplicaReport | None = None
+    #: Of the replica that it was sent to.
+    _boot = ""
+    #: What the client wants done when its stream is lost (resumption.FAILOVER_MODES).
+    _mode = "off"
+
+    def __init__(self, proxy: Proxy, request: Request, path_class: str) -> None:
+        super().__init__(proxy, request)
+        self.path_class = path_class
+        self._deployment = proxy.deployments.default
+        self._tried: set[str] = set()
+        self._view: ReplicaView | None = None
+        self._placed: Placed | None = None
+        #: That is counted on the view.
+        self._here: AtReplica | None = None
+
+    # -- before there is a replica
+
+    def start(self) -> None:
+        request, proxy = self._request, self._proxy
+        self._mode = failover_mode(request.first)
+        constraint = constraint_of_headers(request.first)
+        self._deployment = proxy.deployment_of(request, self._caller.grant)
+        if constraint is not None:
+            self._versions = self._judge_of(constraint)
+        key = session_key(request.first, request.body)
+        follows = _follows(request.first)
+        if key is not None:
+            self._session = (self._caller.tenant, key)
+        several = len(self._deployment.replicas.views) > 1
+        if (key is None or follows) and several and proxy.follows_prefixes:
+            self._prompt = read_prompt(self._caller.tenant, request.body, short=follows)
+        self.losses = Losses.known(proxy.suspects, self._caller.tenant, request)
+
+    def place(self) -> Judgement:
+        replicas = self._deployment.replicas
+        if replicas.learning and self._may_be_told():
+            return Judgement(Event.NOT_YET, until=Until(replicas))
+        versions, verdict = self._versions, SEND
+        if versions is not None and self._pin_only:
+            versions.go_on()
+        elif versions is not None:
+            try:
+                verdict = versions.decide(
+                    replicas.views,
+                    self._tried,
+                    self._home(),
+                    _now(),
+                    self._deployment.names,
+                    self._request,
+                )
+            except MidstreamError as error:
+                return self._failed(error)
+        if verdict.action == "refuse":
+            assert versions is not None
+            return self._failed(versions.refusal(replicas.views))
+        if verdict.action == "wait":
+            assert versions is not None
+            return Judgement(Event.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
+        placed = self._choose()
+        if placed is None:
+            return self._failed(ReplicaUnavailable("no replica can take the request now"))
+        self._placed, self._view = placed, placed.view
+        return PLACED
+
+    def _choose(self) -> Placed | None:
+        proxy, deployment = self._proxy, self._deployment
+        placed = proxy.place(deployment, self._session, self._tried, self._eligible(), self._prompt)
+        if placed is not None and placed.stamp == 0 and self._lost and self._session is not None:
+            # With the stream its session moves, also from a replica that seems to be usable.
+            placed.stamp = deployment.sessions.settle(self._session, placed.view.name)
+        return placed
+
+    def _eligible(self) -> Callable[[ReplicaView], bool] | None:
+        """Which of the usable replicas may take it; None: all."""
+        return None if self._versions is None else self._versions.fits
+
+    def _home(self) -> ReplicaView | None:
+        """The usable replica that the session lives on."""
+        home = None if self._session is None else self._deployment.sessions.home(self._session)
+        view = None if home is None else self._deployment.replicas.named(home)
+        return view if view is not None and view.usable else None
+
+    def _may_be_told(self) -> bool:
+        """A replica may yet say that it holds the session, or become usable."""
+        replicas, session = self._deployment.replicas, self._session
+        if session is None:
+            return not replicas.fleet.members
+        home = self._deployment.sessions.home(session)
+        view = None if home is None else replicas.named(home)
+        return view is None or not view.usable
+
+    # -- at a replica
+
+    def enter(self, request: AtReplica) -> None:
+        view = self._view
+        assert view is not None
+        view.in_flight += 1
+        if self._prompt is not None:
+            self._deployment.prefixes.begin(self._prompt)
+        upstream = self._proxy.upstream(view)
+        upstream.requests.add(request)
+        self.pool = upstream.pool
+        self._here = request
+        self._died, self._unfit, self._sent = False, None, False
+        self._boot = "" if view.report is None else view.report.boot
+
+    def leave(self) -> None:
+        here, self._here = self._here, None
+        if here is None or self._view is None:
+            return
+        self._view.in_flight -= 1
+        if self._prompt is not None:
+            self._deployment.prefixes.end(self._prompt)
+        self._proxy.upstreams[self._view].requests.discard(here)
+
+    def not_connected(self, phase: Phase, error: OSError) -> Judgement:
+        assert self._view is not None
+        short = shortage(error, self.where())
+        if short is not None:
+            return self._failed(short)
+        if isinstance(error, ConnectionRefusedError):
+            self._deployment.replicas.refused(self._view)
+        return self._unreachable(phase, reason_of_failure(error), lost=self._sent)
+
+    def _own_lines(self) -> list[bytes]:
+        assert self._view is not None
+        self._sent_under = self._view.report
+        lines = [self._proxy.replica_header] if self._proxy.replica_header else []
+        if self._session is not None:
+            key = quote(self._session[1], safe="", errors="surrogatepass")
+            lines.append(_SESSION + b": " + key.encode())
+            if self._placed is not None and self._placed.stamp is not None:
+                lines.append(_PLACED + b": %d" % self._placed.stamp)
+        if self._versions is not None:
+            lines += self._versions.lines(self._view)
+        if not self._lost and self._resumable:
+            lines.append(RESUMABLE + b": 1")
+        return lines
+
+    def response_lines(self) -> list[bytes]:
+        assert self._view is not None
+        assert self._placed is not None
+        reason = self._placed.decision.reason
+        return [f"x-midstream-replica: {self._view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()]
+
+    @property
+    def _resumable(self) -> bool:
+        return self._mode != "off" and not self._request.http10
+
+    # -- what a replica answers
+
+    def head(self, phase: Phase, status: int, headers: Headers) -> Event:
+        assert self._view is not None
+        answers = self._resumes if phase is Phase.RESUME_SENT else self._answers
+        event = answers(status, headers)
+        if event is Event.HEAD and self._view.failures:
+            self._view.failures = 0
+        return event
+
+    def _answers(self, status: int, headers: Headers) -> Event:
+        self._served = status == 200
+        if self._served and self._resumable and any(name == RESUMABLE for name, _ in headers):
+            self.log = ResumeLog()
+        elif status == SnapshotNotServed.status and (unfit := refusal_in(headers)) is not None:
+            self._not_begun()
+            self._unfit = unfit
+            return Event.REFUSED
+        elif status in _REFUSALS:
+            self._not_begun()
+            self._died = status == ReplicaUnavailable.status and any(name == _LOST for name, _ in headers)
+            if self._died or self._may_go_elsewhere(status):
+                return Event.REFUSED
+        return Event.HEAD
+
+    def _resumes(self, status: int, headers: Headers) -> Event:
+        if status != 200 or _CHUNKED not in headers:
+            return Event.REFUSED
+        self._proxy.metrics.retries["resumed"] += 1
+        logger.info("%s goes on with a stream of %s", self.where(), self._lost)
+        return Event.HEAD
+
+    def releasable(self, phase: Phase) -> bool:
+        return phase is Phase.HELD and self._unfit is None
+
+    def held(self, phase: Phase, head: ResponseHead) -> Judgement:
+        if phase is Phase.RESUME_HELD:
+            self._why = reason_of(head.body)
+            return self._elsewhere(lost=False)
+        if self._unfit is not None:
+            return self._other_version(self._unfit)
+        if self._died and (error := self._lost_with_it(phase)) is not None:
+            return self._failed(error)
+        if not self._may_go_elsewhere(head.status):
+            return HEAD
+        overloaded = head.status == Overloaded.status
+        self._overloaded = self._overloaded or overloaded
+        # A replica that was not overloaded may have failed while it worked on the request.
+        return self._elsewhere(lost=not overloaded)
+
+    def _other_version(self, unfit: Refusal) -> Judgement:
+        assert self._view is not None
+        self._unfit = None
+        if self._versions is None:
+            self._versions = self._judge_of(NOTHING)
+        try:
+            self._versions.refused(self._view, unfit, self._sent_under)
+        except MidstreamError as error:
+            return self._failed(error)
+        self._proxy.metrics.retries["other_snapshot"] += 1
+        return ELSEWHERE
+
+    def ended(self) -> None:
+        if self.losses is not None and self._served:
+            self.losses.answered()
+
+    # -- a replica is lost
+
+    def lost(self, phase: Phase, loss: Loss) -> Judgement:
+        if phase in (Phase.PASSING, Phase.RESUMED):
+            return self._stream_lost(phase, loss.reason)
+        if not loss.answered and not loss.fresh:
+            self._sent = True
+            return self._stale()
+        if loss.answered and not loss.whole and phase not in RESUMING:
+            return self._failed(EngineFailed(f"{self.where()}: {loss.reason}"))
+        # A part of a response may have come; no client has seen it.
+        return self._unreachable(phase, loss.reason, lost=True)
+
+    def silent(
+        self, phase: Phase, reason: str, *, sent: bool, answering: bool, together: Collection[AtReplica]
+    ) -> Judgement:
+        if phase in (Phase.PASSING, Phase.RESUMED):
+            return self._stream_lost(phase, reason)
+        sent = sent or self._sent
+        if phase in RESUMING:
+            return self._unreachable(phase, reason, lost=sent)
+        obvious = self._is_the_largest(together)
+        if not answering:
+            return self._unreachable(phase, reason, lost=sent, obvious=obvious)
+        error = self._lost_with_it(phase, obvious=obvious)
+        return self._failed(error or ReplicaUnavailable(reason))
+
+    def _unreachable(self, phase: Phase, reason: str, *, lost: bool, obvious: bool = False) -> Judgement:
+        """lost: the replica had been sent the request."""
+        assert self._view is not None
+        self._proxy.metrics.upstream_errors[self._view.name] += 1
+        logger.warning("%s failed before it answered: %s", self._view.name, reason)
+        self._deployment.replicas.failed(self._view)
+        error = self._lost_with_it(phase, obvious=obvious) if lost else None
+        return self._elsewhere(lost=lost) if error is None else self._failed(error)
+
+    def _elsewhere(self, *, lost: bool) -> Judgement:
+        assert self._view is not None
+        self._tried.add(self._view.name)
+        self._lost_sends += lost
+        if self._lost_sends >= LOST_SENDS_MAX:
+            return self._failed(ReplicaUnavailable("replicas failed while they worked on this request"))
+        self._proxy.metrics.retries["other_replica"] += 1
+        return ELSEWHERE
+
+    def _may_go_elsewhere(self, status: int) -> bool:
+        """A replica that says it cannot take the request need not have the last word."""
+        view, placed = self._view, self._placed
+        assert view is not None
+        assert placed is not None
+        if status == SnapshotTransition.status or (status == Overloaded.status and self._overloaded):
+            return False
+        return (
+            (self._session is None or placed.stamp is not None or not view.usable)
+            and (status == Overloaded.status or self._lost_sends + 1 < LOST_SENDS_MAX)
+            and self._proxy.has_another(self._deployment, {*self._tried, view.name}, self._eligible())
+        )
+
+    def _not_begun(self) -> None:
+        """A replica refused this request: a session that has nothing there yet may begin elsewhere. One that another request
+        began there meanwhile has the replica's own stamp."""
+        assert self._placed is not None
+        if self._session is not None and self._placed.stamp:
+            self._deployment.sessions.forget(self._session, self._placed.view.name, self._placed.stamp)
+
+    # -- a stream is lost
+
+    def _stream_lost(self, phase: Phase, reason: str) -> Judgement:
+        lines = self.log.lines() if self.log is not None and phase is Phase.PASSING else None
+        if lines is not None and has_ended(lines):
+            # Only the end of the response is missing.
+            return Judgement(Event.END, rest=END)
+        error = self._lost_with_it(phase)
+        if error is not None:
+            return Judgement(Event.FAILED, error)
+        if lines is None:
+            return self._cut_short(reason)
+        return self._resume(lines, reason)
+
+    def _resume(self, lines: bytes, reason: str) -> Judgement:
+        """Another replica is to go on behind what the client has. lines: of the log. If there are none, the client has only
+        the head of the response, and the request itself is sent again."""
+        view, request = self._view, self._request
+        assert view is not None
+        self._lost, self.log = view.name, None
+        logger.warning("%s failed in the middle of a stream: %s", view.name, reason)
+        self._proxy.metrics.upstream_errors[view.name] += 1
+        self._deployment.replicas.failed(view)
+        if lines:
+            exact = self._mode == "exact"
+            try:
+                state = lines.decode().removesuffix("\n")
+                snapshot = snapshot_to_resume_under(state) if exact else None
+            except (MidstreamError, UnicodeDecodeError) as error:
+                return self._failed(EngineFailed(str(error)))
+            self._exclude(snapshot)
+            self._pin_only = not exact or snapshot is not None
+            self.target = PATH_RESUME.encode()
+            self.body = resume_body(request.target, view.name, exact, state, request.body)
+        judged = self._elsewhere(lost=True)
+        return Judgement(Event.LOST) if judged is ELSEWHERE else judged
+
+    def _exclude(self, snapshot: str | None) -> None:
+        """Replicas that serve another snapshot could not go on exactly."""
+        if snapshot is None:
+            return
+        self._why = f"no other replica serves snapshot {snapshot!r} now"
+        for view in self._deployment.replicas.views:
+            if view.report is None or view.report.snapshot != snapshot:
+                self._tried.add(view.name)
+
+    def _failed(self, error: MidstreamError) -> Judgement:
+        if self._lost and not isinstance(error, RequestLostReplicas):
+            what = (
+                f"{self._lost} failed in the middle of the response and no other replica could go on with it"
+            )
+            why = error.message if self._lost_sends >= LOST_SENDS_MAX else self._why or error.message
+            error = EngineFailed(f"{what}: {why}")
+        return Judgement(Event.FAILED, error)
+
+    # -- which request replicas were lost with
+
+    def _lost_with_it(self, phase: Phase, *, obvious: bool = False) -> RequestLostReplicas | None:
+        """Note that a replica was lost with this request; the error, if it was probably the cause."""
+        view, proxy = self._view, self._proxy
+        assert view is not None
+        upstream = proxy.upstreams.get(view)
+        routes = [] if upstream is None else [one.route for one in upstream.requests]
+        beside = [route.losses for route in routes if route is not self and route.losses is not None]
+        if self.losses is None:
+            self.losses = Losses(proxy.suspects, self._caller.tenant, self._request)
+        return self.losses.add(Life(view.name, self._boot), beside, begun=phase in ANSWERED, obvious=obvious)
+
+    def _is_the_largest(self, together: Collection[AtReplica]) -> bool:
+        """It has much to read, and all others have less, but for those that are equal to it."""
+        routes = [one.route for one in together if isinstance(one.route, ReplicaRoute)]
+        return self._size >= LARGE_BYTES and all(r._size < self._size or r._equals(self) for r in routes)
+
+    @property
+    def _size(self) -> int:
+        return len(self._request.body)
+
+    def _equals(self, other: ReplicaRoute) -> bool:
+        """The same is asked for the same tenant."""
+        mine, theirs = self._request, other._request
+        one = (self._caller.tenant, mine.target, mine.body)
+        return one == (other._caller.tenant, theirs.target, theirs.body)
+
+    # -- inside
+
+    def where(self) -> str:
+        return "a replica" if self._view is None else self._view.name
+
+    def _judge_of(self, constraint: VersionConstraint) -> VersionJudge:
+        return VersionJudge(constraint, self._deployment.order, _now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _follows(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether an unknown session begins where its prompt's beginning is known. Raises InvalidRequest."""
+    value = headers.get(_FOLLOW)
+    if value is not None and value.strip() != b"1":
+        raise InvalidRequest(f"{HEADER_FOLLOW_PREFIX} is 1, or is left out", param=HEADER_FOLLOW_PREFIX)
+    return value is not None

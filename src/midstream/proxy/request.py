@@ -1,0 +1,343 @@
+"""One request on its way through the proxy: the I/O that the table (request_state.py) asks for.
+
+Owns: the connection to the upstream, the response passed on to the client, the client's error, the wait for a replica. Where
+the request goes and what an answer means is asked of its route (route.py).
+Always holds:
+- Bodies pass byte for byte in both directions, and each read of a response is written in the same turn of the loop. Of a stream
+  that can be resumed the client gets whole events, and nothing twice.
+- A request is sent again only while no byte of a response has reached the client. It goes over a fresh connection when a pooled
+  one was stale, and to another replica when its route says so.
+- A response that cannot be completed is visibly short. An event stream gets an error event and no final chunk; the connection
+  of any other response is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from midstream.core import sse
+from midstream.core.errors import MidstreamError, ReplicaUnavailable
+from midstream.http.http1 import ClientConnection
+from midstream.http.message import Request, error_response
+from midstream.http.upstream import UpstreamConnection
+from midstream.proxy.heads import Headers, ResponseHead, to_client, to_upstream
+from midstream.proxy.metrics import Histogram
+from midstream.proxy.request_state import ANSWERED, Action, Event, RequestState
+from midstream.proxy.resume import ResumeLog
+from midstream.proxy.route import Judgement, Loss, Route, Until
+
+if TYPE_CHECKING:
+    from midstream.proxy.proxy import AtReplica, Proxy
+
+# Counted, never sent.
+CLIENT_LEFT = 499
+# Of a response that is held back until it is known to be whole.
+HELD_BYTES_MAX = 64 * 2**10
+
+
+class ProxiedRequest:
+    """Implements http1.Exchange and upstream.ResponseSink."""
+
+    __slots__ = (
+        "_chunked",
+        "_client",
+        "_connection",
+        "_event_stream",
+        "_fresh",
+        "_held",
+        "_in_chunk",
+        "_log",
+        "_opening",
+        "_proxy",
+        "_request",
+        "_started_s",
+        "_state",
+        "_tail",
+        "_timer",
+        "_waits_for",
+        "route",
+    )
+
+    def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, route: Route) -> None:
+        self._proxy, self._request, self._client = proxy, request, client
+        self.route = route
+        self._state = RequestState()
+        self._started_s = proxy.clock()
+        self._connection: UpstreamConnection | None = None
+        self._opening: asyncio.Task[None] | None = None
+        # The connection in use was opened for this request.
+        self._fresh = False
+        self._waits_for: Until | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # A response that is held back: its head, and what arrived of its body.
+        self._held: ResponseHead | None = None
+        # The log of the stream that is passed on.
+        self._log: ResumeLog | None = None
+        # The kind of the response that is passed on.
+        self._event_stream = self._chunked = False
+        # The last bytes written of an event stream.
+        self._tail = b""
+        # The last byte passed on lies within a chunk's data.
+        self._in_chunk = False
+
+    def __repr__(self) -> str:
+        return f"ProxiedRequest({self._state.phase}, {self.route})"
+
+    # -- http1.Exchange
+
+    @property
+    def answered(self) -> bool:
+        return self._state.phase in ANSWERED
+
+    def start(self) -> None:
+        try:
+            self.route.start()
+        except MidstreamError as error:
+            self._on(Event.FAILED, error)
+        else:
+            self._judge(self.route.place())
+
+    def client_paused(self) -> None:
+        if self._connection is not None:
+            self._connection.pause()
+
+    def client_resumed(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+    def client_gone(self) -> None:
+        self._on(Event.CLIENT_GONE)
+
+    def cut(self, reason: str) -> None:
+        self._on(Event.FAILED, ReplicaUnavailable(reason))
+
+    # -- upstream.ResponseSink
+
+    def response_head(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
+        event = self.route.head(self._state.phase, status, headers)
+        self._on(event, ResponseHead(status, reason, headers, body))
+
+    def response_body(self, data: bytes) -> None:
+        if self._held is not None:
+            self._hold_more(self._held, data)
+            return
+        if self._log is not None:
+            data = self._log.take(data)
+            if not data:
+                return
+        self._client.write(data)
+        if self._event_stream:
+            self._tail = data if len(data) > 3 else (self._tail + data)[-4:]
+
+    def response_end(self) -> None:
+        # The connection went back to its pool.
+        self._connection = None
+        if self._held is not None:
+            held, self._held = self._held, None
+            judged = self.route.held(self._state.phase, held)
+            if judged.event is not Event.HEAD:
+                self._judge(judged)
+                return
+            self._on(Event.HEAD, held)
+        self._on(Event.END, b"" if self._log is None else self._log.rest())
+
+    def upstream_lost(self, reason: str, *, answered: bool) -> None:
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        self._in_chunk = connection.in_chunk
+        self._held = None
+        loss = Loss(reason, answered, not connection.malformed, self._fresh)
+        self._judge(self.route.lost(self._state.phase, loss))
+
+    # -- the proxy's calls
+
+    def give_up(self, reason: str, together: Collection[AtReplica] = ()) -> None:
+        """The upstream does not answer any more, though its connection may be open. together: all that are given up."""
+        sent = self._connection is not None
+        answering = self._connection is not None and self._connection.answering
+        self._let_go()
+        self._held = None
+        phase = self._state.phase
+        self._judge(self.route.silent(phase, reason, sent=sent, answering=answering, together=together))
+
+    # -- moves
+
+    def _on(self, event: Event, subject: Any = None) -> None:
+        """Make the move of the table, and do what it asks for. subject: what the action is about."""
+        _ACTIONS[self._state.move(event)](self, subject)
+
+    def _judge(self, judged: Judgement) -> None:
+        event, error, until, rest = judged
+        self._on(event, error or until or rest)
+
+    def _place(self, _: object) -> None:
+        self._let_go()
+        # What was held back of a stream that broke was not passed on.
+        self._log, self._in_chunk = None, False
+        self._judge(self.route.place())
+
+    def _wait(self, until: Until) -> None:
+        self._waits_for = until
+        until.replicas.wait(self._woken, any_report=until.any_report)
+        if until.at is not None:
+            self._timer = asyncio.get_running_loop().call_at(until.at, self._woken)
+
+    def _woken(self) -> None:
+        self._on(Event.WOKEN)
+
+    def _connect(self, _: object) -> None:
+        self.route.enter(self)
+        connection = None if self._request.http10 else self.route.pool.take()
+        if connection is None:
+            self._connect_afresh(None)
+        else:
+            self._fresh = False
+            self._on(Event.CONNECTED, connection)
+
+    def _connect_afresh(self, _: object) -> None:
+        self._fresh = True
+        self._opening = asyncio.get_running_loop().create_task(self._open())
+
+    async def _open(self) -> None:
+        try:
+            connection = await self.route.pool.open(decode=self._request.http10)
+        except OSError as error:
+            # A TimeoutError is one, too.
+            self._opening = None
+            self._judge(self.route.not_connected(self._state.phase, error))
+        else:
+            self._opening = None
+            self._on(Event.CONNECTED, connection)
+
+    def _send(self, connection: UpstreamConnection) -> None:
+        self._connection = connection
+        request, route = self._request, self.route
+        dropped, added = self._proxy.dropped_headers, route.request_lines()
+        head = to_upstream(request, route.target, len(route.body), dropped, added)
+        connection.send(self, head, route.body, head_request=request.method == b"HEAD")
+        if not self._client.writable:
+            connection.pause()
+
+    def _hold(self, head: ResponseHead) -> None:
+        self._held = head
+
+    def _hold_more(self, held: ResponseHead, data: bytes) -> None:
+        self._held = held = held._replace(body=held.body + data)
+        if len(held.body) <= HELD_BYTES_MAX:
+            return
+        if self.route.releasable(self._state.phase):
+            self._held = None
+            self._on(Event.HEAD, held)
+        else:
+            self._held = held._replace(body=held.body[:HELD_BYTES_MAX])
+
+    def _pass_head(self, head: ResponseHead) -> None:
+        self._count(head.status)
+        self._observe(self._proxy.metrics.first_byte_s)
+        for name, value in head.headers:
+            if name == b"transfer-encoding":
+                self._chunked = True
+            elif name == b"content-type" and value.startswith(b"text/event-stream"):
+                self._event_stream = True
+        client, route = self._client, self.route
+        body = head.body
+        if route.log is not None:
+            self._log = route.log
+            body = self._log.take(body)
+        parts = to_client(
+            head,
+            route.response_lines(),
+            http10=self._request.http10,
+            close=client.closes_after_response,
+            labels=route.shows_labels,
+        )
+        parts.append(body)
+        client.write(b"".join(parts))
+        self._tail = body[-4:]
+
+    def _go_on(self, head: ResponseHead) -> None:
+        """The head of the rest of a stream is not the client's."""
+        if head.body:
+            self.response_body(head.body)
+
+    # -- endings
+
+    def _finish(self, rest: bytes) -> None:
+        self._let_go()
+        if rest:
+            self._client.write(rest)
+        self.route.ended()
+        self._observe(self._proxy.metrics.total_s)
+        self._client.finish()
+
+    def _answer_error(self, error: MidstreamError) -> None:
+        self._let_go()
+        error = self.route.shaped(error)
+        self._count(error.status)
+        client, request = self._client, self._request
+        close = client.closes_after_response
+        request_id = request.first.get(b"x-request-id")
+        extra = b"" if request_id is None else b"x-request-id: %b\r\n" % request_id
+        client.write(error_response(error, close=close, with_body=request.method != b"HEAD", extra=extra))
+        client.finish()
+
+    def _end_short(self, error: MidstreamError) -> None:
+        """End a response that cannot be completed so that no client takes it for whole."""
+        self._let_go()
+        self._proxy.metrics.cut_responses[self.route.where()] += 1
+        http10 = self._request.http10
+        between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
+        if self._event_stream and self._chunked and between_events and not self._in_chunk:
+            event = sse.event(error.event_body())
+            self._client.end_short(event if http10 else b"%x\r\n%b\r\n" % (len(event), event))
+        else:
+            self._client.reset()
+
+    def _count_left(self, _: object) -> None:
+        self._let_go()
+        self._count(CLIENT_LEFT)
+
+    def _leave(self, _: object) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Wait no more and leave the upstream: a connection in use is closed, which stops the work behind it."""
+        until, self._waits_for = self._waits_for, None
+        if until is not None:
+            until.replicas.wait_no_more(self._woken)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._in_chunk = connection.in_chunk
+            connection.abandon()
+        self.route.leave()
+
+    def _count(self, status: int) -> None:
+        self._proxy.metrics.requests[self.route.path_class, status] += 1
+
+    def _observe(self, histograms: Mapping[str, Histogram]) -> None:
+        histograms[self.route.path_class].observe(self._proxy.clock() - self._started_s)
+
+
+_ACTIONS: dict[Action, Callable[[ProxiedRequest, Any], None]] = {
+    Action.PLACE: ProxiedRequest._place,
+    Action.WAIT: ProxiedRequest._wait,
+    Action.CONNECT: ProxiedRequest._connect,
+    Action.CONNECT_AFRESH: ProxiedRequest._connect_afresh,
+    Action.SEND: ProxiedRequest._send,
+    Action.PASS_HEAD: ProxiedRequest._pass_head,
+    Action.HOLD: ProxiedRequest._hold,
+    Action.GO_ON: ProxiedRequest._go_on,
+    Action.FINISH: ProxiedRequest._finish,
+    Action.ANSWER_ERROR: ProxiedRequest._answer_error,
+    Action.END_SHORT: ProxiedRequest._end_short,
+    Action.COUNT_LEFT: ProxiedRequest._count_left,
+    Action.LEAVE: ProxiedRequest._leave,
+}

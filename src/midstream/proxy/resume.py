@@ -1,0 +1,131 @@
+"""The gateway's resume log of a stream, and the request that another replica goes on with. Pure.
+
+Owns: the log's lines (core/resumption.py) of the events that the client has.
+Always holds: a client gets whole chunks of whole events of such a stream only. A stream whose lines exceed the log's bounds
+is not resumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from midstream.core.errors import InvalidRequest
+from midstream.core.resumption import FAILOVER_MODES, HEADER_FAILOVER, HEADER_RESUMABLE, LAST
+
+#: Bytes of a stream that are gathered before the lines are picked out of them.
+GATHERED_BYTES_MAX = 8192
+#: Bytes of the lines of one stream.
+LINES_BYTES_MAX = 16 * 2**20
+#: Bytes of an event that is held until it is whole. A stream with a longer event cannot be resumed.
+UNFINISHED_BYTES_MAX = 2**20
+RESUMABLE = HEADER_RESUMABLE.encode()
+#: The end of a chunked response.
+END = b"0\r\n\r\n"
+_FAILOVER = HEADER_FAILOVER.encode()
+#: Ends a chunk of whole events, and is nowhere else.
+_WHOLE = b"\n\n\r\n"
+_LINE = re.compile(rb"\n: m (.*)")
+_DONE = b"\n" + LAST + b"\n"
+
+
+class _Problem(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Problem
+
+
+class ResumeLog:
+    """Passes on whole chunks of a resumable stream, and keeps their lines.
+
+    forgotten: there were more lines than are kept. lost: a chunk was too long to hold, so the client's bytes may end anywhere.
+    """
+
+    __slots__ = ("_gathered", "_held", "_lines", "_lines_size", "_size", "forgotten", "lost")
+
+    def __init__(self) -> None:
+        self._gathered: list[bytes] = []
+        self._size = 0
+        self._lines: list[bytes] = []
+        self._lines_size = 0
+        self.forgotten = False
+        #: The beginning of a chunk.
+        self._held = b""
+        self.lost = False
+
+    def take(self, data: bytes) -> bytes:
+        """The bytes that may be passed on after `data` came."""
+        if self.lost:
+            return data
+        if self._held:
+            data = self._held + data
+        if data.endswith((_WHOLE, END)):
+            self._held = b""
+        else:
+            end = data.rfind(_WHOLE) + len(_WHOLE)
+            if end < len(_WHOLE):
+                # No chunk is whole.
+                end = 0
+            self._held, data = data[end:], data[:end]
+            if len(self._held) > UNFINISHED_BYTES_MAX:
+                self.lost = True
+                return data + self._held
+        self._gathered.append(data)
+        self._size += len(data)
+        if self._size > GATHERED_BYTES_MAX:
+            self._pick_out()
+        return data
+
+    def rest(self) -> bytes:
+        """The bytes that are still held when the response is whole: its end, in another form than END."""
+        held, self._held = self._held, b""
+        return held
+
+    def lines(self) -> bytes | None:
+        """The lines so far, or None when they are not known."""
+        self._pick_out()
+        return None if self.lost or self.forgotten else b"".join(self._lines)
+
+    def _pick_out(self) -> None:
+        lines = b"".join(line + b"\n" for line in _LINE.findall(b"".join(self._gathered)))
+        self._gathered.clear()
+        self._size = 0
+        self._lines.append(lines)
+        self._lines_size += len(lines)
+        if self._lines_size > LINES_BYTES_MAX:
+            self.forgotten = True
+            self._lines.clear()
+
+
+def failover_mode(headers: Mapping[bytes, bytes]) -> str:
+    """One of FAILOVER_MODES: what the client wants when the replica of its stream is lost. Raises InvalidRequest."""
+    given = headers.get(_FAILOVER, b"").strip().lower().decode("latin-1")
+    if given and given not in FAILOVER_MODES:
+        expected = ", ".join(FAILOVER_MODES)
+        raise InvalidRequest(
+            f"{HEADER_FAILOVER}: expected one of {expected}, got {given!r}", param=HEADER_FAILOVER
+        )
+    return given or "exact"
+
+
+def resume_body(target: bytes, lost: str, exact: bool, state: str, body: bytes) -> bytes:
+    """A resumption.Resume in JSON, with the request's body as it came."""
+    fields = {"path": target.decode("latin-1"), "lost": lost, "exact": exact, "state": state}
+    return msgspec.json.encode(fields)[:-1] + b',"body":' + body + b"}"
+
+
+def has_ended(lines: bytes) -> bool:
+    """Whether the last event of the stream is among them."""
+    return lines.endswith(_DONE)
+
+
+def reason_of(body: bytes) -> str:
+    """The reason in a replica's answer for not going on with a stream."""
+    try:
+        return msgspec.json.decode(body, type=_Refusal).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return "its answer is no stream"

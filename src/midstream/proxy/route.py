@@ -1,0 +1,193 @@
+"""What a request asks on its way (request_state.py): where it may go, and what an answer or a loss means for it.
+
+Owns: the port between the policies and the one class that does the I/O (request.py). Owns also the simplest policy, for the
+one control app. Requests for replicas ask ReplicaRoute (replica_route.py).
+Always holds: a policy does no I/O on the request; it answers with an event of the table.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable
+from midstream.core.types import HEADER_OVERWRITE, HEADER_TENANT
+from midstream.http.message import Request
+from midstream.proxy.heads import Headers, ResponseHead
+from midstream.proxy.request_state import Event, Phase
+
+if TYPE_CHECKING:
+    from midstream.fleet.replicas import ReplicaSet
+    from midstream.proxy.proxy import AtReplica, Proxy
+    from midstream.proxy.resume import ResumeLog
+
+logger = logging.getLogger(__name__)
+
+_OWN_SHORTAGES = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
+)
+_OVERWRITE = HEADER_OVERWRITE.encode()
+_TENANT = HEADER_TENANT.encode()
+
+
+class Until(NamedTuple):
+    """When to ask again: at a change of the replicas, with `any_report` at any report; at the latest at `at` (loop time)."""
+
+    replicas: ReplicaSet
+    any_report: bool = True
+    at: float | None = None
+
+
+class Judgement(NamedTuple):
+    """error: comes with FAILED. until: comes with NOT_YET. rest: bytes that the client gets before the END of its response."""
+
+    event: Event
+    error: MidstreamError | None = None
+    until: Until | None = None
+    rest: bytes = b""
+
+
+class Loss(NamedTuple):
+    """A connection was lost. answered: at least one byte of a response had arrived. whole: it was a response so far.
+    fresh: the connection was opened for this request."""
+
+    reason: str
+    answered: bool
+    whole: bool
+    fresh: bool
+
+
+PLACED, STALE, ELSEWHERE, HEAD = (
+    Judgement(event) for event in (Event.PLACED, Event.STALE, Event.ELSEWHERE, Event.HEAD)
+)
+
+
+class Route:
+    """A request to the control app."""
+
+    path_class = "control"
+    #: Whether the upstream's own x-midstream- headers are for the client.
+    shows_labels = False
+    #: Of the stream that is passed on, when another replica may go on with it.
+    log: ResumeLog | None = None
+
+    def __init__(self, proxy: Proxy, request: Request) -> None:
+        self._proxy = proxy
+        self._request = request
+        self._caller = proxy.caller(request)
+        self.pool = proxy.control
+        # What is sent; the rest of a stream is asked for by another request than the client's.
+        self.target, self.body = request.target, request.body
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.where()})"
+
+    # -- before there is an upstream
+
+    def start(self) -> None:
+        """Read what the request says of its way. Raises MidstreamError to refuse it."""
+
+    def place(self) -> Judgement:
+        """PLACED, NOT_YET or FAILED."""
+        return PLACED
+
+    # -- at an upstream
+
+    def enter(self, request: AtReplica) -> None:
+        """It goes to the upstream that was chosen."""
+
+    def leave(self) -> None:
+        """It is at no upstream any more. May be called again."""
+
+    def not_connected(self, phase: Phase, error: OSError) -> Judgement:
+        """No connection could be opened."""
+        return self._failed(shortage(error, self.where()) or self._down(reason_of_failure(error)))
+
+    def request_lines(self) -> list[bytes]:
+        """Header lines for the upstream, without their ends."""
+        lines = self._own_lines()
+        if b"x-request-id" not in self._request.first:
+            lines.append(b"x-request-id: " + self._proxy.request_id())
+        if self._caller.tenant:
+            lines.append(_TENANT + b": " + self._caller.tenant.encode())
+        return lines
+
+    def response_lines(self) -> list[bytes]:
+        """Header lines for the client, with their ends."""
+        return []
+
+    # -- what an upstream answers
+
+    def head(self, phase: Phase, status: int, headers: Headers) -> Event:
+        """HEAD or REFUSED."""
+        return Event.HEAD
+
+    def held(self, phase: Phase, head: ResponseHead) -> Judgement:
+        """A response that was REFUSED has ended: HEAD (the client gets it after all), ELSEWHERE or FAILED."""
+        return HEAD
+
+    def releasable(self, phase: Phase) -> bool:
+        """Whether the client may get a response that was REFUSED before it has ended, because it is long."""
+        return True
+
+    def ended(self) -> None:
+        """The client's response is whole."""
+
+    def lost(self, phase: Phase, loss: Loss) -> Judgement:
+        """STALE, ELSEWHERE, LOST, END or FAILED."""
+        if phase is Phase.PASSING:
+            return self._cut_short(loss.reason)
+        if loss.answered:
+            return self._failed(EngineFailed(f"{self.where()}: {loss.reason}"))
+        return self._failed(self._down(loss.reason)) if loss.fresh else self._stale()
+
+    def silent(
+        self, phase: Phase, reason: str, *, sent: bool, answering: bool, together: Collection[AtReplica]
+    ) -> Judgement:
+        """Nothing was heard of the upstream for long: as `lost`. sent: the request was. together: all that are given up."""
+        raise NotImplementedError
+
+    def where(self) -> str:
+        return "the control app"
+
+    def shaped(self, error: MidstreamError) -> MidstreamError:
+        """The error as this request's client expects it."""
+        return error
+
+    # -- inside
+
+    def _own_lines(self) -> list[bytes]:
+        """Of the caller's own x-midstream- headers, only what a signal may say."""
+        given = self._request.first.get(_OVERWRITE)
+        said = [] if given is None else [_OVERWRITE + b": " + given]
+        return [*self._proxy.scopes_header(self._caller), *said]
+
+    def _failed(self, error: MidstreamError) -> Judgement:
+        return Judgement(Event.FAILED, error)
+
+    def _stale(self) -> Judgement:
+        """Nothing answered on a pooled connection, which was perhaps only stale: a fresh one tells."""
+        self._proxy.metrics.retries["stale_connection"] += 1
+        return STALE
+
+    def _cut_short(self, reason: str) -> Judgement:
+        logger.warning("a response of %s was cut short: %s", self.where(), reason)
+        error = EngineFailed(f"{self.where()} failed in the middle of the response")
+        return Judgement(Event.FAILED, error)
+
+    def _down(self, reason: str) -> ReplicaUnavailable:
+        return ReplicaUnavailable(f"{self.where()}: {reason}")
+
+
+def reason_of_failure(error: OSError) -> str:
+    return str(error) or "connecting took too long"
+
+
+def shortage(error: OSError, where: str) -> ReplicaUnavailable | None:
+    """The error when the gateway itself lacks descriptors, ports or memory, which is never the upstream's fault."""
+    if error.errno not in _OWN_SHORTAGES:
+        return None
+    logger.error("the gateway cannot connect to %s: %s", where, reason_of_failure(error))
+    return ReplicaUnavailable("the gateway is short of resources")

@@ -1,0 +1,249 @@
+"""The gateway process's network side: the public port, the control app behind it, and their shutdown.
+
+Owns: the listening socket, the client connections' timeouts, the pools, and the private socket of the control app.
+Always holds: after close() nothing of it is left open; a response that is cut at shutdown is seen to be cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import shutil
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from midstream.core.config import GatewaySettings
+from midstream.core.errors import ConfigError
+from midstream.fleet.registry import Deployments
+from midstream.http.http1 import ClientConnection
+from midstream.http.message import Limits
+from midstream.http.upstream import UpstreamPool
+from midstream.proxy.appserver import AppServer, socket_directory
+from midstream.proxy.metrics import GatewayMetrics
+from midstream.proxy.proxy import Pools, Proxy
+from midstream.proxy.service import GatewayService
+
+LISTEN_BACKLOG = 4096
+TIMEOUT_CHECK_S = 0.5
+# How long an idle connection stays open for one more request when the process is replaced.
+RETIRING_IDLE_S = 5.0
+SOCKET_NAME = "control.sock"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """unreachable_s: how long a replica may be unheard of before the requests on it are given up."""
+
+    head_s: float = 30.0
+    body_window_s: float = 30.0
+    retiring_idle_s: float = RETIRING_IDLE_S
+    unreachable_s: float = 10.0
+
+
+DEFAULT_TIMEOUTS = Timeouts()
+
+
+class Gateway:
+    """Serves the public port. Made in the event loop it runs in; their `replicas.run()` are the caller's to run."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        deployments: Deployments,
+        metrics: GatewayMetrics,
+        control_app: Any,
+        *,
+        front_path: str | None = None,
+        replica_token: str | None = None,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+    ) -> None:
+        """`control_app`: an ASGI app, usually api.app.control_app(...).
+
+        front_path: the Unix socket of the Tinker front; None: there is none.
+
+        Raises ConfigError when the certificate or its key cannot be used.
+        replica_token: the secret that replicas ask for.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._limits = Limits(
+            max_body_bytes=settings.max_body_bytes,
+            max_header_bytes=settings.max_header_bytes,
+            keep_alive_s=settings.keep_alive_s,
+            head_timeout_s=timeouts.head_s,
+            min_body_rate=settings.min_body_rate,
+            body_window_s=timeouts.body_window_s,
+        )
+        self._control = AppServer(control_app, str(socket_directory(SOCKET_NAME) / SOCKET_NAME))
+        self.control_path = self._control.path
+        self._retiring_idle_s = timeouts.retiring_idle_s
+        self._shares_port = settings.workers > 1
+        self._connect_timeout_s = settings.connect_timeout_s
+        self.proxy = Proxy(
+            settings,
+            deployments,
+            metrics,
+            Pools(
+                self._tcp_pool,
+                self._unix_pool(self.control_path),
+                None if front_path is None else self._unix_pool(front_path),
+            ),
+            replica_token=replica_token,
+            unreachable_s=timeouts.unreachable_s,
+        )
+        self.service = GatewayService(settings, self.proxy)
+        self._tls = tls_context(settings)
+        # The sockets that it listens on.
+        self.sockets: list[socket.socket] = []
+        # Calls that end the listening.
+        self._listening: list[Callable[[], None]] = []
+        self._timeouts: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Gateway({len(self.service.clients)} connections, {len(self.proxy.upstreams)} replicas)"
+
+    async def start(self, host: str, port: int, taken: Sequence[socket.socket] = ()) -> int:
+        """Listen; returns the port. taken: sockets that listen there already. Raises OSError when it cannot listen there."""
+        try:
+            sockets = taken or await listening_sockets(host, port, shared=self._shares_port)
+            self.sockets = list(sockets)
+            for sock in sockets:
+                self._listening.append(sock.close)
+            for sock in sockets:
+                self._listening.append(await self._listen(sock))
+            await self._control.start()
+        except BaseException:
+            await self.close()
+            raise
+        self._timeouts = asyncio.create_task(self._check_timeouts(), name="client timeouts")
+        actual: int = sockets[0].getsockname()[1]
+        return actual
+
+    async def _listen(self, sock: socket.socket) -> Callable[[], None]:
+        tls = self._tls
+        server = await self._loop.create_server(self._client, sock=sock, backlog=LISTEN_BACKLOG, ssl=tls)
+        return server.close
+
+    def _client(self) -> ClientConnection:
+        return ClientConnection(self.service, self._limits, self._loop)
+
+    def _stop_listening(self) -> None:
+        for stop in reversed(self._listening):
+            stop()
+        self._listening.clear()
+        self.sockets = []
+
+    async def drain(self, seconds: float) -> None:
+        """Stop accepting, close idle connections, and let responses under way finish for up to `seconds`."""
+        self._stop_listening()
+        self.service.draining = True
+        for client in list(self.service.clients):
+            client.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.service.all_left()
+
+    async def retire(self, seconds: float) -> None:
+        """Another process listens on the sockets now: finish what this one has, within `seconds`.
+
+        Connections may be used once more; each closes after its next response, or when it stays idle.
+        """
+        self._stop_listening()
+        self.service.draining = True
+        for client in list(self.service.clients):
+            client.retire(self._retiring_idle_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.service.all_left()
+
+    async def close(self) -> None:
+        """End everything now. Idempotent; after drain() it cuts what did not finish."""
+        self.service.draining = True
+        self._stop_listening()
+        for client in list(self.service.clients):
+            client.cut("the gateway is shutting down")
+        with contextlib.suppress(TimeoutError):
+            # Time for the last bytes to leave.
+            async with asyncio.timeout(1.0):
+                await self.service.all_left()
+        for client in list(self.service.clients):
+            client.reset()
+        self.proxy.close()
+        if self._timeouts is not None:
+            self._timeouts.cancel()
+            await asyncio.gather(self._timeouts, return_exceptions=True)
+        await self._control.stop()
+        shutil.rmtree(Path(self.control_path).parent, ignore_errors=True)
+
+    async def _check_timeouts(self) -> None:
+        while True:
+            await asyncio.sleep(TIMEOUT_CHECK_S)
+            now = self._loop.time()
+            self.proxy.check_replicas(now)
+            for client in list(self.service.clients):
+                client.check_deadline(now)
+
+    def _unix_pool(self, path: str) -> UpstreamPool:
+        connect = functools.partial(self._loop.create_unix_connection, path=path)
+        return UpstreamPool(connect, self._connect_timeout_s)
+
+    def _tcp_pool(self, url: str) -> UpstreamPool:
+        parts = urlsplit(url)
+        connect = functools.partial(self._loop.create_connection, host=parts.hostname, port=parts.port or 80)
+        return UpstreamPool(connect, self._connect_timeout_s)
+
+
+def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """None without a certificate. Raises ConfigError."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_password)
+    except (OSError, ValueError) as error:
+        # An SSLError is an OSError.
+        raise ConfigError(
+            f"gateway.tls_cert {settings.tls_cert}, gateway.tls_key {settings.tls_key}: {error.strerror or error}"
+            if isinstance(error, OSError)
+            else f"gateway.tls_key {settings.tls_key}: {error}"
+        ) from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("a key that needs a password cannot be used")
+
+
+async def listening_sockets(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
+    """A listening socket for each address of `host`, all on one port. Raises OSError.
+
+    shared: with other processes of this user, which the system gives their parts of the connections.
+    """
+    loop = asyncio.get_running_loop()
+    sockets: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in await loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((address[0], port, *address[2:]))
+            sock.listen(LISTEN_BACKLOG)
+            port = sock.getsockname()[1]
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets

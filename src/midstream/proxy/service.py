@@ -1,0 +1,107 @@
+"""The service behind every client connection of the gateway's port: who may send a request, and on which route it goes.
+
+Owns: the client connections of a gateway process, and what they hold together (http/budget.py).
+Always holds:
+- A request without a valid key, or for inference without a scope to sample, is refused before its body is read.
+- A request for inference counts against its tenant's bound from the moment its exchange is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from midstream.core.config import GatewaySettings
+from midstream.core.errors import MidstreamError, Unauthorized
+from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
+from midstream.http.budget import Bounds, Budget
+from midstream.http.http1 import ClientConnection, Exchange
+from midstream.http.message import Request
+from midstream.proxy.front import PREFIX as FRONT_PREFIX
+from midstream.proxy.front import FrontRoute, FrontUnauthorized
+from midstream.proxy.proxy import Proxy
+from midstream.proxy.replica_route import ReplicaRoute
+from midstream.proxy.request import ProxiedRequest
+from midstream.proxy.route import Route
+
+INFERENCE_PATHS = {
+    prefix + path: path.removeprefix(b"/v1/").replace(b"/", b"_").decode()
+    for prefix in (b"", b"/inference")
+    for path in (b"/v1/completions", b"/v1/chat/completions")
+}
+_HEALTH = b"/health"
+
+
+class GatewayService:
+    """Implements http1.Service. proxy: what its exchanges share."""
+
+    def __init__(self, settings: GatewaySettings, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self.clients: set[ClientConnection] = set()
+        together, of_one = settings.unfinished_body_bytes
+        self.budget = Budget(
+            Bounds(
+                unfinished_body_bytes=together,
+                unfinished_body_bytes_per_tenant=of_one,
+                connections_per_tenant=settings.max_connections_per_tenant,
+                requests_per_tenant=settings.max_requests_per_tenant,
+            )
+        )
+        self.draining = False
+        self._empty: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"GatewayService({len(self.clients)} connections{', draining' if self.draining else ''})"
+
+    # -- http1.Service
+
+    def connected(self, client: ClientConnection) -> None:
+        self.clients.add(client)
+
+    def disconnected(self, client: ClientConnection) -> None:
+        self.clients.discard(client)
+        if self._empty is not None and not self.clients and not self._empty.done():
+            self._empty.set_result(None)
+
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
+        path = target.partition(b"?")[0]
+        if path == _HEALTH and not _has_body(headers):
+            return None
+        try:
+            caller = self._proxy.auth.caller(headers)
+        except Unauthorized as error:
+            if self._proxy.front is not None and target.startswith(FRONT_PREFIX):
+                raise FrontUnauthorized(error.message) from error
+            raise
+        grant = caller.grant
+        if grant is not EVERYTHING and path in INFERENCE_PATHS and not grant.anywhere((SAMPLE,)):
+            raise forbidden((SAMPLE,), "any deployment")
+        return caller.tenant
+
+    def refused(self, error: MidstreamError) -> None:
+        self._proxy.metrics.requests["refused", error.status] += 1
+
+    def exchange(self, request: Request, client: ClientConnection) -> Exchange:
+        path = request.target.partition(b"?")[0]
+        path_class = INFERENCE_PATHS.get(path) if request.method == b"POST" else None
+        if path_class is not None:
+            if self.budget.counts_requests:
+                client.count_in_flight()
+            route: Route = ReplicaRoute(self._proxy, request, path_class)
+        elif self._proxy.front is not None and path.startswith(FRONT_PREFIX):
+            route = FrontRoute(self._proxy, request)
+        else:
+            route = Route(self._proxy, request)
+        return ProxiedRequest(self._proxy, request, client, route)
+
+    # -- the server's calls
+
+    async def all_left(self) -> None:
+        """Wait until no client connection is open."""
+        if self.clients:
+            self._empty = asyncio.get_running_loop().create_future()
+            await self._empty
+
+
+def _has_body(headers: Mapping[bytes, bytes]) -> bool:
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""

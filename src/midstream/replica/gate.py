@@ -1,0 +1,127 @@
+"""The gate that every request passes to reach the engine, and that a swap closes.
+
+Always holds: no request passes the gate while a swap commits. A waiting request passes, or gets 425 at its timeout. The
+requests inside are counted; the gate is drained when there is none. At most `requests_max` choices are inside or waiting,
+except that one larger request may be there alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from midstream.core.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SnapshotTransition
+
+HEADER_DRAIN_TIMEOUT = "x-fireworks-hot-load-drain-timeout"
+DRAIN_TIMEOUT_S = 90.0
+REQUESTS_MAX = 4096
+_IN_TRANSITION = "a snapshot is being switched; retry this request"
+
+
+class Door(enum.Enum):
+    OPEN = "open"
+    #: Newcomers wait: an async swap commits.
+    HELD = "held"
+    #: Newcomers get 425: a sync swap drains and commits.
+    CLOSED = "closed"
+    #: Newcomers get 503: nothing serves.
+    DOWN = "down"
+
+
+class Gate:
+    def __init__(self, on_change: Callable[[], None], requests_max: int = REQUESTS_MAX) -> None:
+        self._door = Door.DOWN
+        self._moved = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._on_change = on_change
+        self._requests_max = requests_max
+        self.inside = 0
+        self.waiting = 0
+        #: The choices of all requests inside or waiting.
+        self.choices = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Gate({self._door.value}, inside={self.inside}, waiting={self.waiting}, choices={self.choices})"
+        )
+
+    @property
+    def door(self) -> Door:
+        return self._door
+
+    def set(self, door: Door) -> None:
+        if door is self._door:
+            return
+        self._door = door
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+        self._on_change()
+
+    def check(self, choices: int) -> None:
+        """Raises the error that `enter` would raise at once, so that a request is refused before work is put into it.
+
+        choices: 0 for a resumed stream, as another replica counted its choices already."""
+        if choices and self.choices and self.choices + choices > self._requests_max:
+            raise Overloaded(
+                f"{self.choices} choices are being served or waiting and this request asks for {choices} more;"
+                f" at most {self._requests_max} fit; retry it later"
+            )
+        if self._door is Door.CLOSED:
+            raise SnapshotTransition(_IN_TRANSITION)
+        if self._door is Door.DOWN:
+            raise ReplicaUnavailable("the engine is not ready; retry this request")
+
+    async def enter(self, patience_s: float = DRAIN_TIMEOUT_S, choices: int = 1) -> None:
+        """Waits until the door is open, and returns in the step of the loop that found it open. Raises MidstreamError."""
+        self.check(choices)
+        if self._door is Door.OPEN:
+            return
+        self.waiting += 1
+        self.choices += choices
+        self._on_change()
+        try:
+            async with asyncio.timeout(patience_s):
+                while self._door is Door.HELD:
+                    await self._moved.wait()
+        except TimeoutError:
+            raise SnapshotTransition(_IN_TRANSITION) from None
+        finally:
+            self.waiting -= 1
+            self.choices -= choices
+        self.check(choices)
+
+    @contextmanager
+    def admitted(self, choices: int = 1) -> Iterator[None]:
+        """Counts a request that has entered."""
+        self.inside += 1
+        self.choices += choices
+        self._empty.clear()
+        self._on_change()
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            self.choices -= choices
+            if self.inside == 0:
+                self._empty.set()
+            self._on_change()
+
+    async def drained(self) -> None:
+        await self._empty.wait()
+
+
+def wait_timeout_s(header: str | None) -> float:
+    """Seconds a request waits at a held gate, from its drain-timeout header."""
+    if header is None:
+        return DRAIN_TIMEOUT_S
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86400:
+        message = f"{HEADER_DRAIN_TIMEOUT}: expected 0 to 86400 seconds, got {header!r}"
+        raise InvalidRequest(message, param=HEADER_DRAIN_TIMEOUT)
+    return seconds

@@ -1,0 +1,204 @@
+"""The request bodies of the rollout API as they stand on the wire: OpenAI's fields and Fireworks' on top.
+
+Owns: which fields exist, their types and ranges, and which ones are refused because honouring them is not possible yet.
+Always holds: a field nobody knows is refused in Fireworks' wording; a known field that would change the result and is not
+supported is refused by name, never silently dropped; a harmless one is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from midstream.core.errors import InvalidRequest, UnknownField
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 64
+
+#: A longer body, in bytes, is looked at before it is decoded.
+LONG_BODY = 2**20
+#: Numbers, strings and objects in a body; decoding as many takes a tenth of a second.
+VALUES_MAX = 2**20
+
+Ints64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Unknown members are tolerated: clients send options of other servers here."""
+
+    include_usage: bool | None = None
+
+
+class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat have in common. None is "not given" everywhere."""
+
+    model: str
+    max_tokens: NotNegative | None = None
+    max_completion_tokens: NotNegative | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[NotNegative] | None = None
+    ignore_eos: bool | None = None
+    context_length_exceeded_behavior: str | None = None
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=2.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[int, Bias] | None = None
+    seed: Ints64 | None = None
+
+    logprobs: bool | Annotated[int, Meta(ge=0, le=5)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    echo_last: NotNegative | None = None
+    include_routing_matrix: bool | None = None
+    return_token_ids: bool | None = None
+    raw_output: bool | None = None
+    perf_metrics_in_response: bool | None = None
+
+    prompt_cache_key: str | None = None
+    prompt_cache_isolation_key: str | None = None
+    prompt_cache_max_len: NotNegative | None = None
+    user: str | None = None
+
+    # Accepted and ignored: none of these changes a token.
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prediction: Any = None
+    speculation: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+
+    response_format: dict[str, Any] | None = None
+    midstream: dict[str, Any] | None = None
+
+    # Refused unless neutral, see _NEUTRAL.
+    best_of: Any = None
+    typical_p: Any = None
+    mirostat_lr: Any = None
+    mirostat_target: Any = None
+    reasoning_effort: Any = None
+    reasoning_history: Any = None
+    thinking: Any = None
+
+
+class CompletionBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str | int | list[int]]
+    suffix: Any = None
+    images: Any = None
+
+
+class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    prompt_truncate_len: Any = None
+    safe_tokenization: Any = None
+
+
+#: The values of unsupported fields that ask for nothing; any other value is refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "typical_p": (None, 1),
+    "mirostat_lr": (None,),
+    "mirostat_target": (None,),
+    "reasoning_effort": (None, "none", False),
+    "reasoning_history": (None, "disabled"),
+    "thinking": (None, {"type": "disabled"}),
+    "suffix": (None, ""),
+    "images": (None, []),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    "prompt_truncate_len": (None,),
+    "safe_tokenization": (None, False),
+}
+
+#: Only the body itself refuses unknown fields, so the name is all that follows: it may hold anything, backticks too.
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
+_AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.DOTALL)
+
+_completion = msgspec.json.Decoder(CompletionBody)
+_chat = msgspec.json.Decoder(ChatBody)
+_Body = TypeVar("_Body", bound=InferenceBody)
+
+
+def parse_completion(body: bytes) -> CompletionBody:
+    return _parse(body, _completion)
+
+
+def parse_chat(body: bytes) -> ChatBody:
+    return _parse(body, _chat)
+
+
+def _check_values(body: bytes) -> None:
+    """A value follows a comma or an opening bracket, so these bound how many there are. Those in texts count too."""
+    values = len(body) - len(body.translate(None, b",[{"))
+    if values > VALUES_MAX:
+        raise InvalidRequest(
+            f"the body holds {values} commas and opening brackets, at most {VALUES_MAX}; make it several requests"
+        )
+
+
+def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
+    if len(body) > LONG_BODY:
+        _check_values(body)
+    try:
+        parsed = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        _refuse(str(error))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    _check_supported(parsed)
+    return parsed
+
+
+def _refuse(message: str) -> NoReturn:
+    """A validation message of the decoder, as an error that names the field first."""
+    if found := _UNKNOWN.fullmatch(message):
+        raise UnknownField(found["name"])
+    if found := _MISSING.match(message):
+        raise InvalidRequest(f"{found['name']}: this field is required", param=found["name"])
+    if (found := _AT.match(message)) and found["where"]:
+        where = found["where"]
+        what = found["what"].replace("`", "")
+        raise InvalidRequest(f"{where}: {what[:1].lower()}{what[1:]}", param=re.split(r"[.\[]", where)[0])
+    raise InvalidRequest(f"the body must be a JSON object: {message}")
+
+
+def _check_supported(body: InferenceBody) -> None:
+    for field in body.__struct_fields__:
+        neutral = _NEUTRAL.get(field)
+        if neutral is None:
+            continue
+        value = getattr(body, field)
+        if value is None or value in neutral or (field == "best_of" and value == (body.n or 1)):
+            continue
+        raise InvalidRequest(f"{field}: not supported by this server; leave it out", param=field)

@@ -1,0 +1,253 @@
+"""One choice of a response while it is generated: token records in; labelled pieces of text, records and calls out. Pure.
+
+Always holds: a piece carries one snapshot, that of its records and of the tokens its text came from; the pieces of a
+choice in order hold every record up to its end exactly once and the whole visible text; after the end nothing comes.
+A character whose bytes came under two snapshots belongs to the token that completed it, and so does a tool call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+
+import msgspec
+from msgspec.structs import replace
+
+from midstream.core.types import FinishReason, TokenRecord
+from midstream.replica.text.toolcalls import Item, ParsedCall, ToolParser
+from midstream.replica.text.vocabulary import StopStrings, Vocabulary
+
+#: Snapshot, start and end over prompt and generated tokens.
+KvSpans = list[tuple[str, int, int]]
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """A record and where its text begins in the text of the choice, in characters (echoed prompt included)."""
+
+    record: TokenRecord
+    text_offset: int
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """index: within the message. arguments: JSON text, as generated."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class Piece(msgspec.Struct, frozen=True):
+    snapshot: str
+    text: str
+    tokens: tuple[Scored, ...]
+    echoed: bool = False
+    calls: tuple[ToolCall, ...] = ()
+
+
+class Choice:
+    """`silent` tokens (the ones that end generation) have a record but no text; `shown` ones have text though special."""
+
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        stops: tuple[str, ...],
+        silent: Collection[int],
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self.index = index
+        self.finish: FinishReason | None = None
+        self.generated = 0
+        self.echoed = False
+        self.snapshot: str | None = None
+        #: A snapshot, and the number of the first token that it generated.
+        self._runs: list[tuple[str, int]] = []
+        #: The snapshots that computed the KV of all positions.
+        self.kv: KvSpans = []
+        #: A token number, and the KV spans of the tokens before it.
+        self.earlier_kv: list[tuple[int, KvSpans]] = []
+        self._detokenizer = vocabulary.detokenizer(shown)
+        self._stops = StopStrings(stops) if stops else None
+        self._silent = silent
+        #: Snapshot and length of the text that the stop filter holds back.
+        self._held: deque[tuple[str, int]] = deque()
+        self._chars = 0
+
+    def __repr__(self) -> str:
+        return f"Choice({self.index}, generated={self.generated}, finish={self.finish})"
+
+    def echo(self, records: tuple[TokenRecord, ...]) -> list[Piece]:
+        """Pieces of the echoed prompt: a new one wherever the snapshot changes."""
+        self.echoed = True
+        pieces: list[Piece] = []
+        text, run = "", list[Scored]()
+        for record in records:
+            if run and run[-1].record.snapshot != record.snapshot:
+                pieces.append(Piece(run[-1].record.snapshot, text, tuple(run), True))
+                text, run = "", []
+            run.append(Scored(record, self._chars))
+            new = self._detokenizer.push(record.token_id)
+            text += new
+            self._chars += len(new)
+        if run:
+            pieces.append(Piece(run[-1].record.snapshot, text, tuple(run), True))
+            self.snapshot = run[-1].record.snapshot
+        return pieces
+
+    def feed(self, record: TokenRecord) -> list[Piece]:
+        """The pieces one generated token releases; sets `finish` when it completes a stop string."""
+        assert self.finish is None
+        self._count(record.snapshot)
+        scored = (Scored(record, self._chars),)
+        text = "" if record.token_id in self._silent else self._detokenizer.push(record.token_id)
+        self._chars += len(text)
+        if self._stops is None:
+            return [Piece(record.snapshot, text, scored)]
+        pieces = self._through_stops(record.snapshot, text)
+        if self._stops.matched is not None:
+            self.finish = "stop"
+        if pieces and pieces[-1].snapshot == record.snapshot:
+            pieces[-1] = replace(pieces[-1], tokens=scored)
+        else:
+            pieces.append(Piece(record.snapshot, "", scored))
+        return pieces
+
+    def end(self, reason: FinishReason) -> list[Piece]:
+        """The engine ended the choice: what was held back comes out."""
+        assert self.finish is None
+        snapshot = self.snapshot or ""
+        tail = self._detokenizer.flush()
+        self.finish = reason
+        if self._stops is None:
+            return [Piece(snapshot, tail, ())] if tail else []
+        pieces = self._through_stops(snapshot, tail)
+        if self._stops.matched is not None:
+            self.finish = "stop"
+        return pieces + self._label(self._stops.flush())
+
+    def take_kv(self, told: Sequence[tuple[str, int, int]], prompt_len: int) -> None:
+        """What the engine says of the KV from the next token on: that of before and more, or KV that was computed again."""
+        self.close_kv(prompt_len)
+        if self.kv and not _continues(self.kv, told):
+            self.earlier_kv.append((self.generated, self.kv))
+        self.kv = list(told)
+
+    def close_kv(self, prompt_len: int) -> None:
+        """The last KV span grew up to the token before the last one."""
+        if self.kv:
+            snapshot, start, end = self.kv[-1]
+            self.kv[-1] = (snapshot, start, max(end, prompt_len + self.generated - 1))
+
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """Snapshot, start and end over the generated tokens."""
+        runs = pairwise([*self._runs, ("", self.generated)])
+        return [(snapshot, start, end) for (snapshot, start), (_, end) in runs]
+
+    def _count(self, snapshot: str) -> None:
+        if not self._runs or self._runs[-1][0] != snapshot:
+            self._runs.append((snapshot, self.generated))
+        self.generated += 1
+        self.snapshot = snapshot
+
+    def _through_stops(self, snapshot: str, text: str) -> list[Piece]:
+        assert self._stops is not None
+        if text:
+            self._held.append((snapshot, len(text)))
+        return self._label(self._stops.push(text))
+
+    def _label(self, shown: str) -> list[Piece]:
+        """Cut released text where the snapshot of the tokens it came from changes."""
+        pieces: list[Piece] = []
+        while shown:
+            snapshot, length = self._held.popleft()
+            part, shown = shown[:length], shown[length:]
+            if len(part) < length:
+                self._held.appendleft((snapshot, length - len(part)))
+            if pieces and pieces[-1].snapshot == snapshot:
+                pieces[-1] = replace(pieces[-1], text=pieces[-1].text + part)
+            else:
+                pieces.append(Piece(snapshot, part, ()))
+        return pieces
+
+
+def _continues(before: KvSpans, after: Sequence[tuple[str, int, int]]) -> bool:
+    """Whether `after` says of each position what `before` says, and perhaps something of more positions."""
+    *ended, (snapshot, start, end) = before
+    if list(after[: len(ended)]) != ended or len(after) == len(ended):
+        return False
+    last = after[len(ended)]
+    return last[:2] == (snapshot, start) and last[2] >= end
+
+
+class CallStage:
+    """Stands after a Choice. parallel: False when the first call is to be the only one."""
+
+    def __init__(self, parser: ToolParser, parallel: bool, new_id: Callable[[], str]) -> None:
+        self._parser = parser
+        self._parallel = parallel
+        self._new_id = new_id
+        self._numbers = itertools.count()
+        #: Snapshot and length of the text that the parser holds back.
+        self._held: deque[tuple[str, int]] = deque()
+        self.called = False
+
+    @property
+    def complete(self) -> bool:
+        """The one call that was asked for is there."""
+        return self.called and not self._parallel
+
+    def feed(self, pieces: list[Piece]) -> list[Piece]:
+        out: list[Piece] = []
+        for piece in pieces:
+            if piece.text:
+                self._held.append((piece.snapshot, len(piece.text)))
+                for item in self._parser.push(piece.text):
+                    self._release(item, out)
+            if piece.tokens:
+                _add(out, Piece(piece.snapshot, "", piece.tokens))
+        return out
+
+    def end(self) -> list[Piece]:
+        """The choice has ended: what was held back."""
+        out: list[Piece] = []
+        for item in self._parser.flush():
+            self._release(item, out)
+        return out
+
+    def _release(self, item: Item, out: list[Piece]) -> None:
+        """Cut an item where the snapshot of the tokens it came from changes; a call keeps the last one's."""
+        left = len(item.raw)
+        while left:
+            snapshot, length = self._held.popleft()
+            taken = min(length, left)
+            left -= taken
+            if taken < length:
+                self._held.appendleft((snapshot, length - taken))
+            if item.text:
+                start = len(item.raw) - left - taken
+                _add(out, Piece(snapshot, item.raw[start : start + taken], ()))
+            elif item.calls and not left:
+                _add(out, Piece(snapshot, "", (), calls=tuple(map(self._numbered, item.calls))))
+
+    def _numbered(self, call: ParsedCall) -> ToolCall:
+        self.called = True
+        return ToolCall(next(self._numbers), call.id or self._new_id(), call.name, call.arguments)
+
+
+def _add(out: list[Piece], piece: Piece) -> None:
+    """Append, or make one with the last piece if it is of the same snapshot and has no records yet."""
+    last = out[-1] if out else None
+    if last is None or last.snapshot != piece.snapshot or last.tokens:
+        out.append(piece)
+        return
+    out[-1] = Piece(piece.snapshot, last.text + piece.text, piece.tokens, calls=last.calls + piece.calls)
+
+
+def id_maker(length: int | None) -> Callable[[], str]:
+    """Ids as OpenAI's look, or of the length that a template insists on."""
+    return lambda: uuid.uuid4().hex[:length] if length else f"call_{uuid.uuid4().hex[:24]}"

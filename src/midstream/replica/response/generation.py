@@ -1,0 +1,452 @@
+"""One admitted request on its way through the engine: events in, a stream or a plain response out.
+
+Always holds: every choice ends with a finish reason or the request ends with an error; the engine's iterator is closed
+however it ends, so nothing is generated for a client that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+from midstream.core.errors import EngineFailed, EngineLost
+from midstream.core.names import ServedNames
+from midstream.core.resumption import Opening, ResumeLogWriter
+from midstream.core.sse import DONE
+from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo, TokenRecord
+from midstream.engine.base import Engine, EngineDied
+from midstream.replica.gate import Gate
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.choice import CallStage, Choice, Piece, id_maker
+from midstream.replica.response.encode import CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
+from midstream.replica.response.resume import Continued, digest
+from midstream.replica.sessions import Turn
+from midstream.replica.text.chat import TextModel
+from midstream.replica.text.toolformat import ToolFormat
+
+#: Events of a resumed stream; each takes a few microseconds.
+REPLAYED_AT_ONCE = 256
+
+
+class Sink(Protocol):
+    """Where a stream goes."""
+
+    @property
+    def writable(self) -> bool: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drained(self) -> None:
+        """Returns when it is writable."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Surroundings:
+    """What a generation needs of the replica that it runs on. Nothing here belongs to one request."""
+
+    engine: Engine
+    info: ModelInfo
+    text: TextModel
+    names: ServedNames
+    gate: Gate
+    serving: Callable[[], str]
+    clock: Callable[[], float]
+    monotonic: Callable[[], float]
+    on_engine_death: Callable[[str], None]
+    #: Held while a resumed stream replays its log: one stream at a time.
+    replays: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Timings(msgspec.Struct):
+    started: float
+    first_token: float | None = None
+    #: In the engine, of the choice that waited longest.
+    queued_s: float | None = None
+
+
+def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
+    size = len(prompt.token_ids)
+    return size if checked.echo is None else min(checked.echo, size)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A checked request and what the engine is to do for it: one engine request per prompt."""
+
+    checked: Checked
+    prompts: list[Prompt]
+    requests: list[GenerateRequest]
+    seed: int
+    tool_format: ToolFormat | None = None
+
+
+class Generation:
+    """One admitted request. Use `stream` or `plain`, once, inside `Service.admitted`."""
+
+    def __init__(
+        self,
+        service: Surroundings,
+        work: Work,
+        timings: Timings,
+        *,
+        told: bool = False,
+        continued: Continued | None = None,
+    ) -> None:
+        """told: the stream tells what another replica needs to go on with it; continued: it goes on with one."""
+        checked, prompts, requests = work.checked, work.prompts, work.requests
+        tool_format = work.tool_format
+        self._service = service
+        self.checked = checked
+        self._prompts = prompts
+        self._requests = requests
+        self._timings = timings
+        #: Maps a prompt index to the number of reused tokens.
+        self._cached: dict[int, int] = {}
+        self._final_metrics: dict[str, Any] | None = None
+        stops, silent = checked.stops, frozenset(requests[0].sampling.stop_token_ids)
+        vocabulary = service.text.vocabulary
+        shown, stages = frozenset[int](), None
+        if checked.tools is not None and tool_format is not None:
+            # Forced calls end where their grammar ends.
+            dialect, parallel = tool_format.dialect, checked.tools.parallel or checked.tools.forced
+            shown, new_id = service.text.marker_ids(dialect.markers), id_maker(dialect.id_length)
+            schemas = checked.tools.schemas
+            stages = [
+                CallStage(dialect.parser(schemas), parallel, new_id) for _ in range(len(prompts) * checked.n)
+            ]
+        self._stages = stages
+        self._choices = [
+            Choice(index, vocabulary, stops, silent, shown) for index in range(len(prompts) * checked.n)
+        ]
+        self._echoed = [echoed_tokens(checked, prompt) for prompt in prompts]
+        #: By prompt: the number of choices without a finish reason.
+        self._open = [checked.n] * len(prompts)
+        self._open_in_all = len(self._choices)
+        #: The newest snapshot that any token was labelled with.
+        self._snapshot = service.serving()
+        self._seen: set[str] = set()
+        self._continued = continued
+        self._replaying = False
+        #: The tokens of each choice that were generated elsewhere.
+        self._had = [0] * len(self._choices)
+        opening = self._opening(work.seed, told) if continued is None else continued.opening
+        self.resumable = told and continued is None
+        self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
+        if told or continued is not None:
+            self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
+        self._encoder = Encoder(
+            checked,
+            response_id=opening.id,
+            created=opening.created,
+            model=service.names.model,
+            vocabulary=vocabulary,
+            wide_routes=service.info.num_experts > 256,
+        )
+
+    def _opening(self, seed: int, told: bool) -> Opening:
+        prefix = "chatcmpl" if self.checked.kind == "chat" else "cmpl"
+        prompts = digest(self._prompts) if told else ""
+        return Opening(f"{prefix}-{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts)
+
+    async def stream(self, sink: Sink) -> None:
+        """Server-sent events, as many at a time as one engine event gives."""
+        checked, encoder = self.checked, self._encoder
+        greeted = [False] * len(self._choices)
+        kept = [Kept([], [], []) for _ in self._choices] if checked.raw_output else None
+
+        def take(choice: Choice, event: GenerationEvent, pieces: list[Piece]) -> None:
+            index = choice.index
+            data = (
+                b""
+                if self._resume_log is None
+                else self._resume_log.write(index, event, choice.finish is not None)
+            )
+            prompt = self._prompts[index // checked.n]
+            for piece in pieces:
+                data += encoder.chunk(index, piece, None if greeted[index] else prompt)
+                greeted[index] = True
+                if kept is not None:
+                    kept[index].keep(piece)
+            if choice.finish is not None:
+                raw = encoder.raw_output(kept[index], prompt) if kept is not None else UNSET
+                data += self._finish(choice, None if greeted[index] else prompt, raw)
+            if data:
+                sink.write(data)
+
+        if self._continued is not None:
+            async with self._service.replays:
+                released = await self._replay(self._continued)
+            for choice, pieces in released:
+                greeted[choice.index] |= bool(pieces) or choice.finish is not None
+                if kept is not None:
+                    for piece in pieces:
+                        kept[choice.index].keep(piece)
+        await self._run(take, sink)
+        tail = encoder.usage_chunk(self._snapshot, self._extras()) if checked.include_usage else b""
+        last = b"" if self._resume_log is None else self._resume_log.end()
+        sink.write(last + tail + DONE)
+
+    def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType) -> bytes:
+        extras = Extras()
+        if self._open_in_all == 0:
+            extras = self._extras()
+            if self.checked.include_usage:
+                # The usage has a chunk of its own.
+                extras.usage = UNSET
+        return self._encoder.finish_chunk(choice, choice.snapshot or self._snapshot, first, raw, extras)
+
+    async def _replay(self, continued: Continued) -> list[tuple[Choice, list[Piece]]]:
+        """Replays what the client already has, up to where the stream broke off. Returns what each event released.
+
+        Other streams go on meanwhile. Raises CannotResume, InvalidRequest.
+        """
+        n, released = self.checked.n, list[tuple[Choice, list[Piece]]]()
+        ids: list[list[int]] = [[] for _ in self._choices]
+        self._replaying = True
+        for index, event in continued.events():
+            choice = self._choices[index]
+            if choice.finish is None:
+                released.append((choice, self._apply(index // n, choice, event)))
+                if len(released) % REPLAYED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                ids[index] += [record.token_id for record in event.tokens]
+        self._replaying = False
+        finished = [choice.index for choice in self._choices if choice.finish is not None]
+        continued.check_snapshot(self._service.serving(), finished)
+        for prompt, request in enumerate(self._requests):
+            own = self._choices[prompt * n : (prompt + 1) * n]
+            unfinished = [choice for choice in own if choice.finish is None]
+            shown = all(choice.echoed for choice in unfinished)
+            self._requests[prompt] = replace(
+                request,
+                emitted=tuple(None if c.finish is not None else tuple(ids[c.index]) for c in own),
+                prompt_records=0 if shown else request.prompt_records,
+                kv_age_max=0 if continued.exact else request.kv_age_max,
+            )
+        self._had = [choice.generated for choice in self._choices]
+        self._encoder.seam = continued.seam(self._had)
+        return released
+
+    async def plain(self) -> bytes:
+        kept = [Kept([], [], []) for _ in self._choices]
+
+        def take(choice: Choice, _: GenerationEvent, pieces: list[Piece]) -> None:
+            for piece in pieces:
+                kept[choice.index].keep(piece)
+
+        await self._run(take)
+        return self._encoder.plain(self._choices, kept, self._prompts, self._snapshot, self._extras())
+
+    def _extras(self) -> Extras:
+        return Extras(self._usage(), self._metrics(done=True) if self.checked.perf_metrics else UNSET)
+
+    def headers(self, *, done: bool) -> dict[str, str]:
+        """The metrics known by now as response headers."""
+        return {f"fireworks-{name}": str(value) for name, value in self._metrics(done=done).items()}
+
+    async def _run(
+        self, take: Callable[[Choice, GenerationEvent, list[Piece]], None], sink: Sink | None = None
+    ) -> None:
+        """Give `take` what each event of the engine released until every choice is complete. No event is taken while `sink`
+        is full."""
+        n = self.checked.n
+        if self._open_in_all == 0:
+            # The stream was whole before it was resumed.
+            return
+        try:
+            async with aclosing(self._events()) as events:
+                async for prompt, event in events:
+                    if event.error is not None:
+                        raise EngineFailed(event.error)
+                    choice = self._choices[prompt * n + event.index]
+                    if choice.finish is None:
+                        take(choice, event, self._apply(prompt, choice, event))
+                    if self._open_in_all == 0:
+                        return
+                    if sink is not None and not sink.writable:
+                        await sink.drained()
+        except EngineDied as error:
+            self._service.on_engine_death(str(error))
+            raise EngineLost("the engine stopped while it served this request") from error
+        raise EngineFailed("the engine ended the request before every choice was complete")
+
+    def _ended(self, prompt: int, event: GenerationEvent) -> None:
+        self._open[prompt] -= 1
+        self._open_in_all -= 1
+        if event.finish is None and not self._replaying:
+            # A stop string, of which the engine knows nothing.
+            self._service.engine.end_choice(self._requests[prompt].request_id, event.index)
+
+    def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
+        self._take_measures(prompt, choice, event)
+        pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
+        stage = None if self._stages is None else self._stages[choice.index]
+        if event.tokens and self._timings.first_token is None and not self._replaying:
+            self._timings.first_token = self._service.monotonic()
+        for record in event.tokens:
+            if self.checked.routes and record.route is None and not self._replaying:
+                raise EngineFailed("the engine returned a token without its route")
+            if choice.snapshot != record.snapshot or record.snapshot not in self._seen:
+                self._note(choice.snapshot, record.snapshot)
+            new = choice.feed(record)
+            pieces += new if stage is None else stage.feed(new)
+            if stage is not None and stage.complete and choice.finish is None:
+                choice.finish = "stop"
+            if choice.finish is not None:
+                break
+        if event.finish is not None and choice.finish is None:
+            if event.finish == "abort":
+                raise EngineFailed("the engine aborted the request")
+            new = choice.end(event.finish)
+            pieces += new if stage is None else stage.feed(new)
+        if choice.finish is None:
+            return pieces
+        if stage is not None:
+            pieces += stage.end()
+            if stage.called and choice.finish == "stop":
+                choice.finish = "tool_calls"
+        choice.close_kv(len(self._prompts[prompt].token_ids))
+        self._ended(prompt, event)
+        return [piece if piece.snapshot else replace(piece, snapshot=self._snapshot) for piece in pieces]
+
+    def _take_measures(self, prompt: int, choice: Choice, event: GenerationEvent) -> None:
+        """Notes the prompt's KV and the waiting time that the event tells."""
+        if event.cached_tokens is not None:
+            self._cached.setdefault(prompt, event.cached_tokens)
+        if event.queued_s is not None:
+            self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
+        if event.kv_snapshots is not None and self.checked.perf_metrics:
+            choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
+        if self._continued is not None and not self._replaying:
+            again = len(self._prompts[prompt].token_ids) + choice.generated - 1
+            self._continued.check_kv(choice.index, event, again)
+
+    def _note(self, before: str | None, snapshot: str) -> None:
+        """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so
+        the token that came last is not always of the newest snapshot: one is newer when no token had it so far, or when
+        a choice went on to it from the newest."""
+        if snapshot not in self._seen or before == self._snapshot:
+            self._seen.add(snapshot)
+            self._snapshot = snapshot
+
+    def _echo(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
+        request, size = self._requests[prompt], self._echoed[prompt]
+        if request.prompt_records == 0 or self._replaying:
+            snapshot = event.tokens[0].snapshot if event.tokens else self._service.serving()
+            return choice.echo(tuple(TokenRecord(t, 0.0, None, snapshot) for t in request.prompt[-size:]))
+        if event.prompt is None:
+            if event.tokens or event.finish:
+                raise EngineFailed("the engine returned no records of the prompt")
+            return []
+        before = choice.snapshot
+        pieces = choice.echo(self._check_echo(request, event.prompt))
+        for piece in pieces:
+            self._note(before, piece.snapshot)
+            before = piece.snapshot
+        return pieces
+
+    def _check_echo(
+        self, request: GenerateRequest, records: tuple[TokenRecord, ...]
+    ) -> tuple[TokenRecord, ...]:
+        if tuple(r.token_id for r in records) != request.prompt[-request.prompt_records :]:
+            raise EngineFailed("the engine returned records of other tokens than the prompt's")
+        # Nothing scores the first prompt token.
+        first = 1 if len(records) == len(request.prompt) else 0
+        if self.checked.routes and any(r.route is None for r in records[first:]):
+            raise EngineFailed("the engine returned a prompt token without its route")
+        if first and len(records) > 1:
+            # No pass scored it, so it has no snapshot of its own: the next token's.
+            return (replace(records[0], snapshot=records[1].snapshot), *records[1:])
+        return records
+
+    async def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
+        generate = self._service.engine.generate
+        live = [prompt for prompt, choices in enumerate(self._open) if choices]
+        if len(live) == 1:
+            async with aclosing(_closable(generate(self._requests[live[0]]))) as events:
+                async for event in events:
+                    yield live[0], event
+            return
+        queue: asyncio.Queue[tuple[int, GenerationEvent] | asyncio.Task[None]] = asyncio.Queue()
+        pumps = [asyncio.create_task(self._pump(index, queue)) for index in live]
+        for pump in pumps:
+            pump.add_done_callback(queue.put_nowait)
+        running = len(pumps)
+        try:
+            while running:
+                item = await queue.get()
+                if isinstance(item, asyncio.Task):
+                    running -= 1
+                    item.result()
+                else:
+                    yield item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.wait(pumps)
+            for pump in pumps:
+                # One failure is shown; the others are the same one.
+                if not pump.cancelled():
+                    pump.exception()
+
+    async def _pump(
+        self, prompt: int, queue: asyncio.Queue[tuple[int, GenerationEvent] | asyncio.Task[None]]
+    ) -> None:
+        async with aclosing(_closable(self._service.engine.generate(self._requests[prompt]))) as events:
+            async for event in events:
+                if self._open[prompt] == 0:
+                    break
+                queue.put_nowait((prompt, event))
+
+    def measure(self, turn: Turn) -> None:
+        """Fills in the turn, at the request's end."""
+        made = [choice.generated - had for choice, had in zip(self._choices, self._had, strict=True)]
+        turn.prompt_tokens, turn.generated_tokens = self._usage().prompt_tokens, sum(made)
+        turn.cached_tokens = sum(self._cached.values())
+        turn.longest = max(made)
+        first = self._timings.first_token
+        if first is not None:
+            turn.first_token_s = first - self._timings.started
+            turn.generation_s = self._service.monotonic() - first
+
+    def _usage(self) -> Usage:
+        prompt = sum(len(p.token_ids) for p in self._prompts)
+        completion = sum(choice.generated for choice in self._choices)
+        return Usage(prompt, completion, prompt + completion, self._cached_details())
+
+    def _cached_details(self) -> CachedDetails | UnsetType:
+        """Absent when a stop string ended the request before the engine told how much was cached."""
+        if len(self._cached) < len(self._prompts) and self.checked.stops:
+            return UNSET
+        return CachedDetails(sum(self._cached.values()))
+
+    def _metrics(self, *, done: bool) -> dict[str, Any]:
+        if self._final_metrics is not None:
+            return self._final_metrics
+        started, first_token = self._timings.started, self._timings.first_token
+        metrics: dict[str, Any] = {"prompt-tokens": sum(len(p.token_ids) for p in self._prompts)}
+        details = self._cached_details()
+        if (done or len(self._cached) == len(self._prompts)) and details is not UNSET:
+            metrics["cached-prompt-tokens"] = sum(self._cached.values())
+        metrics["num-concurrent-requests"] = self._service.gate.inside
+        if self._timings.queued_s is not None:
+            metrics["prefill-queue-duration"] = round(self._timings.queued_s, 6)
+        if first_token is not None:
+            metrics["server-time-to-first-token"] = round(first_token - started, 6)
+        if done:
+            metrics["server-processing-time"] = round(self._service.monotonic() - started, 6)
+            self._final_metrics = metrics
+        return metrics
+
+
+def _closable(events: AsyncIterator[GenerationEvent]) -> AsyncGenerator[GenerationEvent, None]:
+    """The port's iterators have aclose (see Engine.generate); its type does not say so."""
+    return cast("AsyncGenerator[GenerationEvent, None]", events)

@@ -1,0 +1,97 @@
+"""A stream that another replica began and this one goes on with.
+
+Always holds: the stream goes on exactly or not at all, unless its client allows any snapshot. Exactly means the same prompt
+tokens, the same seed, and KV of the same snapshot under all emitted tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from midstream.core.errors import InvalidRequest
+from midstream.core.resumption import CannotResume, Opening, Resume, ResumeLogReader
+from midstream.core.types import GenerationEvent
+from midstream.replica.request.checked import Checked, Kind, Prompt
+
+_KINDS: dict[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/inference/v1/chat/completions": "chat",
+    "/inference/v1/completions": "completion",
+}
+
+
+def kind_of(resume: Resume) -> Kind:
+    """Raises InvalidRequest."""
+    kind = _KINDS.get(resume.path.partition("?")[0])
+    if kind is None:
+        raise InvalidRequest(f"path: nothing that streams is at {resume.path!r}", param="path")
+    return kind
+
+
+def can_be_resumed(checked: Checked) -> bool:
+    """Whether a stream can go on elsewhere: all that its end repeats must follow from token ids alone."""
+    return checked.stream and not (checked.raw_output and checked.logprobs)
+
+
+def digest(prompts: Iterable[Prompt]) -> str:
+    """The digest of a request's prompt token ids."""
+    ids = msgspec.msgpack.encode([prompt.token_ids for prompt in prompts])
+    return hashlib.blake2b(ids, digest_size=12).hexdigest()
+
+
+class Continued:
+    """A resumed stream, as its resume log has it. Raises InvalidRequest."""
+
+    def __init__(self, resume: Resume, checked: Checked, choices: int) -> None:
+        if not can_be_resumed(checked):
+            raise CannotResume("this kind of request cannot be resumed")
+        self._lost = resume.lost
+        self._exact = resume.exact
+        self._told = ResumeLogReader(resume.state)
+        self._choices = choices
+        #: The snapshot that must have computed all KV.
+        self._snapshot: str | None = None
+        #: Choices whose KV is proved to be of it.
+        self._proved: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"Continued({self._told!r}, exact={self._exact})"
+
+    @property
+    def opening(self) -> Opening:
+        return self._told.opening
+
+    @property
+    def exact(self) -> bool:
+        return self._exact
+
+    def events(self) -> Iterable[tuple[int, GenerationEvent]]:
+        return self._told.events(self._choices)
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        if digest(prompts) != self.opening.prompts:
+            raise CannotResume("the prompt is read as other tokens than before")
+
+    def check_snapshot(self, serving: str, finished: Collection[int]) -> None:
+        """Raises CannotResume unless the KV of what is unfinished can be computed again as it was."""
+        self._snapshot = self._told.snapshot(finished) if self._exact else None
+        if self._snapshot not in (None, serving):
+            raise CannotResume(f"its KV is of snapshot {self._snapshot!r}, and {serving!r} serves here")
+
+    def check_kv(self, choice: int, event: GenerationEvent, again: int) -> None:
+        """Raises CannotResume when a swap came between: positions below `again` are what was computed again."""
+        if self._snapshot is None or choice in self._proved or event.kv_snapshots is None:
+            return
+        self._proved.add(choice)
+        found = [snapshot for snapshot, start, _ in event.kv_snapshots if start < again]
+        if found not in ([], [self._snapshot]):
+            raise CannotResume("weights were swapped while the stream's KV was computed again")
+
+    def seam(self, tokens: list[int]) -> dict[str, Any]:
+        """What the first chunk says; `tokens`: how many of each choice the client had before."""
+        return {"resumed": {"from": self._lost, "tokens": tokens, "exact": self._exact}}

@@ -1,0 +1,225 @@
+"""The life of one attempt to serve a target, as a table. Pure; replica/swap/driver.py does the I/O.
+
+Always holds: every move is one entry of `ATTEMPTS`, any other raises; an attempt in APPLYING is never given up; one that was
+given up takes no further step; after `GIVEN_UP_MAX` attempts in a row that were given up, the next one is finished. Otherwise
+a trainer that signals faster than a load takes would keep its replicas on old weights for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from midstream.core.types import Desired
+from midstream.engine.base import EngineDied, StagingFailed
+from midstream.replica.swap import table
+from midstream.replica.swap.table import IllegalMove, SwapMachine, printed
+
+#: Attempts in a row that may be given up for newer targets. Those given up while HELD are counted by themselves.
+GIVEN_UP_MAX = 2
+#: Checks of one target that may fail before it is left at that.
+CHECKS_MAX = 2
+
+
+class Phase(enum.StrEnum):
+    #: No attempt is in work, or its task has nothing left to do.
+    RESTING = "resting"
+    #: Files are fetched, rebuilt and verified, and the engine stages them.
+    PREPARING = "preparing"
+    #: Staged; other replicas switch first.
+    HELD = "held"
+    #: Staged; requests that may not see the switch have to end.
+    WAITING = "waiting"
+    #: The engine switches.
+    APPLYING = "applying"
+    CHECKING = "checking"
+    #: The check failed, and the target is to be loaded once more.
+    UNSOUND = "unsound"
+    #: Given up for a newer target; its task cleans up.
+    SUPERSEDED = "superseded"
+    #: It was superseded and has cleaned up; the newest target is to be taken up, also one that was loaded before.
+    NEXT = "next"
+    #: Given up because the driver ends; its task cleans up.
+    STOPPED = "stopped"
+    #: The engine may have switched or not, so the boot is over.
+    IN_DOUBT = "in_doubt"
+
+
+class Event(enum.StrEnum):
+    BEGUN = "begun"
+    #: The target serves already.
+    SERVES = "serves"
+    #: A step before STAGED is done.
+    STEP = "step"
+    #: Staged, before its turn.
+    EARLY = "early"
+    #: Staged, and it may switch.
+    READY = "ready"
+    LET_GO = "let go"
+    #: No request is left that may not see the switch.
+    DRAINED = "drained"
+    APPLIED = "applied"
+    CHECKED = "checked"
+    #: A newer target is worth giving this one up.
+    NEWER = "newer"
+    STOP = "stop"
+    FAILED = "failed"
+    CHECK_FAILED = "check failed"
+    #: A switch failed in a way that leaves open what the engine serves.
+    LOST_TRACK = "lost track"
+    #: The attempt's task is over.
+    ENDED = "ended"
+
+
+class Action(enum.StrEnum):
+    """What the driver does in a move."""
+
+    NOTHING = "nothing"
+    LOAD = "load"
+    REPORT = "report"
+    REPORT_ERROR = "report error"
+    #: Wake the attempt, which waits for its turn.
+    GO_ON = "go on"
+    CANCEL = "cancel"
+    #: End the attempt's task where it stands.
+    ABANDON = "abandon"
+    #: Let the source delete files that nobody needs.
+    RELEASE = "release"
+    #: Show the error, and end the driver with it.
+    END_BOOT = "end boot"
+
+
+_BETWEEN = (Phase.RESTING, Phase.UNSOUND, Phase.NEXT)
+_STAGES = (Phase.PREPARING, Phase.HELD, Phase.WAITING)
+_GIVEN_UP = (Phase.SUPERSEDED, Phase.STOPPED)
+_PROGRESS = (Event.STEP, Event.EARLY, Event.READY, Event.DRAINED, Event.CHECKED)
+
+#: The legal moves, all of them.
+ATTEMPTS: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
+    **{(phase, Event.BEGUN): (Phase.PREPARING, Action.LOAD) for phase in _BETWEEN},
+    **{(phase, Event.SERVES): (Phase.RESTING, Action.NOTHING) for phase in _BETWEEN},
+    (Phase.PREPARING, Event.STEP): (Phase.PREPARING, Action.REPORT),
+    (Phase.PREPARING, Event.EARLY): (Phase.HELD, Action.REPORT),
+    (Phase.PREPARING, Event.READY): (Phase.WAITING, Action.REPORT),
+    (Phase.HELD, Event.LET_GO): (Phase.WAITING, Action.GO_ON),
+    (Phase.WAITING, Event.DRAINED): (Phase.APPLYING, Action.REPORT),
+    (Phase.APPLYING, Event.APPLIED): (Phase.CHECKING, Action.REPORT),
+    (Phase.CHECKING, Event.CHECKED): (Phase.RESTING, Action.REPORT),
+    (Phase.CHECKING, Event.CHECK_FAILED): (Phase.UNSOUND, Action.REPORT_ERROR),
+    (Phase.APPLYING, Event.LOST_TRACK): (Phase.IN_DOUBT, Action.END_BOOT),
+    **{
+        (phase, Event.FAILED): (Phase.RESTING, Action.REPORT_ERROR)
+        for phase in (*_STAGES, Phase.APPLYING, Phase.CHECKING)
+    },
+    **{(phase, Event.NEWER): (Phase.SUPERSEDED, Action.CANCEL) for phase in (*_STAGES, Phase.CHECKING)},
+    **{(phase, Event.STOP): (Phase.STOPPED, Action.CANCEL) for phase in _STAGES},
+    **{(phase, event): (phase, Action.ABANDON) for phase in _GIVEN_UP for event in _PROGRESS},
+    **{(phase, Event.FAILED): (phase, Action.NOTHING) for phase in _GIVEN_UP},
+    (Phase.SUPERSEDED, Event.ENDED): (Phase.NEXT, Action.RELEASE),
+    **{(phase, Event.ENDED): (phase, Action.RELEASE) for phase in (Phase.RESTING, Phase.UNSOUND)},
+}
+
+#: What a move of the replica's swap is for the attempt. Others are a STEP; for STAGED the target decides.
+_AS_EVENT = {
+    table.Event.COMMIT: Event.DRAINED,
+    table.Event.COMMITTED: Event.APPLIED,
+    table.Event.CHECKED: Event.CHECKED,
+}
+
+
+class Attempts:
+    """The attempts of one boot, one after the other. phase: where the one in work stands. machine: what it moves forward."""
+
+    def __init__(self, machine: SwapMachine) -> None:
+        self._machine = machine
+        self._superseded_in_a_row = 0
+        self._held_in_vain = 0
+        self._checks_failed = 0
+        self.phase = Phase.RESTING
+
+    def __repr__(self) -> str:
+        return f"Attempts({self.phase}, {self._superseded_in_a_row} superseded in a row)"
+
+    @property
+    def due(self) -> bool:
+        """True when an attempt is to begin. Only asked between attempts."""
+        return self._machine.behind or self.phase in (Phase.NEXT, Phase.UNSOUND)
+
+    def begin(self) -> Desired | None:
+        """Takes the accepted target into work. None: it serves already."""
+        if self._machine.behind or self.phase is not Phase.UNSOUND:
+            self._checks_failed = 0
+        desired = self._machine.begin()
+        self.move(Event.SERVES if desired is None else Event.BEGUN)
+        return desired
+
+    def progress(self, made: table.Event) -> Action:
+        """A step of the attempt is done: REPORT or ABANDON."""
+        if made is table.Event.STAGED:
+            event = Event.EARLY if self._machine.held else Event.READY
+        else:
+            event = _AS_EVENT.get(made, Event.STEP)
+        action = self.move(event)
+        if action is Action.REPORT:
+            self._machine.advance(made)
+        return action
+
+    def signalled(self) -> Action:
+        """After a signal, and after EARLY: CANCEL, GO_ON or NOTHING."""
+        if self._worth_giving_up:
+            return self.move(Event.NEWER)
+        if self.phase is Phase.HELD and not self._machine.held:
+            return self.move(Event.LET_GO)
+        return Action.NOTHING
+
+    def stopped(self) -> Action:
+        """The driver is to end: CANCEL or NOTHING. A switch and its check are finished first."""
+        return self.move(Event.STOP) if (self.phase, Event.STOP) in ATTEMPTS else Action.NOTHING
+
+    def failed(self, error: Exception, message: str) -> Action:
+        """The attempt raised `error`: REPORT_ERROR, END_BOOT or NOTHING."""
+        event = Event.FAILED
+        if self.phase is Phase.APPLYING and not isinstance(error, StagingFailed | EngineDied):
+            event = Event.LOST_TRACK
+        elif self.phase is Phase.CHECKING and not isinstance(error, EngineDied):
+            self._checks_failed += 1
+            event = Event.CHECK_FAILED if self._checks_failed < CHECKS_MAX else Event.FAILED
+        action = self.move(event)
+        if action is not Action.NOTHING:
+            self._machine.fail(message)
+        return action
+
+    def ended(self) -> Action:
+        """The attempt's task is over. Raises IllegalMove when it was cancelled by someone else."""
+        return self.move(Event.ENDED)
+
+    def move(self, event: Event) -> Action:
+        """What the driver is to do now. Raises IllegalMove."""
+        found = ATTEMPTS.get((self.phase, event))
+        if found is None:
+            raise IllegalMove(f"{event.value!r} at {self.phase.value!r}")
+        if event is Event.NEWER and self.phase is Phase.HELD:
+            self._held_in_vain += 1
+        elif event is Event.APPLIED:
+            self._held_in_vain = 0
+        elif event is Event.ENDED:
+            superseded = self.phase is Phase.SUPERSEDED
+            self._superseded_in_a_row = self._superseded_in_a_row + 1 if superseded else 0
+        self.phase, action = found
+        return action
+
+    @property
+    def _worth_giving_up(self) -> bool:
+        machine, newer = self._machine, self._machine.accepted
+        if newer is None or not machine.behind or (self.phase, Event.NEWER) not in ATTEMPTS:
+            return False
+        if self.phase is Phase.HELD:
+            # Too often in vain, it waits for its turn, which comes before that of a newer one that has to wait, too.
+            return self._held_in_vain < GIVEN_UP_MAX or (machine.held and not newer.hold)
+        return self._superseded_in_a_row < GIVEN_UP_MAX and machine.supersedable
+
+
+def mermaid() -> str:
+    """The table as a Mermaid state diagram, for the documentation."""
+    return printed(
+        Phase.RESTING, ((at, to, f"{event} / {action}") for (at, event), (to, action) in ATTEMPTS.items())
+    )

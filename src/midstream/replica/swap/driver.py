@@ -1,0 +1,292 @@
+"""Does the I/O of swaps: fetch, rebuild, verify, stage, switch, check. What happens next is for the tables to say.
+
+Owns: the task of the one attempt in work, and the gate, the pins and the namespaces at the moment of the switch.
+Always holds: one attempt at a time, none of them orphaned; whether an attempt is superseded is decided in the step in which the
+newer target comes; a switch that has begun is finished, whoever is cancelled; no pinned request sees a switch to another
+snapshot; an attempt's staged weights are dropped when it ends; the gate is open again however an attempt ends; between the
+engine's switch and the new namespace no request is admitted. A failure that leaves open what the engine serves ends the driver,
+and its owner starts a new boot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from midstream.core.errors import SnapshotError
+from midstream.core.types import BASE_SNAPSHOT, Desired, ModelInfo, SnapshotCheck, SnapshotContent, SwapTiming
+from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.replica.gate import Door, Gate
+from midstream.replica.swap.attempts import Action, Attempts, Phase
+from midstream.replica.swap.check import Checker, NotSound
+from midstream.replica.swap.namespaces import Namespaces
+from midstream.replica.swap.pins import Pins
+from midstream.replica.swap.source import Files
+from midstream.replica.swap.table import Event, SwapMachine
+
+log = logging.getLogger(__name__)
+
+DRAIN_LOG_EVERY_S = 10.0
+#: A check that takes longer has failed.
+CHECK_S_MAX = 300.0
+#: From STAGED on, changes are not told for so long: telling them would compete with the engine's steps around the switch.
+QUIET_S = 0.25
+_EXPECTED = (SnapshotError, StagingFailed, NotSound, EngineDied, OSError)
+
+
+class _GivenUp(Exception):
+    """The attempt was given up, and what it waited for returned or swallowed the cancellation."""
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """What decides which requests reach the engine, and with which cache."""
+
+    gate: Gate
+    pins: Pins
+    namespaces: Namespaces
+
+
+class SwapDriver:
+    """Drives the swaps of one boot. machine: its table of stages. on_change: called after every change of the report."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        files: Files,
+        entrance: Entrance,
+        machine: SwapMachine,
+        checker: Checker,
+        monotonic: Callable[[], float],
+        on_change: Callable[[], None],
+        on_engine_death: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._files = files
+        self._gate, self._pins, self._namespaces = entrance.gate, entrance.pins, entrance.namespaces
+        self._checker = checker
+        self._monotonic = monotonic
+        self._on_change = on_change
+        self._on_engine_death = on_engine_death
+        self._attempts = Attempts(machine)
+        self._attempt: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._turn = asyncio.Event()
+        self._quiet: asyncio.TimerHandle | None = None
+        self.machine = machine
+        #: Of the engine; set before `run`.
+        self.info: ModelInfo | None = None
+        self.last_swap: SwapTiming | None = None
+        #: Of the serving weights: their check, and what their files were found to be.
+        self.check: SnapshotCheck | None = None
+        self.contents: tuple[SnapshotContent, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"SwapDriver({self.machine!r}, {self._attempts!r})"
+
+    @property
+    def quiet(self) -> bool:
+        """True while a switch is so near that changes should not be told."""
+        return self._quiet is not None
+
+    def desire(self, desired: Desired) -> bool:
+        """Take note of a target; returns at once. False when it is already accepted."""
+        if not self.machine.accept(desired):
+            return False
+        self._act(self._attempts.signalled())
+        self._wake.set()
+        self._on_change()
+        return True
+
+    async def run(self) -> None:
+        """Converge on the accepted target until cancelled; a switch under way is finished first."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._attempts.due:
+                await self._next_attempt()
+
+    async def _next_attempt(self) -> None:
+        desired = self._attempts.begin()
+        self._on_change()
+        if desired is None:
+            return
+        self._turn.clear()
+        attempt = asyncio.create_task(self._load(desired), name=f"swap to {desired.snapshot}")
+        self._attempt = attempt
+        try:
+            await self._to_its_end(attempt)
+        finally:
+            self._engine.drop_staged()
+            self._end_quiet()
+        if not attempt.cancelled():
+            attempt.result()
+        self._attempts.ended()
+        await self._to_its_end(asyncio.create_task(self._release(), name="release of old snapshots"))
+
+    async def _to_its_end(self, task: asyncio.Task[None]) -> None:
+        """Returns when `task` is done. A cancellation of the driver meanwhile is passed on only then."""
+        cancelled = False
+        while not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError:
+                cancelled = True
+                self._act(self._attempts.stopped())
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _act(self, action: Action) -> None:
+        if action is Action.CANCEL and self._attempt is not None:
+            self._attempt.cancel()
+        elif action is Action.GO_ON:
+            self._turn.set()
+
+    def _made(self, progress: Event) -> float:
+        """The attempt has made progress. Returns the time, in seconds. Raises _GivenUp."""
+        if self._attempts.progress(progress) is Action.ABANDON:
+            raise _GivenUp
+        self._on_change()
+        return self._monotonic()
+
+    async def _load(self, desired: Desired) -> None:
+        """One attempt. Raises only what leaves open what the engine serves."""
+        try:
+            await self._prepare_and_switch(desired)
+            await self._check(desired)
+        except _GivenUp:
+            log.debug("the swap to %s was given up", desired.snapshot)
+        except Exception as error:
+            # Any failure before the switch becomes the target's error.
+            died = isinstance(error, EngineDied)
+            message = f"the engine died: {error}" if died else str(error) or type(error).__name__
+            action = self._attempts.failed(error, message)
+            if action is Action.END_BOOT or not isinstance(error, _EXPECTED):
+                log.exception("loading snapshot %s failed unexpectedly", desired.snapshot)
+            if action is not Action.NOTHING:
+                self._on_change()
+            if died:
+                self._on_engine_death(str(error))
+            if action is Action.END_BOOT:
+                raise
+
+    async def _prepare_and_switch(self, desired: Desired) -> None:
+        source, started = self._files.source, self._monotonic()
+        base = desired.snapshot == BASE_SNAPSHOT
+        path = self._files.base_directory if base else await self._fetch(desired)
+        fetched = rebuilt = self._made(Event.FETCHED if path else Event.FETCHED_DELTA)
+        if path is None:
+            path = await source.rebuild(desired)
+            rebuilt = self._made(Event.REBUILT)
+        if not base:
+            await source.verify(path, desired)
+        contents = () if base else await source.contents(desired)
+        verified = self._made(Event.VERIFIED)
+        await self._engine.stage(desired.snapshot, path)
+        self._begin_quiet(desired)
+        staged = self._made(Event.STAGED)
+        await self._its_turn()
+        # A target may be let go with other fields than it came with.
+        timing = await self._switch(self.machine.target or desired)
+        self.last_swap = msgspec.structs.replace(
+            timing,
+            snapshot=desired.snapshot,
+            fetch_ms=(fetched - started) * 1e3,
+            rebuild_ms=(rebuilt - fetched) * 1e3,
+            verify_ms=(verified - rebuilt) * 1e3,
+            stage_ms=(staged - verified) * 1e3,
+        )
+        self.check, self.contents = None, contents
+        self._made(Event.COMMITTED)
+
+    async def _fetch(self, desired: Desired) -> Path | None:
+        """A snapshot that this boot serves is loaded again because of a failed check: the local files may be to blame."""
+        anew = self.machine.loaded is not None and self.machine.same_files(desired)
+        async with self._files.hints.loading(desired.snapshot):
+            return await self._files.source.fetch(desired, anew=anew)
+
+    async def _its_turn(self) -> None:
+        if self._attempts.phase is Phase.HELD:
+            self._act(self._attempts.signalled())
+            await self._turn.wait()
+
+    async def _switch(self, desired: Desired) -> SwapTiming:
+        """Sync: close the gate and wait for all requests. Async: wait for pinned ones. Then hold newcomers until the engine
+        has switched."""
+        try:
+            if desired.transition == "SYNC":
+                self._gate.set(Door.CLOSED)
+                await self._drained(desired)
+            else:
+                await self._unpinned(desired)
+                self._gate.set(Door.HELD)
+            self._made(Event.COMMIT)
+            timing = await self._engine.commit(desired.snapshot)
+            reset = "all" if self.machine.distrusted else desired.reset_prompt_cache
+            self._namespaces.commit(reset, desired.max_cache_age)
+            return timing
+        finally:
+            if self._gate.door in (Door.HELD, Door.CLOSED):
+                self._gate.set(Door.OPEN)
+            self._pins.reopen()
+
+    async def _drained(self, desired: Desired) -> None:
+        """Waits without a limit until no request is inside, and says so while it does."""
+        while True:
+            try:
+                async with asyncio.timeout(DRAIN_LOG_EVERY_S):
+                    await self._gate.drained()
+                return
+            except TimeoutError:
+                log.info("the switch to %s waits for %d requests to end", desired.snapshot, self._gate.inside)
+
+    async def _unpinned(self, desired: Desired) -> None:
+        """Waits until no request is pinned to another snapshot than the target; no new one is from here on."""
+        if self.machine.same_files(desired):
+            return
+        if len(self._pins):
+            log.info("the switch to %s waits for %d pinned requests", desired.snapshot, len(self._pins))
+            self._end_quiet()
+        ended = await self._pins.end(desired.snapshot)
+        if ended:
+            log.warning("%d pinned requests were ended for the switch to %s", ended, desired.snapshot)
+
+    async def _check(self, desired: Desired) -> None:
+        started = self._monotonic()
+        assert self.info is not None
+        try:
+            async with asyncio.timeout(CHECK_S_MAX):
+                self.check = await self._checker.check(self.info, desired.snapshot, desired.generation)
+        except TimeoutError:
+            raise NotSound(f"its check did not end within {CHECK_S_MAX:g} s") from None
+        if self.last_swap is not None:
+            check_ms = (self._monotonic() - started) * 1e3
+            self.last_swap = msgspec.structs.replace(self.last_swap, check_ms=check_ms)
+        self._made(Event.CHECKED)
+
+    async def _release(self) -> None:
+        """Lets the source delete files. The serving snapshot and the one to be loaded next stay."""
+        machine = self.machine
+        keep = [machine.loaded or Desired(snapshot=BASE_SNAPSHOT, generation=0)]
+        if machine.accepted is not None and (machine.behind or self._attempts.phase is Phase.NEXT):
+            keep.append(machine.accepted)
+        try:
+            await self._files.source.release(keep)
+        except (SnapshotError, OSError) as error:
+            log.warning("old snapshot files could not be released: %s", error)
+
+    def _begin_quiet(self, desired: Desired) -> None:
+        if desired.transition == "ASYNC" and not self.machine.held:
+            self._quiet = asyncio.get_running_loop().call_later(QUIET_S, self._end_quiet)
+
+    def _end_quiet(self) -> None:
+        if self._quiet is not None:
+            self._quiet.cancel()
+            self._quiet = None
+            self._on_change()

@@ -1,0 +1,219 @@
+"""The swap machine: where a replica stands with the snapshot it should serve. Pure; replica/swap/driver.py does the I/O.
+
+Always holds: every move is one entry of `MOVES`, any other raises. A machine lives for one boot and begins with the base
+snapshot serving. Only COMMITTED changes what serves, so a target that fails before it never serves. Every move gets a
+sequence number and a time; the last `TRANSITIONS_KEPT` are kept.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from midstream.core.types import BASE_SNAPSHOT, Desired, Stage, Transition
+
+TRANSITIONS_KEPT = 64
+DETAIL_MAX = 2000
+
+
+class Event(enum.StrEnum):
+    #: Start on a new target. The one in preparation is dropped.
+    DESIRED = "desired"
+    ALREADY_SERVING = "already serving"
+    FETCHED = "fetched"
+    #: Files that have to be applied to a parent's.
+    FETCHED_DELTA = "fetched delta"
+    REBUILT = "rebuilt"
+    VERIFIED = "verified"
+    STAGED = "staged"
+    #: The point of no return: the target will serve.
+    COMMIT = "commit"
+    COMMITTED = "committed"
+    #: The weights that serve are what they should be.
+    CHECKED = "checked"
+    FAILED = "failed"
+
+
+BEFORE_COMMIT = (Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
+
+#: The legal moves, all of them.
+MOVES: dict[tuple[Stage, Event], Stage] = {
+    **{
+        (stage, Event.DESIRED): Stage.FETCHING
+        for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT, Stage.CHECKING)
+    },
+    **{(stage, Event.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
+    (Stage.FETCHING, Event.FETCHED): Stage.VERIFYING,
+    (Stage.FETCHING, Event.FETCHED_DELTA): Stage.REBUILDING,
+    (Stage.REBUILDING, Event.REBUILT): Stage.VERIFYING,
+    (Stage.VERIFYING, Event.VERIFIED): Stage.STAGING,
+    (Stage.STAGING, Event.STAGED): Stage.STAGED,
+    (Stage.STAGED, Event.COMMIT): Stage.COMMITTING,
+    (Stage.COMMITTING, Event.COMMITTED): Stage.CHECKING,
+    (Stage.CHECKING, Event.CHECKED): Stage.IDLE,
+    **{(stage, Event.FAILED): Stage.ERROR for stage in (*BEFORE_COMMIT, Stage.COMMITTING, Stage.CHECKING)},
+}
+
+
+class IllegalMove(RuntimeError):
+    """A move that the table does not have: a bug, never a user's mistake."""
+
+
+class SwapMachine:
+    """The state of one boot. accepted: the newest Desired. target: the one last taken into work; it may be loading, have
+    failed, or serve. sound: False from a failed check to the next one that passes. checked: the serving weights passed their
+    check. distrusted: the target replaces weights that may be wrong."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seq = 0
+        self.stage = Stage.IDLE
+        self.serving = BASE_SNAPSHOT
+        #: The serving target. None: the base weights of the start.
+        self.loaded: Desired | None = None
+        self.sound = True
+        self.checked = True
+        self.distrusted = False
+        self.accepted: Desired | None = None
+        self.target: Desired | None = None
+        self.error: str | None = None
+        self.transitions: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
+
+    def __repr__(self) -> str:
+        target = self.target.snapshot if self.target else None
+        return (
+            f"SwapMachine({self.stage.value}, serving={self.serving!r}, target={target!r}, moves={self._seq})"
+        )
+
+    def accept(self, desired: Desired) -> bool:
+        """Accepts a target. False when it is accepted already, or asks to hold a target that was let go.
+
+        A lower generation counts, too: the sender has the truth.
+        """
+        held = self.target if self.stage is Stage.STAGED and self.held else None
+        let_go = held is not None and held.generation == desired.let_go
+        if held is not None and let_go:
+            self.target = msgspec.structs.replace(held, hold=False)
+        return self._remember(desired) or let_go
+
+    def _remember(self, desired: Desired) -> bool:
+        if (
+            self.accepted
+            and _key(self.accepted) == _key(desired)
+            and (desired.hold or not self.accepted.hold)
+        ):
+            return False
+        self.accepted = desired
+        if self.target and _key(self.target) == _key(desired):
+            self.target = desired
+        return True
+
+    @property
+    def behind(self) -> bool:
+        """True when the accepted target has not been taken into work."""
+        return self.accepted is not None and (self.target is None or _key(self.accepted) != _key(self.target))
+
+    @property
+    def held(self) -> bool:
+        """True while the target in work has to wait at STAGED."""
+        return self.target is not None and self.target.hold
+
+    def begin(self) -> Desired | None:
+        """Takes the accepted target into work. None: it serves already."""
+        desired = self.accepted
+        assert desired is not None
+        serves = self._same(desired) and self.sound and self.checked
+        self.distrusted = not serves and (self.same_files(desired) or not self.sound)
+        self._move(Event.ALREADY_SERVING if serves else Event.DESIRED, desired)
+        return None if serves else desired
+
+    def same_files(self, desired: Desired) -> bool:
+        """Whether the target is the serving snapshot. Other files make another snapshot; a reload does not."""
+        return desired.snapshot == self.serving and (self.loaded is None or _same_files(desired, self.loaded))
+
+    def _same(self, desired: Desired) -> bool:
+        """Whether the target is what was committed last, and not asked for once more."""
+        return self.same_files(desired) and desired.reload <= (self.loaded.reload if self.loaded else 0)
+
+    @property
+    def supersedable(self) -> bool:
+        """Whether the target in work may be given up for the accepted one. A check may, unless both are the same snapshot."""
+        if self.stage is Stage.CHECKING:
+            return self.accepted is not None and not self._same(self.accepted)
+        return self.stage in BEFORE_COMMIT
+
+    def advance(self, event: Event) -> None:
+        """Moves the target in work on. `begin` and `fail` make the other moves."""
+        target = self.target
+        assert target is not None
+        self._move(event, target)
+        if event is Event.COMMITTED:
+            self.serving = target.snapshot
+            self.loaded = target
+            self.checked = False
+        elif event is Event.CHECKED:
+            self.sound = self.checked = True
+
+    def fail(self, message: str) -> None:
+        assert self.target is not None
+        checking = self.stage is Stage.CHECKING
+        self._move(Event.FAILED, self.target, printable(message))
+        if checking:
+            self.sound = False
+
+    def _move(self, event: Event, desired: Desired, detail: str = "") -> None:
+        stage = MOVES.get((self.stage, event))
+        if stage is None:
+            raise IllegalMove(f"{event.value!r} at {self.stage.value!r}: {self!r}")
+        self.stage = stage
+        self.target = desired
+        self.error = detail if stage is Stage.ERROR else None
+        self.transitions.append(
+            Transition(
+                seq=self._seq,
+                at=self._clock(),
+                snapshot=desired.snapshot,
+                generation=desired.generation,
+                stage=stage,
+                detail=detail,
+            )
+        )
+        self._seq += 1
+
+
+def _key(desired: Desired) -> tuple[str, int, int]:
+    return desired.snapshot, desired.generation, desired.reload
+
+
+def _same_files(one: Desired, other: Desired) -> bool:
+    """Every file that they are made of tells two snapshots of one name apart; bytes do where both are known."""
+    if len(one.files) != len(other.files):
+        return False
+    return all(
+        (mine.snapshot, mine.fingerprint) == (theirs.snapshot, theirs.fingerprint)
+        and (None in (mine.content, theirs.content) or mine.content == theirs.content)
+        for mine, theirs in zip(one.files, other.files, strict=True)
+    )
+
+
+def mermaid() -> str:
+    """The table as a Mermaid state diagram, for the documentation."""
+    return printed(Stage.IDLE, ((at, to, event) for (at, event), to in MOVES.items()))
+
+
+def printed(first: str, moves: Iterable[tuple[str, str, str]]) -> str:
+    """moves: from, to, label."""
+    lines = [
+        "stateDiagram-v2",
+        f"    [*] --> {first}",
+        *(f"    {at} --> {to}: {label}" for at, to, label in moves),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def printable(message: str) -> str:
+    """At most DETAIL_MAX characters that any encoder takes: a report that cannot be sent would hide the replica."""
+    return message[:DETAIL_MAX].encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,184 @@
+"""The tokenizer and chat template of a model directory: prompts in, token ids out. Does not import torch.
+
+Owns: reading `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; what the template does with tools.
+Always holds: `encode` adds the special tokens the tokenizer's own post-processor adds; a rendered chat is tokenized
+without adding any, since a template writes its own. Tokenizing does not hold the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from midstream.core.errors import ConfigError, InvalidRequest
+from midstream.replica.text.size import tokens_at_least, utf8_size
+from midstream.replica.text.toolformat import TemplateTools, examine
+from midstream.replica.text.vocabulary import Vocabulary
+
+PIECE_CHARACTERS = 2**16
+#: Times the context. Cutting a text into pieces never doubles its tokens.
+SURELY_OVER = 2
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+
+class TextModel:
+    """Turns text and messages to token ids; `vocabulary` turns ids back to text. tool_template: takes the place of `template`
+    where a request has tools."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        special_tokens: dict[str, str],
+        tool_template: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
+        self._template = template
+        self._tool_template = tool_template or template
+        self._special_tokens = special_tokens
+        added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self._added = {name: added[name] for name in sorted(added, key=len, reverse=True)}
+
+    @classmethod
+    def load(cls, directory: Path) -> TextModel:
+        """From a Hugging Face model directory. Raises ConfigError."""
+        file = directory / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            config = _read_json(directory / "tokenizer_config.json")
+            templates = _read_templates(directory, config)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{directory}: the tokenizer cannot be read: {error}") from error
+        except Exception as error:
+            # The tokenizers library raises bare Exception on a bad file.
+            raise ConfigError(f"{file}: not a tokenizer: {error}") from error
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokens = {name: _token_text(config[name]) for name in _TEMPLATE_TOKENS if config.get(name)}
+        return cls(tokenizer, templates.get("default"), tokens, templates.get("tool_use"))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        # One text in a batch: `encode` keeps the interpreter lock while it works, `encode_batch_fast` does not.
+        return tuple(self.tokenizer.encode_batch_fast([text])[0].ids)
+
+    @cached_property
+    def tools(self) -> TemplateTools:
+        """How the chat template treats tools and tool calls."""
+        if self._tool_template is None:
+            return TemplateTools(False, None, None)
+        return examine(lambda messages, tools: self.render(messages, tools, generation_prompt=False))
+
+    def literally(self, text: str) -> str:
+        """`text` in the grammar language: its added tokens by id, the rest quoted."""
+        names = "|".join(re.escape(name) for name in self._added)
+        parts = re.split(f"({names})", text) if names else [text]
+        return " ".join(
+            f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts if part
+        )
+
+    def specials(self, without: frozenset[int]) -> str:
+        """The added tokens in the grammar language, but for those; empty if there are none."""
+        ids = sorted(set(self._added.values()) - without)
+        starts = [i for i in ids if i - 1 not in set(ids)]
+        ends = [i for i in ids if i + 1 not in set(ids)]
+        ranges = ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+        return f"<[{ranges}]>" if ranges else ""
+
+    def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
+        return frozenset(self._added[name] for name in markers if name in self._added)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest."""
+        template = self._template if tools is None else self._tool_template
+        if template is None:
+            raise InvalidRequest(
+                "messages: this model has no chat template; use completions", param="messages"
+            )
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:
+            # A template may raise anything on messages it does not take.
+            raise InvalidRequest(
+                f"messages: the chat template refused them: {error}", param="messages"
+            ) from error
+        return str(rendered[0])
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def check_size(self, text: str, where: str, param: str, context: int) -> None:
+        """Raises InvalidRequest if the text's bytes alone say that it cannot fit the context. Takes microseconds."""
+        if len(text) <= context:
+            return
+        size, per_token = utf8_size(text), self.vocabulary.bytes_per_token
+        if per_token is not None and (least := tokens_at_least(size, per_token)) > context:
+            raise InvalidRequest(
+                f"{where}: {size} bytes of text are at least {least} tokens, as a token of this model stands for at most"
+                f" {per_token} bytes; the context is {context} tokens",
+                param=param,
+            )
+
+    def check_pieces(
+        self, text: str, where: str, param: str, context: int, between: Callable[[], None]
+    ) -> None:
+        """Raises InvalidRequest if the text is far too long for the context, without tokenizing more of it than shows that.
+
+        The pieces' tokens are not those of the whole text, but nearly as many. between: called between two pieces.
+        """
+        if len(text) <= max(PIECE_CHARACTERS, 4 * context):
+            return
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            between()
+            tokens += len(self.encode_rendered(text[start : start + PIECE_CHARACTERS]))
+            if tokens > SURELY_OVER * context:
+                raise InvalidRequest(
+                    f"{where}: the text has over {SURELY_OVER * context} tokens; the context is {context} tokens",
+                    param=param,
+                )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{file.name} is not a JSON object")
+    return values
+
+
+def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name; a model with one template has `default`, some have `tool_use` beside it. Files win over the configuration."""
+    found: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        found = {t["name"]: t["template"] for t in given}
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in (directory / "additional_chat_templates").glob("*.jinja")}
+    return found | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()}
+
+
+def _token_text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) else str(value)

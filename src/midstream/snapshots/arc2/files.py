@@ -1,0 +1,170 @@
+"""What encode.py and rebuild.py share: an output directory, threads over tensors, reads and writes by position.
+
+Always holds: an output directory appears whole by one rename, or vanishes. `run` returns when no thread works any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+
+from midstream.core.errors import SnapshotCorrupt, SnapshotError
+from midstream.snapshots.layout import INDEX_FILE, PICKLED, TensorSpec, read_checkpoint
+from midstream.snapshots.messages import shown
+
+#: Gets the bytes of weights done, and of all. Worker threads call it, one at a time.
+Progress = Callable[[int, int], None]
+Cancelled = Callable[[], bool]
+
+#: The cache removes directories of this name after an interruption.
+WORK_PREFIX = ".fetch-delta-"
+
+
+class RebuildCancelled(SnapshotError):
+    """`cancelled` returned true. Nothing was left behind."""
+
+
+class Meter:
+    """Counts bytes, and stops the work. Every thread calls it with every piece."""
+
+    def __init__(self, total: int, cancelled: Cancelled | None, progress: Progress | None) -> None:
+        self._total, self._cancelled, self._progress = total, cancelled, progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self.stopped = False
+
+    def advance(self, count: int) -> None:
+        if self.stopped or (self._cancelled is not None and self._cancelled()):
+            self.stopped = True
+            raise RebuildCancelled("it was cancelled")
+        if self._progress is not None:
+            with self._lock:
+                self._done += count
+                self._progress(self._done, self._total)
+
+
+def run(tasks: Sequence[Callable[[], None]], threads: int | None, meter: Meter) -> None:
+    """Run all tasks. Raises the first error; RebuildCancelled only if there is no other one."""
+    errors: list[BaseException] = []
+    # An interrupt of `submit` can lose a thread. So no task begins before all are submitted.
+    all_submitted = threading.Event()
+
+    def guarded(task: Callable[[], None]) -> None:
+        all_submitted.wait()
+        try:
+            if not meter.stopped:
+                task()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            meter.stopped = True
+            errors.append(error)
+
+    count = max(1, min(threads or _cores(), len(tasks)))
+    pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="delta")
+    try:
+        futures = [pool.submit(guarded, task) for task in tasks]
+        all_submitted.set()
+        wait(futures)
+    except BaseException:
+        # An interrupt. The threads stop at their next piece.
+        meter.stopped = True
+        raise
+    finally:
+        all_submitted.set()
+        pool.shutdown(wait=True)
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, RebuildCancelled))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def directory(out: Path) -> Iterator[Path]:
+    """A directory to fill. It becomes `out`, or vanishes after an error."""
+    if os.path.lexists(out):
+        raise SnapshotError(f"{shown(out.name)}: exists already")
+    work = out.parent / f"{WORK_PREFIX}{secrets.token_hex(8)}"
+    with disk_errors(out.name):
+        try:
+            work.mkdir(parents=True)
+            yield work
+            os.rename(work, out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_errors(name: str) -> Iterator[None]:
+    """Turns an OSError into a SnapshotError that names its file, or `name` if it has none."""
+    try:
+        yield
+    except OSError as error:
+        file = (
+            os.path.basename(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else name
+        )
+        raise SnapshotError(f"{shown(file)}: {error.strerror or error}") from error
+
+
+def copy_others(source: Path, target: Path) -> None:
+    """Copy all files but weights and their index: configuration, tokenizer, templates. Replaces files in `target`."""
+    for path in sorted(source.iterdir()):
+        name = path.name
+        weights = name == INDEX_FILE or name.endswith((".safetensors", *PICKLED))
+        if not weights and not name.startswith(".") and path.is_file():
+            shutil.copyfile(path, target / name)
+
+
+def copy_index(source: Path, target: Path) -> None:
+    if (source / INDEX_FILE).exists():
+        shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
+
+
+def length(where: tuple[int, int]) -> int:
+    return where[1] - where[0]
+
+
+def read(file: int, into: memoryview, position: int) -> None:
+    while into:
+        count = os.preadv(file, [into], position)
+        if count == 0:
+            raise SnapshotCorrupt("a file became shorter while it was read")
+        into, position = into[count:], position + count
+
+
+def write(file: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(file, data, position)
+        data, position = data[count:], position + count
+
+
+class FileTensor:
+    """A tensor in a safetensors file. `data` maps its bytes."""
+
+    def __init__(self, path: Path, spec: TensorSpec, where: tuple[int, int]) -> None:
+        self.dtype, self.shape = spec.dtype, spec.shape
+        self._path, self._where = path, where
+
+    def data(self) -> memoryview:
+        begin, end = self._where
+        if begin == end:
+            return memoryview(b"")
+        return np.memmap(self._path, np.uint8, "r", begin, (end - begin,)).data
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, FileTensor]:
+    """The tensors of a checkpoint by name. Raises the errors of read_checkpoint."""
+    _, files = read_checkpoint(directory)
+    return {
+        name: FileTensor(directory / file, spec, layout.ranges[name])
+        for file, layout in files.items()
+        for name, spec in layout.tensors.items()
+    }

@@ -1,0 +1,264 @@
+"""Makes a whole checkpoint from its parent and a delta.
+
+A delta directory has a safetensors file for each shard of its parent, with the same name and the same tensor names. Each tensor
+is a `U8` blob (blob.py). The metadata has the checksum of each tensor's new bytes. Files that the delta lacks are the parent's.
+
+Always holds:
+- `out` appears whole, after every checksum was compared, or not at all. Parent and delta are only read.
+- A rebuilt shard has the parent's header, so names, dtypes, shapes and metadata are the parent's.
+- Memory holds one blob and two pieces per thread, never a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from midstream.core.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
+from midstream.core.types import CompressionFormat
+from midstream.snapshots.arc2.blob import PIECE_BYTES, BlobError, adler32, decoded
+from midstream.snapshots.arc2.files import (
+    Cancelled,
+    Meter,
+    Progress,
+    checkpoint_tensors,
+    copy_index,
+    copy_others,
+    directory,
+    disk_errors,
+    length,
+    read,
+    run,
+    write,
+)
+from midstream.snapshots.layout import (
+    INDEX_FILE,
+    FileLayout,
+    read_checkpoint,
+    read_file_layout,
+    read_weight_map,
+)
+from midstream.snapshots.messages import listed, shown, shown_value
+
+
+def rebuild(
+    parent: Path,
+    delta: Path,
+    out: Path,
+    compression: CompressionFormat,
+    *,
+    threads: int | None = None,
+    cancelled: Cancelled | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Make `out`, which must not exist, the whole checkpoint that `delta` turns `parent` into.
+
+    threads: None for one per core. Raises SnapshotMissing (a file is not there), SnapshotCorrupt (a file, blob or checksum is
+    wrong), SnapshotIncompatible (the delta has another parent), RebuildCancelled, SnapshotError (the disk refuses). The
+    message names file and tensor.
+    """
+    shards = _matched(parent, delta)
+    with directory(out) as work:
+        with contextlib.ExitStack() as stack:
+            files = {shard.name: _new_file(shard, work / shard.name, stack) for shard in shards}
+            _apply_all(shards, _writer(files), compression, threads, cancelled, progress)
+        copy_index(parent, work)
+        copy_others(parent, work)
+        copy_others(delta, work)
+
+
+def verify(
+    parent: Path,
+    delta: Path,
+    compression: CompressionFormat,
+    *,
+    result: Path | None = None,
+    threads: int | None = None,
+    cancelled: Cancelled | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Make all checks of `rebuild`, and write nothing.
+
+    result: a checkpoint that must hold the tensors that the delta makes, in whatever files. Raises SnapshotIncompatible if not.
+    """
+    with disk_errors(delta.name):
+        shards = _matched(parent, delta)
+        compare = _comparison(shards, result) if result else None
+        _apply_all(shards, compare, compression, threads, cancelled, progress)
+
+
+def _comparison(shards: list[_Shard], result: Path) -> _Sink:
+    tensors = checkpoint_tensors(result)
+    expected = {name: spec for shard in shards for name, spec in shard.old.tensors.items()}
+    if differing := sorted(expected.keys() ^ tensors.keys()):
+        raise SnapshotIncompatible(f"{listed(differing)}: is in one of parent and {shown(result.name)} only")
+    for name, spec in expected.items():
+        if (tensors[name].dtype, tensors[name].shape) != (spec.dtype, spec.shape):
+            raise SnapshotIncompatible(
+                f"{shown(result.name)}: {shown(name)} has another dtype or shape than its parent's"
+            )
+    data = {name: np.frombuffer(tensor.data(), np.uint8) for name, tensor in tensors.items()}
+
+    def compare(shard: _Shard, name: str, offset: int, piece: memoryview) -> None:
+        if not np.array_equal(data[name][offset : offset + len(piece)], np.frombuffer(piece, np.uint8)):
+            raise SnapshotIncompatible(f"{shown(result.name)}: {shown(name)} is not what the delta makes")
+
+    return compare
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A file of the parent, and the file of the delta with the same name."""
+
+    parent: Path
+    delta: Path
+    old: FileLayout
+    new: FileLayout
+
+    @property
+    def name(self) -> str:
+        return self.parent.name
+
+
+#: Takes a piece of a rebuilt tensor: shard, name, offset in the tensor, bytes.
+_Sink = Callable[[_Shard, str, int, memoryview], None]
+
+
+def _writer(files: Mapping[str, int]) -> _Sink:
+    """A sink that writes pieces to the open files of the new shards."""
+
+    def put(shard: _Shard, name: str, offset: int, piece: memoryview) -> None:
+        write(files[shard.name], piece, shard.old.ranges[name][0] + offset)
+
+    return put
+
+
+def _matched(parent: Path, delta: Path) -> list[_Shard]:
+    _, layouts = read_checkpoint(parent)
+    _check_index(parent, delta)
+    _check_files(parent, delta, layouts.keys())
+    shards = []
+    for file, layout in layouts.items():
+        shard = _Shard(parent / file, delta / file, layout, read_file_layout(delta / file, gaps=True))
+        _check_tensors(shard)
+        shards.append(shard)
+    return shards
+
+
+def _check_files(parent: Path, delta: Path, files: Set[str]) -> None:
+    if not delta.is_dir():
+        raise SnapshotMissing(f"{shown(delta.name)}: is not there")
+    present = {p.name for p in delta.glob("*.safetensors") if not p.name.startswith(".")}
+    if absent := sorted(files - present):
+        raise SnapshotMissing(
+            f"{listed(absent)}: is not in the delta; it needs one file per file of the parent"
+        )
+    if extra := sorted(name for name in present - files if not (parent / name).exists()):
+        raise SnapshotIncompatible(f"{listed(extra)}: is in the delta, but not in its parent")
+
+
+def _check_index(parent: Path, delta: Path) -> None:
+    """A delta need not have an index. The index it has places every tensor where the parent's does.
+
+    Raises SnapshotCorrupt when one cannot be understood: the local files may be damaged, so they are fetched once more.
+    """
+    if not (delta / INDEX_FILE).exists():
+        return
+    if not (parent / INDEX_FILE).exists():
+        raise SnapshotIncompatible(f"{INDEX_FILE}: is in the delta, but not in its parent")
+    old, new = read_weight_map(parent), read_weight_map(delta)
+    if differing := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
+        name = differing[0]
+        raise SnapshotIncompatible(
+            f"{INDEX_FILE}: {shown(name)} is in {shown_value(new.get(name))} in the delta, "
+            f"in {shown_value(old.get(name))} in its parent"
+        )
+
+
+def _check_tensors(shard: _Shard) -> None:
+    file, old, new = shown(shard.name), shard.old.tensors, shard.new.tensors
+    if absent := sorted(old.keys() - new.keys()):
+        raise SnapshotIncompatible(f"{file}: {listed(absent)} is missing from the delta")
+    if extra := sorted(new.keys() - old.keys()):
+        raise SnapshotIncompatible(f"{file}: {listed(extra)} is in the delta, but not in its parent")
+    for name, spec in new.items():
+        if spec.dtype != "U8" or len(spec.shape) != 1:
+            raise SnapshotIncompatible(
+                f"{file}: {shown(name)} is {spec.dtype}{shown_value(list(spec.shape))}, not a U8 blob of one dimension"
+            )
+        if not isinstance(shard.new.metadata.get(name), str):
+            raise SnapshotCorrupt(f"{file}: {shown(name)} has no checksum in the metadata")
+
+
+def _apply_all(
+    shards: list[_Shard],
+    sink: _Sink | None,
+    compression: CompressionFormat,
+    threads: int | None,
+    cancelled: Cancelled | None,
+    progress: Progress | None,
+) -> None:
+    """Rebuild every tensor, piece by piece, and compare its checksum. `sink` gets the pieces."""
+    work = [(shard, name) for shard in shards for name in shard.old.tensors]
+    # The largest tensor first, so that the threads end together.
+    work.sort(key=lambda item: length(item[0].old.ranges[item[1]]), reverse=True)
+    meter = Meter(sum(length(s.old.ranges[name]) for s, name in work), cancelled, progress)
+    run([partial(_apply, shard, name, sink, compression, meter) for shard, name in work], threads, meter)
+
+
+def _apply(
+    shard: _Shard, name: str, sink: _Sink | None, compression: CompressionFormat, meter: Meter
+) -> None:
+    begin, end = shard.old.ranges[name]
+    at, expected = f"{shown(shard.name)}: {shown(name)}", shard.new.metadata[name]
+    blob = _blob(shard, name)
+    with shard.parent.open("rb") as parent:
+        pieces = decoded(compression, blob, end - begin)
+        checksum, offset = 1, 0
+        try:
+            for part in _rebuilt(pieces, parent.fileno(), begin, end):
+                checksum = adler32(part, checksum)
+                if sink is not None:
+                    sink(shard, name, offset, part)
+                offset += len(part)
+                meter.advance(len(part))
+        except BlobError as error:
+            raise SnapshotCorrupt(f"{at}: its blob {error}") from error
+    if str(checksum) != expected:
+        raise SnapshotCorrupt(
+            f"{at}: checksum {checksum} of the rebuilt tensor, {shown_value(expected)} expected"
+        )
+
+
+def _rebuilt(pieces: Iterator[memoryview], parent: int, begin: int, end: int) -> Iterator[memoryview]:
+    """The new bytes of the tensor from `begin` to `end`. A piece is valid until the next one is asked for."""
+    old = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
+    for piece in pieces:
+        part = old[: len(piece)]
+        read(parent, part, begin)
+        array = np.frombuffer(part, np.uint8)
+        np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
+        yield part
+        begin += len(piece)
+
+
+def _blob(shard: _Shard, name: str) -> memoryview:
+    begin, end = shard.new.ranges[name]
+    blob = memoryview(bytearray(end - begin))
+    with shard.delta.open("rb") as file:
+        read(file.fileno(), blob, begin)
+    return blob
+
+
+def _new_file(shard: _Shard, path: Path, stack: contextlib.ExitStack) -> int:
+    """A new shard: the parent's header, and room for its tensors."""
+    target = stack.enter_context(path.open("xb"))
+    with shard.parent.open("rb") as source:
+        target.write(source.read(shard.old.data_start))
+    target.truncate(shard.parent.stat().st_size)
+    return target.fileno()

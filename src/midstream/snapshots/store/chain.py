@@ -1,0 +1,312 @@
+"""Makes the whole files of a chain on this machine: fetches what is missing, and rebuilds link after link.
+
+Owns: one replica's cache while snapshots are fetched into it.
+Always holds:
+- The name of a whole directory has a digest of its chain, so no other content is taken for it.
+- A rebuild starts at the newest link whose whole files are in the cache, else at the full snapshot.
+- A link that cannot be applied to cached files is tried once more on files fetched anew, which replace them. So a bad delta
+  leaves the cached parent, or an equal copy of it.
+- The snapshot that serves, and the files of the running attempt, are never evicted.
+- If the ledger has the content of a link, other bytes are refused, and a cached copy of other bytes is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible
+from midstream.core.types import Content, SnapshotFiles
+from midstream.snapshots.arc2.rebuild import rebuild
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.fetch import (
+    PARTS_IN_FLIGHT,
+    Progress,
+    fetch_listed,
+    partial_directory,
+    prefetch_files,
+)
+from midstream.snapshots.store.listing import Listing, list_snapshot
+from midstream.snapshots.store.local import (
+    directory_bytes,
+    forget_listing,
+    is_whole,
+    move_into_place,
+    note_contents,
+    noted_contents,
+    temporary_directory,
+    write_own_listing,
+)
+from midstream.snapshots.tasks import all_of, finished
+
+log = logging.getLogger(__name__)
+
+#: Links of a chain that are listed or fetched in parallel.
+LINKS_TOGETHER = 4
+#: Snapshots whose early files outlive a release.
+HINTS_KEPT = 4
+#: Bad deltas that are remembered, so that they cost no second replay.
+REFUTED_KEPT = 16
+
+Chain = Sequence[SnapshotFiles]
+T = TypeVar("T")
+
+
+class ChainFetcher:
+    """threads: of a rebuild; None for one per core."""
+
+    def __init__(self, cache: SnapshotCache, threads: int | None = None) -> None:
+        self._cache = cache
+        self._threads = threads
+        self._slots = asyncio.Semaphore(PARTS_IN_FLIGHT)
+        # The paths in use at the last release, and those of the attempt since then.
+        self._in_use: frozenset[Path] = frozenset()
+        self._attempting: frozenset[Path] = frozenset()
+        # The chain that was fetched anew. Its rebuild takes nothing from the cache.
+        self._anew: Chain = ()
+        # Bytes that a rebuild will write beside the entries of the cache.
+        self._growing = 0
+        # Partial directories of early files, the latest last.
+        self._hinted: list[Path] = []
+        self._hinting = asyncio.Lock()
+        # The full snapshot that the last `fetch` fetched. A delta that fails on it is bad.
+        self._fresh: Path | None = None
+        # Whole files that could not be made from files fetched anew either, the latest last.
+        self._refuted: list[Path] = []
+
+    async def fetch(
+        self, chain: Chain, progress: Progress | None = None, *, anew: bool = False
+    ) -> Path | None:
+        """Fetch what `chain` needs. Returns the directory of its whole files, or None if `rebuild` has to make them.
+
+        anew: do not trust the cache. Its files stay until they are replaced. Raises SnapshotError.
+        """
+        if chain[0].compression is not None:
+            raise SnapshotIncompatible(
+                f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"
+            )
+        self._anew = tuple(chain) if anew else ()
+        start = -1 if anew else await asyncio.to_thread(self._newest_whole, chain)
+        self._attempting = frozenset(self._attempt(chain, start))
+        if start == len(chain) - 1:
+            path = self._cache.whole(chain)
+            self._cache.touch(path)
+            return path
+        if anew:
+            await self._fetch_full_anew(chain)
+            start = 0
+        await self._fetch_from(chain, start, progress)
+        self._fresh = self._cache.whole(chain[:1]) if start < 0 or anew else None
+        return self._cache.whole(chain) if len(chain) == 1 else None
+
+    async def rebuild(self, chain: Chain) -> Path:
+        """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault."""
+        anew = self._anew == tuple(chain)
+        start = 0 if anew else await asyncio.to_thread(self._newest_whole, chain)
+        self._attempting = frozenset(self._attempt(chain, start))
+        found = self._cache.whole(chain[: max(start, 0) + 1])
+        try:
+            await self._rebuild_from(chain, start)
+        except SnapshotCorrupt as error:
+            if start < 0 or found == self._fresh or self._cache.whole(chain) in self._refuted:
+                raise
+            log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
+            await self._replay(chain, error)
+        return self._cache.whole(chain)
+
+    async def prefetch(self, url: str, names: Iterable[str]) -> None:
+        """Fetch files that a later `fetch` will need. Raises SnapshotError."""
+        partial = partial_directory(self._cache.root, url)
+        self._hinted = [*(p for p in self._hinted if p != partial), partial][-HINTS_KEPT:]
+        async with self._hinting:
+            await prefetch_files(
+                url, self._cache.root, names, slots=self._slots, make_room=self._make_room_for_hint
+            )
+
+    def _make_room_for_hint(self, needed: int) -> None:
+        kept = self._in_use | self._attempting | set(self._hinted)
+        self._cache.make_room(needed + self._growing, kept, "files fetched early")
+
+    async def contents(self, chain: Chain) -> tuple[Content, ...]:
+        """The contents that the cached whole files of `chain` were made from, one for each link."""
+        return await asyncio.to_thread(noted_contents, self._cache.whole(chain))
+
+    async def distrust(self, path: Path) -> None:
+        """The files at `path` are not those that were fetched or made. They stay, but are not used again."""
+        await asyncio.to_thread(forget_listing, path)
+
+    async def release(self, keep: Sequence[Chain]) -> None:
+        """From now on only the chains of `keep` are in use: their whole files, or the files to make them from."""
+        self._in_use = frozenset(await asyncio.to_thread(self._needed, keep))
+        self._attempting = frozenset()
+        await asyncio.to_thread(self._cache.prune, self._in_use | set(self._hinted))
+
+    def _needed(self, keep: Sequence[Chain]) -> set[Path]:
+        return {path for chain in keep for path in self._attempt(chain, self._newest_whole(chain))}
+
+    def _attempt(self, chain: Chain, start: int) -> set[Path]:
+        """The paths that making `chain` from its link `start` touches, without inner links. start: -1 for nothing cached."""
+        links = chain[max(start, 0) + 1 :]
+        return {
+            self._cache.whole(chain),
+            self._cache.whole(chain[: max(start, 0) + 1]),
+            *(self._cache.delta(link) for link in links),
+            *(partial_directory(self._cache.root, link.url) for link in (*links, *chain[:1])),
+        }
+
+    def _newest_whole(self, chain: Chain) -> int:
+        """Index of the newest link whose whole files are cached; -1 for none. Links of unknown content do not count."""
+        for i in reversed(range(len(chain))):
+            links, own = chain[: i + 1], chain[0].fingerprint if i == 0 else None
+            contents = [link.content for link in links]
+            if _known(links) and is_whole(self._cache.whole(links), own, contents):
+                return i
+        return -1
+
+    async def _fetch_from(self, chain: Chain, start: int, progress: Progress | None = None) -> None:
+        """Fetch the own files of the links after `start`, in parallel. start: -1 includes the full snapshot."""
+        wanted = [(self._cache.whole(chain[:1]), chain[0])] if start < 0 else []
+        wanted += [(self._cache.delta(link), link) for link in chain[max(start, 0) + 1 :]]
+        found = await _together(self._listed(path, link) for path, link in wanted)
+        listed = [
+            (path, listing, link.content)
+            for (path, link), listing in zip(wanted, found, strict=True)
+            if listing is not None
+        ]
+        await asyncio.to_thread(self._make_room_for, chain, start, [listing for _, listing, _ in listed])
+        done, total = [0] * len(listed), sum(listing.size for _, listing, _ in listed)
+
+        def advance(i: int, count: int, _: int) -> None:
+            done[i] = count
+            if progress is not None:
+                progress(sum(done), total)
+
+        await _together(
+            fetch_listed(listing, path, partial(advance, i), slots=self._slots, content=content)
+            for i, (path, listing, content) in enumerate(listed)
+        )
+
+    async def _listed(self, path: Path, link: SnapshotFiles) -> Listing | None:
+        """What the bucket has of `link`; None if `path` has it already."""
+        fingerprint = link.fingerprint
+        if fingerprint is None or not await asyncio.to_thread(is_whole, path, fingerprint, [link.content]):
+            return await list_snapshot(link.url, link.fingerprint)
+        self._cache.touch(path)
+        return None
+
+    def _make_room_for(self, chain: Chain, start: int, listed: Sequence[Listing]) -> None:
+        partials = (partial_directory(self._cache.root, listing.url) for listing in listed)
+        have = sum(directory_bytes(path) for path in partials if path.is_dir())
+        needed = max(0, sum(listing.size for listing in listed) - have)
+        self._cache.make_room(needed, self._kept(chain, start), chain[-1].snapshot)
+
+    def _kept(self, chain: Chain, start: int) -> frozenset[Path]:
+        return self._in_use | self._attempt(chain, start)
+
+    async def _replay(self, chain: Chain, cause: SnapshotError) -> None:
+        """Fetch and rebuild all once more. Cached files are replaced when their successors are whole."""
+        self._attempting |= self._attempt(chain, 0)
+        try:
+            await self._fetch_full_anew(chain)
+            await self._rebuild_from(chain, 0)
+        except SnapshotError as error:
+            if str(error) == str(cause):
+                if _known(chain):
+                    self._refuted = [*self._refuted, self._cache.whole(chain)][-REFUTED_KEPT:]
+                raise
+            raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
+
+    async def _fetch_full_anew(self, chain: Chain) -> None:
+        """Fetch the full snapshot beside its cached copy, which is replaced at the end. Drop the cached deltas."""
+        for link in chain[1:]:
+            await finished(self._cache.drop, self._cache.delta(link))
+        full = self._cache.whole(chain[:1])
+        listing = await list_snapshot(chain[0].url, chain[0].fingerprint)
+        await asyncio.to_thread(self._make_room_for, chain, -1, [listing])
+        fresh = temporary_directory(self._cache.root)
+        try:
+            await fetch_listed(listing, fresh, slots=self._slots, content=chain[0].content)
+            await finished(move_into_place, fresh, full)
+        finally:
+            await finished(shutil.rmtree, fresh, True)
+
+    async def _rebuild_from(self, chain: Chain, start: int) -> None:
+        await self._fetch_from(chain, start)
+        made: list[Path] = []
+        for i in range(max(start, 0) + 1, len(chain)):
+            await self._apply(chain, i)
+            made.append(self._cache.whole(chain[: i + 1]))
+            # Only the last one is needed.
+            for inner in made[:-1]:
+                if inner not in self._in_use:
+                    await finished(self._cache.drop, inner)
+            del made[:-1]
+        for link in chain[1:]:
+            await finished(self._cache.drop, self._cache.delta(link))
+
+    async def _apply(self, chain: Chain, i: int) -> None:
+        """The whole files of link `i` from those of the link before."""
+        parent, link = self._cache.whole(chain[:i]), chain[i]
+        # Inner links count, too.
+        self._attempting |= {parent, self._cache.whole(chain[: i + 1])}
+        if link.compression is None:
+            raise SnapshotIncompatible(f"{link.snapshot}: is a full snapshot and stands on nothing")
+        size = await asyncio.to_thread(directory_bytes, parent)
+        await asyncio.to_thread(
+            self._cache.make_room, size, self._kept(chain, i - 1), f"{link.snapshot}, rebuilt"
+        )
+        self._cache.touch(parent)
+        out = temporary_directory(self._cache.root)
+        stop = threading.Event()
+
+        def apply() -> None:
+            assert link.compression is not None
+            rebuild(
+                parent,
+                self._cache.delta(link),
+                out,
+                link.compression,
+                threads=self._threads,
+                cancelled=stop.is_set,
+            )
+            made_from = (*noted_contents(parent), *noted_contents(self._cache.delta(link)))
+            note_contents(out, made_from)
+            write_own_listing(out)
+            move_into_place(out, self._cache.whole(chain[: i + 1]))
+
+        self._growing = size
+        try:
+            await finished(apply, on_cancel=stop.set)
+        except SnapshotError as error:
+            raise type(error)(f"{link.snapshot}, on {chain[i - 1].snapshot}: {error}") from error
+        except OSError as error:
+            raise SnapshotError(f"{link.snapshot}: cannot be rebuilt: {error.strerror or error}") from error
+        finally:
+            self._growing = 0
+            await finished(shutil.rmtree, out, True)
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order; the first error is raised. Runs a few steps at a time, since each opens all files of its fetch."""
+    steps = list(work)
+    slots = asyncio.Semaphore(LINKS_TOGETHER)
+
+    async def one(step: Coroutine[Any, Any, T]) -> T:
+        async with slots:
+            return await step
+
+    try:
+        return await all_of(one(step) for step in steps)
+    finally:
+        for step in steps:
+            step.close()
+
+
+def _known(chain: Chain) -> bool:
+    return all(link.fingerprint is not None for link in chain)

@@ -1,0 +1,369 @@
+"""Copies a snapshot's files from its bucket in parallel parts, and continues an interrupted copy.
+
+Always holds:
+- `dest` stays as it is, or becomes exactly the listed files. They are fetched into a sibling directory, and moved at the end.
+  A process killed between the two renames of a replacement leaves no `dest`, never half of one.
+- The next fetch of a URL uses the parts of an interrupted one. A file must have the same name, size and entity tag. A part
+  counts once its bytes are written.
+- A file that is replaced, grows or shrinks while it is read is an error.
+- Parts are digested on the way. Bytes other than the expected ones never reach `dest`.
+- Nothing is written outside `dest` and its sibling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from obstore.exceptions import BaseError, GenericError, PreconditionError
+from obstore.store import LocalStore
+
+from midstream.core.errors import SnapshotCorrupt, SnapshotError
+from midstream.core.types import Content, FileContent
+from midstream.snapshots import content as contents
+from midstream.snapshots.content import difference
+from midstream.snapshots.identity import public_url
+from midstream.snapshots.messages import shown
+from midstream.snapshots.store.bucket import Store, describe
+from midstream.snapshots.store.listing import BucketFile, Listing, find_file, list_snapshot, open_regular
+from midstream.snapshots.store.local import (
+    is_whole,
+    move_into_place,
+    note_contents,
+    temporary_directory,
+    write_listing,
+)
+from midstream.snapshots.tasks import all_of, finished
+
+#: Directories with the files of fetches under way. They outlive a process.
+PARTIAL_PREFIX = ".part-"
+PARTS_IN_FLIGHT = 6
+#: The store itself retries only until the body of a response has begun.
+PART_ATTEMPTS = 3
+_COPY_BYTES = 2**20
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+#: Room for listings and journals.
+_SPARE_BYTES = 2**20
+#: An entry of a journal: the number of a part, and its digest.
+_ENTRY = struct.Struct("<I32s")
+NOT_MEANT = "its bytes are not those that this name means"
+
+Progress = Callable[[int, int], None]
+
+
+def partial_directory(parent: Path, url: str) -> Path:
+    """The directory in `parent` for files of the snapshot at `url` while they are fetched."""
+    return parent / f"{PARTIAL_PREFIX}{hashlib.sha256(url.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}"
+
+
+async def fetch_snapshot(
+    url: str, dest: Path, progress: Progress | None = None, *, fingerprint: str | None = None
+) -> None:
+    """Make `dest` a copy of the snapshot directory at `url`, replacing what was there.
+
+    fingerprint: of the expected snapshot (see snapshot_fingerprint); None for whatever is there now. A `dest` that has
+    these files already is left as it is. With a fingerprint, that needs no bucket. `progress(bytes_done, bytes_total)` is
+    called on the event loop.
+
+    Raises SnapshotMissing when nothing is there, SnapshotCorrupt when the files are others or one changes while it is
+    read, SnapshotError when the bucket does not answer or the disk refuses.
+    """
+    if fingerprint is not None and await asyncio.to_thread(is_whole, dest, fingerprint, None):
+        return
+    await fetch_listed(await list_snapshot(url, fingerprint), dest, progress)
+
+
+async def fetch_listed(
+    listing: Listing,
+    dest: Path,
+    progress: Progress | None = None,
+    *,
+    slots: asyncio.Semaphore | None = None,
+    content: Content | None = None,
+) -> None:
+    """As fetch_snapshot, of files already listed. Notes their content in `dest` (local.py).
+
+    slots: shared by fetches that run together. content: of the expected files; None for any. Raises SnapshotCorrupt that
+    names the file that differs.
+    """
+    if listing.files[0].etag is not None and await asyncio.to_thread(
+        is_whole, dest, listing.fingerprint, [content]
+    ):
+        return
+    async with _partial_files(dest.parent, listing.url) as partial:
+        with contextlib.ExitStack() as stack:
+            sources = [(listing.store, file) for file in listing.files]
+            parts = await finished(_open_all, stack, partial, listing.url, sources)
+            await finished(_keep_only, partial, parts)
+            await finished(_check_space, dest.parent, listing.url, sum(p.missing_bytes for p in parts))
+            await _fetch_parts(parts, progress, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
+            found = tuple(sorted((part.content() for part in parts), key=lambda file: file.name))
+        if content is not None and (other := difference(content, found)) is not None:
+            await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+            raise SnapshotCorrupt(f"{public_url(listing.url)}: {NOT_MEANT}: {other}")
+        await finished(_finish, partial, parts, listing, found, dest)
+
+
+@contextlib.asynccontextmanager
+async def _partial_files(parent: Path, url: str) -> AsyncIterator[Path]:
+    """The partial directory of `url`. An OSError removes it and becomes a SnapshotError that names `parent`."""
+    partial = partial_directory(parent, url)
+    try:
+        yield partial
+    except OSError as error:
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+        where = shown(str(parent), 200)
+        raise SnapshotError(
+            f"{public_url(url)}: cannot write to {where}: {error.strerror or error}"
+        ) from error
+
+
+async def prefetch_files(
+    url: str,
+    parent: Path,
+    names: Iterable[str],
+    *,
+    slots: asyncio.Semaphore | None = None,
+    make_room: Callable[[int], None] = lambda needed: None,
+) -> None:
+    """Fetch these files of the snapshot at `url` early. A later fetch into `parent` finds them.
+
+    make_room: called in a thread with the bytes that will be written.
+    Raises SnapshotMissing when a file is not there, SnapshotCorrupt when it changes meanwhile, SnapshotError.
+    """
+    found = [await find_file(url, name) for name in names]
+    async with _partial_files(parent, url) as partial:
+        with contextlib.ExitStack() as stack:
+            parts = await finished(_open_all, stack, partial, url, found)
+            missing = sum(p.missing_bytes for p in parts)
+            await finished(make_room, missing)
+            await finished(_check_space, parent, url, missing)
+            await _fetch_parts(parts, None, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
+
+
+class _PartialFile:
+    """One file that is being fetched: its bytes, and a journal with the number and digest of each part that is there."""
+
+    def __init__(self, directory: Path, url: str, store: Store, file: BucketFile) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        key = hashlib.sha256(
+            f"2 {file.size} {contents.PART_BYTES} {file.version} {file.name}".encode()
+        ).hexdigest()[:40]
+        self.file = file
+        self.path = directory / f"{key}.part"
+        self.journal = directory / f"{key}.done"
+        self._url = url
+        self._store = store
+        self._data = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._log = os.open(self.journal, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        count = -(-file.size // contents.PART_BYTES)
+        written = os.pread(self._log, _ENTRY.size * (count + 1) * 4, 0)
+        whole = len(written) // _ENTRY.size * _ENTRY.size
+        self._digests: dict[int, bytes] = dict(_ENTRY.iter_unpack(written[:whole]))
+        if file.etag is None or os.fstat(self._data).st_size != file.size:
+            # These bytes may be another file's.
+            self._digests = {}
+            os.ftruncate(self._log, 0)
+            os.ftruncate(self._data, file.size)
+        elif len(written) != whole:
+            os.ftruncate(self._log, whole)
+        numbers = self._digests
+        self.missing = [n for n in range(count) if n not in numbers]
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(end - start for start, end in map(self._range, self.missing))
+
+    def content(self) -> FileContent:
+        """Only when no part is missing."""
+        count = -(-self.file.size // contents.PART_BYTES)
+        digest = contents.combined(self._digests[n] for n in range(count))
+        return FileContent(self.file.name, self.file.size, digest)
+
+    def close(self) -> None:
+        os.close(self._data)
+        os.close(self._log)
+
+    def forget(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.journal.unlink(missing_ok=True)
+
+    def _range(self, number: int) -> tuple[int, int]:
+        return number * contents.PART_BYTES, min((number + 1) * contents.PART_BYTES, self.file.size)
+
+    @property
+    def changed(self) -> str:
+        return f"{public_url(self._url)}: {shown(self.file.name)} changed while it was read"
+
+    async def fetch_part(self, number: int) -> int:
+        """Fetch one part and return its bytes. Raises SnapshotCorrupt, SnapshotError, OSError."""
+        start, end = self._range(number)
+        if isinstance(self._store, LocalStore):
+            await finished(self._copy, number, os.path.join(str(self._store.prefix), self.file.name))
+            return end - start
+        for attempt in range(PART_ATTEMPTS):
+            try:
+                result = await self._store.get_async(
+                    self.file.name, options={"if_match": self.file.etag, "range": (start, end)}
+                )
+                data = memoryview(await result.bytes_async())
+                break
+            except (PreconditionError, FileNotFoundError):
+                raise SnapshotCorrupt(self.changed) from None
+            except BaseError as error:
+                if attempt + 1 == PART_ATTEMPTS or not isinstance(error, GenericError):
+                    raise self._unreadable(error) from None
+        has = result.meta["size"]
+        if has != self.file.size or len(data) != end - start:
+            has = start + len(data) if has == self.file.size else has
+            raise SnapshotCorrupt(f"{self.changed}: it was listed with {self.file.size} bytes and has {has}")
+        await finished(self._write, number, data)
+        return end - start
+
+    def _copy(self, number: int, source: str) -> None:
+        """Copy a part from a local bucket, in the kernel if possible. check_unchanged looks at the file at the end."""
+        try:
+            file = open_regular(source)
+        except OSError as error:
+            raise SnapshotCorrupt(f"{self.changed}: {error.strerror}") from None
+        try:
+            begin, end = self._range(number)
+            position = begin
+            while position < end:
+                count = _copy_some(file, self._data, position, end)
+                if count == 0:
+                    raise SnapshotCorrupt(
+                        f"{self.changed}: it was listed with {self.file.size} bytes and has {position}"
+                    )
+                position += count
+        finally:
+            os.close(file)
+        self._note(number, contents.part_digest(self._data, begin, end))
+
+    def _write(self, number: int, data: memoryview) -> None:
+        position = self._range(number)[0]
+        digest = hashlib.sha256(data).digest()
+        while data:
+            written = os.pwrite(self._data, data, position)
+            data, position = data[written:], position + written
+        self._note(number, digest)
+
+    def _note(self, number: int, digest: bytes) -> None:
+        """Note that the part is there. It is not fetched again."""
+        os.write(self._log, _ENTRY.pack(number, digest))
+        self._digests[number] = digest
+
+    def _unreadable(self, error: Exception) -> SnapshotError:
+        return SnapshotError(
+            f"{public_url(self._url)}: {shown(self.file.name)} cannot be read: {describe(error)}"
+        )
+
+    async def check_unchanged(self) -> None:
+        """Raise SnapshotCorrupt unless the bucket still has the file that was listed; SnapshotError if that cannot be known."""
+        try:
+            after = await self._store.head_async(self.file.name)
+        except FileNotFoundError:
+            raise SnapshotCorrupt(self.changed) from None
+        except BaseError as error:
+            raise self._unreadable(error) from None
+        version = after["e_tag"] or after["last_modified"].isoformat()
+        if (version, after["size"]) != (self.file.version, self.file.size):
+            raise SnapshotCorrupt(self.changed)
+
+
+def _copy_some(source: int, target: int, position: int, end: int) -> int:
+    """Copy some of the bytes from `position` to `end` to the same place. Returns how many; 0 if the source has ended."""
+    try:
+        if hasattr(os, "copy_file_range"):
+            return os.copy_file_range(source, target, end - position, position, position)
+    except OSError as error:
+        if error.errno not in _NO_KERNEL_COPY:
+            raise
+    piece = os.pread(source, min(end - position, _COPY_BYTES), position)
+    return os.pwrite(target, piece, position) if piece else 0
+
+
+def _open_all(
+    stack: contextlib.ExitStack, partial: Path, url: str, files: Sequence[tuple[Store, BucketFile]]
+) -> list[_PartialFile]:
+    parts = []
+    for store, file in files:
+        parts.append(_PartialFile(partial, url, store, file))
+        stack.callback(parts[-1].close)
+    return parts
+
+
+async def _fetch_parts(
+    files: list[_PartialFile], progress: Progress | None, slots: asyncio.Semaphore
+) -> None:
+    """Fetch all missing parts, a few at a time. Then check that every file is unchanged."""
+    total = sum(f.file.size for f in files)
+    done = total - sum(f.missing_bytes for f in files)
+
+    async def fetch(file: _PartialFile, number: int) -> None:
+        nonlocal done
+        count = await file.fetch_part(number)
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    if progress is not None:
+        progress(done, total)
+    await _in_parallel(slots, ((f, fetch(f, number)) for f in files for number in f.missing))
+    await _in_parallel(slots, ((f, f.check_unchanged()) for f in files))
+
+
+async def _in_parallel(
+    slots: asyncio.Semaphore, work: Iterator[tuple[_PartialFile, Coroutine[Any, Any, None]]]
+) -> None:
+    async def worker() -> None:
+        for file, step in work:
+            try:
+                async with slots:
+                    await step
+            except SnapshotCorrupt:
+                await finished(file.forget)
+                raise
+            finally:
+                step.close()
+
+    await all_of(worker() for _ in range(PARTS_IN_FLIGHT))
+
+
+def _keep_only(partial: Path, parts: list[_PartialFile]) -> None:
+    """Remove parts of files that are not in the listing."""
+    wanted = {path.name for part in parts for path in (part.path, part.journal)}
+    for path in partial.iterdir():
+        if path.name not in wanted:
+            path.unlink(missing_ok=True)
+
+
+def _check_space(parent: Path, url: str, missing: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if missing + _SPARE_BYTES > free:
+        where = shown(str(parent), 200)
+        raise SnapshotError(
+            f"{public_url(url)}: {missing} bytes are to be fetched, but {where} has only {free} bytes free"
+        )
+
+
+def _finish(partial: Path, parts: list[_PartialFile], listing: Listing, found: Content, dest: Path) -> None:
+    temporary = temporary_directory(dest.parent)
+    temporary.mkdir()
+    try:
+        for part in parts:
+            os.rename(part.path, temporary / part.file.name)
+        note_contents(temporary, [found])
+        write_listing(temporary, listing.encoded())
+        move_into_place(temporary, dest)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,218 @@
+"""Lists the files that a snapshot's directory in its bucket holds now.
+
+Always holds: only files of a snapshot count (layout.is_snapshot_file). Two listings with one fingerprint describe the same
+files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore
+
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from midstream.core.types import Content
+from midstream.snapshots.content import MANIFEST_BYTES_MAX, MANIFEST_FILE, parse_manifest, size_difference
+from midstream.snapshots.identity import file_url_path, parse_bucket, public_url
+from midstream.snapshots.layout import is_snapshot_file
+from midstream.snapshots.messages import shown
+from midstream.snapshots.store.bucket import RETRY_S, Store, describe, open_bucket
+
+#: A trainer's signal waits for a fingerprint.
+FINGERPRINT_S_MAX = 1.5 * RETRY_S
+
+
+@dataclass(frozen=True)
+class BucketFile:
+    """size: in bytes. modified: stands for the entity tag if a store has none."""
+
+    name: str
+    size: int
+    etag: str | None
+    modified: str
+
+    @property
+    def version(self) -> str:
+        return self.etag or self.modified
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one snapshot, the largest first, and their store."""
+
+    url: str
+    store: Store
+    files: tuple[BucketFile, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(sorted((f.name, f.size, f.version) for f in self.files))
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.encoded()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a snapshot's directory holds. sizes: of its files, in bytes. content: by its manifest, if it has one."""
+
+    fingerprint: str
+    sizes: Mapping[str, int]
+    content: Content | None = None
+
+
+async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
+    """The files in the bucket directory at `url` now.
+
+    fingerprint: the expected one; None for any. Raises SnapshotMissing when no snapshot file is there, SnapshotCorrupt when
+    the files are others, SnapshotError when the store does not answer.
+    """
+    store = await asyncio.to_thread(open_bucket, url)
+    try:
+        result = await store.list_with_delimiter_async()
+    except BaseError as error:
+        raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
+    found = [
+        BucketFile(o["path"], o["size"], o["e_tag"], o["last_modified"].isoformat())
+        for o in result["objects"]
+    ]
+    wanted = sorted((f for f in found if is_snapshot_file(f.name)), key=lambda f: f.size, reverse=True)
+    if not wanted:
+        raise SnapshotMissing(f"{public_url(url)}: holds no snapshot files (config.json, *.safetensors)")
+    await asyncio.to_thread(_check_regular, store, url, [file.name for file in wanted])
+    listing = Listing(url, store, tuple(wanted))
+    if fingerprint is not None and listing.fingerprint != fingerprint:
+        raise SnapshotCorrupt(
+            f"{public_url(url)}: its files changed since the snapshot was signalled; signal it again"
+        )
+    return listing
+
+
+def open_regular(path: str | Path) -> int:
+    """Open a file of a local bucket without waiting. Raises OSError, also when it is not a regular file."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def _check_regular(store: Store, url: str, names: list[str]) -> None:
+    """Check that files of a local bucket are regular files or links to them. Opening others may wait for ever."""
+    for name in names if isinstance(store, LocalStore) else ():
+        # The caller that opens a missing file reports it.
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(os.stat(os.path.join(str(store.prefix), name)).st_mode):
+                raise SnapshotCorrupt(f"{public_url(url)}: {shown(name)} is not a regular file")
+
+
+async def find_file(url: str, name: str) -> tuple[Store, BucketFile]:
+    """One file of the snapshot at `url`. Raises SnapshotMissing when it is not there or is not a snapshot's."""
+    if not is_snapshot_file(name):
+        raise SnapshotMissing(f"{public_url(url)}: {shown(name)} is not a file of a snapshot")
+    store = await asyncio.to_thread(open_bucket, url)
+    await asyncio.to_thread(_check_regular, store, url, [name])
+    try:
+        o = await store.head_async(name)
+    except FileNotFoundError as error:
+        raise SnapshotMissing(f"{public_url(url)}: {shown(name)} is not there") from error
+    except BaseError as error:
+        raise SnapshotError(f"{public_url(url)}: {shown(name)} cannot be read: {describe(error)}") from None
+    return store, BucketFile(name, o["size"], o["e_tag"], o["last_modified"].isoformat())
+
+
+async def snapshot_fingerprint(url: str) -> str:
+    """A digest of the names, sizes and entity tags that the files of the snapshot at `url` have now.
+
+    Raises SnapshotMissing when no snapshot file is there, SnapshotError when the store does not answer.
+    """
+    return (await find_snapshot(url)).fingerprint
+
+
+async def find_snapshot(url: str, bucket: str | None = None) -> Found:
+    """What the directory at `url` holds now. Reads no file but the manifest.
+
+    bucket: no link may lead out of it. Raises SnapshotMissing when no snapshot file is there, SnapshotCorrupt when the
+    manifest is invalid or not of these files, SnapshotError when the store does not answer.
+    """
+    try:
+        async with asyncio.timeout(FINGERPRINT_S_MAX):
+            if bucket is not None:
+                await asyncio.to_thread(check_inside, url, bucket)
+            listing = await list_snapshot(url)
+            sizes = {file.name: file.size for file in listing.files}
+            content = await _manifest(listing)
+            if content is not None and (other := size_difference(content, sizes)) is not None:
+                raise SnapshotCorrupt(f"{public_url(url)}: is not what its {MANIFEST_FILE} says: {other}")
+            return Found(listing.fingerprint, sizes, content)
+    except TimeoutError:
+        raise SnapshotError(f"{public_url(url)}: did not answer within {FINGERPRINT_S_MAX:g} s") from None
+
+
+def check_inside(url: str, bucket: str, names: Iterable[str] | None = None) -> None:
+    """Raise SnapshotCorrupt when the directory at `url` in a local bucket, or a file in it, is a link that leads out.
+
+    names: of the files to check; None for all of the snapshot.
+    """
+    if parse_bucket(bucket).kind != "file":
+        return
+    root, directory = file_url_path(bucket).resolve(), file_url_path(url)
+    if not directory.resolve().is_relative_to(root):
+        raise SnapshotCorrupt(f"{public_url(url)}: leads out of the bucket")
+    # The caller that lists a missing directory reports it.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in sorted(os.listdir(directory)) if names is None else names:
+            if not is_snapshot_file(name) and name != MANIFEST_FILE:
+                continue
+            if not (directory / name).resolve().is_relative_to(root):
+                raise SnapshotCorrupt(f"{public_url(url)}: {shown(name)} leads out of the bucket")
+
+
+async def _manifest(listing: Listing) -> Content | None:
+    """The content that the manifest says; None if there is no manifest. Raises SnapshotCorrupt, SnapshotError."""
+    at = f"{public_url(listing.url)}: {MANIFEST_FILE}"
+    try:
+        if isinstance(listing.store, LocalStore):
+            path = os.path.join(str(listing.store.prefix), MANIFEST_FILE)
+            return parse_manifest(await asyncio.to_thread(_read_local, path))
+        found = await listing.store.get_async(MANIFEST_FILE)
+        if found.meta["size"] > MANIFEST_BYTES_MAX:
+            raise SnapshotCorrupt(f"{at} has more than {MANIFEST_BYTES_MAX} bytes")
+        return parse_manifest(bytes(await found.bytes_async()))
+    except FileNotFoundError:
+        return None
+    except BaseError as error:
+        raise SnapshotError(f"{at} cannot be read: {describe(error)}") from None
+    except OSError as error:
+        raise SnapshotCorrupt(f"{at} cannot be read: {error.strerror or error}") from error
+
+
+def _read_local(path: str) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(MANIFEST_BYTES_MAX + 1)
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise SnapshotCorrupt(f"{MANIFEST_FILE}: has more than {MANIFEST_BYTES_MAX} bytes")
+    return data
+
+
+def has_manifest(url: str) -> bool:
+    """Whether the snapshot at `url` has a manifest. Raises SnapshotError, and obstore's BaseError."""
+    try:
+        open_bucket(url).head(MANIFEST_FILE)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""A snapshot's directory on this machine: how it comes into its place, and what it notes of the files it was made from.
+
+Always holds: a directory in place became visible by one rename. What it notes was written before, and says of each file
+the name, the size and the time of its last change. A directory without its notes is not whole, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from midstream.core.types import Content
+
+#: Directories of this name are worthless once their process is gone.
+TEMPORARY_PREFIX = ".moving-"
+#: Which files a directory has: name, bytes and version of each.
+LISTING_FILE = ".listing.json"
+#: When each of those files was last written.
+STAMPS_FILE = ".stamps.json"
+#: The content of the full snapshot, then of each delta, that a directory was made from.
+CONTENT_FILE = ".content.json"
+
+_Listing = list[tuple[str, int, str]]
+
+
+def temporary_directory(parent: Path) -> Path:
+    """A name in `parent` for a directory on its way; nothing is made."""
+    return parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+
+
+def move_into_place(temporary: Path, dest: Path) -> None:
+    """Rename `temporary` to `dest`, and remove what was there. Raises OSError, and then leaves `dest` as it was."""
+    old = Path(f"{temporary_directory(temporary.parent)}-old")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(dest, old)
+    try:
+        os.rename(temporary, dest)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(old, dest)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_listing(directory: Path, encoded: bytes) -> None:
+    """Note in `directory` that it has the files of this encoded listing. Raises OSError."""
+    names = [name for name, _, _ in msgspec.json.decode(encoded, type=_Listing)]
+    stamps = {name: (directory / name).stat().st_mtime_ns for name in names}
+    (directory / STAMPS_FILE).write_bytes(msgspec.json.encode(stamps))
+    (directory / LISTING_FILE).write_bytes(encoded)
+
+
+def write_own_listing(directory: Path) -> None:
+    """Note in `directory` the files it has, which were made here and are in no bucket. Raises OSError."""
+    files = sorted((f.name, f.stat().st_size, "") for f in directory.iterdir() if f.is_file())
+    write_listing(directory, msgspec.json.encode(files))
+
+
+def is_whole(directory: Path, fingerprint: str | None, contents: Sequence[Content | None] | None) -> bool:
+    """Whether `directory` has every file it noted, with the size and time of then.
+
+    fingerprint: of the snapshot these files must be. contents: that the directory must be made from, link by link. None allows
+    any, in both. No file is read, so damage by the disk is not seen.
+    """
+    if contents is not None and not _agree(contents, noted_contents(directory)):
+        return False
+    try:
+        encoded = (directory / LISTING_FILE).read_bytes()
+        if fingerprint is not None and hashlib.sha256(encoded).hexdigest() != fingerprint:
+            return False
+        stamps = msgspec.json.decode((directory / STAMPS_FILE).read_bytes(), type=dict[str, int])
+        files = msgspec.json.decode(encoded, type=_Listing)
+        found = [(name, size, (directory / name).stat()) for name, size, _ in files]
+        return all((now.st_size, now.st_mtime_ns) == (size, stamps[name]) for name, size, now in found)
+    except (OSError, KeyError, msgspec.DecodeError):
+        return False
+
+
+def forget_listing(directory: Path) -> None:
+    """From now on `directory` is not whole. Raises OSError."""
+    (directory / LISTING_FILE).unlink(missing_ok=True)
+
+
+def note_contents(directory: Path, contents: Sequence[Content]) -> None:
+    """Note what `directory` was made from: the content of the full snapshot, then of each delta. Raises OSError."""
+    (directory / CONTENT_FILE).write_bytes(msgspec.json.encode(contents))
+
+
+def noted_contents(directory: Path) -> tuple[Content, ...]:
+    """The contents noted in `directory`; none if they cannot be read."""
+    try:
+        return msgspec.json.decode((directory / CONTENT_FILE).read_bytes(), type=tuple[Content, ...])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return ()
+
+
+def _agree(expected: Sequence[Content | None], noted: Sequence[Content]) -> bool:
+    if len(expected) != len(noted):
+        return False
+    return all(want is None or want == have for want, have in zip(expected, noted, strict=True))
+
+
+def directory_bytes(directory: Path) -> int:
+    """Bytes that the files in `directory` take on disk, at most. A file with holes takes less than its size."""
+    total = 0
+    # The directory may vanish meanwhile.
+    with contextlib.suppress(OSError):
+        for file in directory.iterdir():
+            found = file.stat()
+            total += min(found.st_size, found.st_blocks * 512) if file.suffix == ".part" else found.st_size
+    return total

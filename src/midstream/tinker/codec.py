@@ -1,0 +1,309 @@
+"""Results as the SDK reads them and training requests as it writes them: protobuf on one side, types.py on the other.
+
+Results are also given as JSON, made of the protobuf when a client accepts nothing else.
+Always holds: numbers are little-endian and packed. The size of a request's data is checked before anything is made of it.
+Sparse tensors become dense ones, of at most MAX_MADE_BYTES in a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice, pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from midstream.tinker import proto
+from midstream.tinker.errors import TinkerError
+from midstream.tinker.types import SampleResult
+from midstream.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, LossOutputs, Tensor
+
+MAX_MADE_BYTES = 1 << 28
+MAX_DIMENSIONS = 8
+_DATA = proto.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
+_NO_REQUEST = "the body is not a ForwardBackwardRequest in protobuf"
+# Fields of a request and of its datums. An empty one of two bytes takes far more memory than that.
+MAX_PARTS = 1 << 20
+# With token 0: an empty cell of a top-k table.
+EMPTY_LOGPROB = -99999.0
+_DTYPES: dict[int, Dtype] = {proto.FLOAT32: "float32", proto.INT64: "int64", proto.INT32: "int32"}
+_NUMBERS: dict[Dtype, int] = {dtype: number for number, dtype in _DTYPES.items()}
+
+_Row = Sequence[tuple[int, float]] | None
+
+
+def sample_response(result: SampleResult) -> bytes:
+    """A SampleResponse. A prompt position without logprobs is NaN, or a row of empty cells."""
+    message = proto.SampleResponse()
+    for sequence in result.sequences:
+        added = message.sequences.add()
+        added.stop_reason = proto.STOP if sequence.stopped else proto.LENGTH
+        added.tokens = np.asarray(sequence.tokens, dtype="<i4").tobytes()
+        added.logprobs = np.asarray(sequence.logprobs, dtype="<f4").tobytes()
+    if result.prompt_logprobs is not None:
+        numbers = [float("nan") if value is None else value for value in result.prompt_logprobs]
+        message.prompt_logprobs = np.asarray(numbers, dtype="<f4").tobytes()
+    if result.topk_prompt_logprobs is not None:
+        _write_topk(message.topk_prompt_logprobs, result.topk_prompt_logprobs)
+    message.prompt_cache_hit_tokens = result.cached_tokens
+    return bytes(message.SerializeToString())
+
+
+def _write_topk(message: Any, rows: Sequence[_Row]) -> None:
+    k = max((len(row) for row in rows if row is not None), default=0)
+    tokens = np.zeros((len(rows), k), dtype="<i4")
+    logprobs = np.full((len(rows), k), EMPTY_LOGPROB, dtype="<f4")
+    for index, row in enumerate(rows):
+        for rank, (token, logprob) in enumerate(row or ()):
+            tokens[index, rank], logprobs[index, rank] = token, logprob
+    message.token_ids, message.logprobs = tokens.tobytes(), logprobs.tobytes()
+    message.k, message.length = k, len(rows)
+
+
+def loss_outputs(result: LossOutputs) -> bytes:
+    """A ForwardBackwardOutput: one record of all datums, or several where their fields or inner shapes differ."""
+    message = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for _, datums in groupby(result.outputs, key=_signature):
+        _write_record(message.loss_fn_outputs.add(), list(datums))
+    for name, value in result.metrics.items():
+        assert name.count(":") == 1, f"the SDK splits a metric's name at its one colon: {name}"
+        message.metrics[name] = value
+    return bytes(message.SerializeToString())
+
+
+def _signature(datum: dict[str, Tensor]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(datum.items()))
+
+
+def _write_record(record: Any, datums: list[dict[str, Tensor]]) -> None:
+    record.num_datums = len(datums)
+    for name, first in datums[0].items():
+        field = record.fields[name]
+        field.dtype = _NUMBERS[first.dtype]
+        field.trailing_shape.extend(first.shape[1:])
+        field.data = b"".join(datum[name].data for datum in datums)
+        ends = np.cumsum([0, *(len(datum[name].data) for datum in datums)], dtype="<i8")
+        field.offsets = ends.tobytes()
+
+
+def sample_json(encoded: bytes) -> dict[str, Any]:
+    """A SampleResponse in the SDK's JSON form: null where a prompt position has no logprob."""
+    message = proto.SampleResponse.FromString(encoded)
+    result: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": "stop" if sequence.stop_reason == proto.STOP else "length",
+                "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
+                "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
+            }
+            for sequence in message.sequences
+        ],
+        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
+    }
+    if message.HasField("prompt_logprobs"):
+        numbers = np.frombuffer(message.prompt_logprobs, "<f4")
+        result["prompt_logprobs"] = [None if np.isnan(number) else float(number) for number in numbers]
+    if message.HasField("topk_prompt_logprobs"):
+        result["topk_prompt_logprobs"] = _read_topk(message.topk_prompt_logprobs)
+    return result
+
+
+def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
+    shape = (message.length, message.k)
+    tokens = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
+    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(shape).tolist()
+    rows = [
+        [(token, logprob) for token, logprob in zip(*row, strict=True) if logprob != EMPTY_LOGPROB]
+        for row in zip(tokens, logprobs, strict=True)
+    ]
+    return [row or None for row in rows]
+
+
+def loss_outputs_json(encoded: bytes) -> dict[str, Any]:
+    """A ForwardBackwardOutput in the SDK's JSON form: for each datum, its fields as {data (flat), dtype, shape}."""
+    message = proto.ForwardBackwardOutput.FromString(encoded)
+    return {
+        "loss_fn_output_type": message.loss_fn_output_type,
+        "loss_fn_outputs": [datum for record in message.loss_fn_outputs for datum in _read_record(record)],
+        "metrics": dict(message.metrics),
+    }
+
+
+def _read_record(record: Any) -> list[dict[str, Any]]:
+    datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+    for name, field in record.fields.items():
+        dtype, inner = _DTYPES[field.dtype], tuple(field.trailing_shape)
+        offsets = np.frombuffer(field.offsets, "<i8").tolist()
+        for datum, (start, end) in zip(datums, pairwise(offsets), strict=True):
+            items = _numbers(field.data[start:end], dtype, name)
+            shape = items.reshape(-1, *inner).shape
+            datum[name] = {"data": items.tolist(), "dtype": dtype, "shape": list(shape)}
+    return datums
+
+
+def forward_backward(body: bytes) -> ForwardBackward:
+    """A ForwardBackwardRequest. Raises TinkerError (400)."""
+    _check_parts(body)
+    try:
+        message = proto.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise TinkerError(400, _NO_REQUEST) from error
+    if not message.model_id:
+        raise TinkerError(400, "model_id is missing", "model_id")
+    if message.seq_id < 0:
+        raise TinkerError(400, f"seq_id is {message.seq_id}; it counts from 1", "seq_id")
+    if not message.data:
+        raise TinkerError(400, "there is no datum in the request", "data")
+    budget = _Budget(MAX_MADE_BYTES)
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return ForwardBackward(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=tuple(_datum(datum, f"data[{index}]", budget) for index, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        config=config,
+        forward_only=message.forward_only,
+    )
+
+
+def addressee(body: bytes) -> tuple[str, int] | None:
+    """The model_id and seq_id of a request that is refused, if they can be read."""
+    try:
+        _check_parts(body)
+        message = proto.ForwardBackwardRequest.FromString(body)
+    except (DecodeError, TinkerError):
+        return None
+    return (message.model_id, message.seq_id) if message.model_id and message.seq_id > 0 else None
+
+
+def _check_parts(body: bytes) -> None:
+    """Raises TinkerError (400) for a body of more than MAX_PARTS, before anything is made of them."""
+    parts = 0
+    try:
+        for number, start, end in _fields(body, 0, len(body)):
+            within = _fields(body, start, end) if number == _DATA else ()
+            parts += 1 + sum(1 for _ in islice(within, MAX_PARTS))
+            if parts > MAX_PARTS:
+                raise TinkerError(400, f"the body has more than {MAX_PARTS} datums and inputs", "data")
+    except (IndexError, ValueError) as error:
+        raise TinkerError(400, _NO_REQUEST) from error
+
+
+def _fields(body: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Of a message in body[at:end]: number, start and end of each. Raises IndexError, ValueError."""
+    while at < end:
+        tag, at = _varint(body, at)
+        start = at
+        match tag & 7:
+            case 0:
+                _, at = _varint(body, at)
+            case 2:
+                size, start = _varint(body, at)
+                at = start + size
+            case 1 | 5 as kind:
+                at += 8 if kind == 1 else 4
+            case kind:
+                raise ValueError(f"wire type {kind}")
+        if at > end:
+            raise ValueError("a field goes beyond its message")
+        yield tag >> 3, start, at
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """It, and what comes after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number of more than ten bytes")
+
+
+class _Budget:
+    """Bytes that may still be made of sparse tensors."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def take(self, size: int, where: str) -> None:
+        self._left -= size
+        if self._left < 0:
+            limit = f"at most {MAX_MADE_BYTES >> 20} MiB of a request's sparse tensors, made dense, are taken"
+            raise TinkerError(400, f"{where} is too large: {limit}", where)
+
+
+def _datum(message: Any, where: str, budget: _Budget) -> Datum:
+    tokens = _tokens(message.model_input, f"{where}.model_input")
+    inputs = {
+        name: _tensor(tensor, f"{where}.loss_fn_inputs.{name}", budget)
+        for name, tensor in message.loss_fn_inputs.items()
+    }
+    return Datum(tokens=tokens, inputs=inputs)
+
+
+def _tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
+    tokens: list[int] = []
+    for index, chunk in enumerate(chunks):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            message = f"{where}: {kind or 'empty'} chunks are not supported here, only encoded_text"
+            raise TinkerError(400, message, f"{where}.chunks[{index}]")
+        tokens += _numbers(chunk.encoded_text.tokens, "int32", where).tolist()
+    if not tokens or min(tokens) < 0:
+        raise TinkerError(400, f"{where} has {'no tokens' if not tokens else 'a negative token id'}", where)
+    return tuple(tokens)
+
+
+def _tensor(message: Any, where: str, budget: _Budget) -> Tensor:
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise TinkerError(400, f"{where} has data type {message.dtype}, which is not taken here", where)
+    if len(message.shape) > MAX_DIMENSIONS:
+        raise TinkerError(400, f"{where} has {len(message.shape)} dimensions", where)
+    shape = tuple(message.shape)
+    if any(size < 0 for size in shape):
+        raise TinkerError(400, f"{where} has shape {list(shape)}", where)
+    if message.WhichOneof("encoding") == "sparse_csr":
+        return _dense(message.sparse_csr, dtype, shape, where, budget)
+    items = len(_numbers(message.dense, dtype, where))
+    # A list is sent without its shape.
+    shape = shape or (items,)
+    if prod(shape) != items:
+        raise TinkerError(400, f"{where} has {items} items, its shape is {list(shape)}", where)
+    return Tensor(dtype=dtype, shape=shape, data=message.dense)
+
+
+def _dense(csr: Any, dtype: Dtype, shape: tuple[int, ...], where: str, budget: _Budget) -> Tensor:
+    if len(shape) != 2:
+        raise TinkerError(
+            400, f"{where} is sparse and has shape {list(shape)}; two dimensions are taken", where
+        )
+    budget.take(prod(shape) * ITEM_BYTES[dtype] + shape[0] * 8, where)
+    values = _numbers(csr.values, dtype, where)
+    starts, columns = _numbers(csr.crow_indices, "int64", where), _numbers(csr.col_indices, "int64", where)
+    counts = np.diff(starts)
+    fits = (
+        len(starts) == shape[0] + 1
+        and starts[0] == 0
+        and starts[-1] == len(values) == len(columns)
+        and bool((counts >= 0).all())
+        and bool(((columns >= 0) & (columns < shape[1])).all())
+    )
+    if not fits:
+        raise TinkerError(400, f"{where}: its sparse indices do not fit its shape {list(shape)}", where)
+    made = np.zeros(shape, dtype=values.dtype)
+    made[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return Tensor(dtype=dtype, shape=shape, data=made.tobytes())
+
+
+def _numbers(data: bytes, dtype: Dtype, where: str) -> np.ndarray[Any, np.dtype[Any]]:
+    if len(data) % ITEM_BYTES[dtype]:
+        raise TinkerError(400, f"{where}: {len(data)} bytes are no whole number of {dtype}", where)
+    return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))

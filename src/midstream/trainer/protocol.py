@@ -1,0 +1,139 @@
+"""The messages between the front and the trainer process. `http/ipc.py` frames them. Imports no torch.
+
+Always holds: the first command is Start, and its answer is Ready or Refused. Every later command is answered once, in the order
+of the commands.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from midstream.trainer.errors import Category
+from midstream.trainer.types import AdamParams, ForwardBackward, LoraConfig, LossOutputs
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """directory: of the base model. batch_tokens: of a forward pass, with its padding, unless one sequence is longer."""
+
+    directory: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    batch_tokens: int = 8192
+
+
+class CreateModel(msgspec.Struct, tag=True, frozen=True):
+    """-> ModelState. lora.rank 0: all weights are trained. A model of that id must not be there."""
+
+    model_id: str
+    lora: LoraConfig
+
+
+class DropModel(msgspec.Struct, tag=True, frozen=True):
+    """-> Done, also when there is no such model."""
+
+    model_id: str
+
+
+class LoadState(msgspec.Struct, tag=True, frozen=True):
+    """-> ModelState. A model of that id is made, as the state says, or takes the state on; its gradients are dropped.
+
+    optimizer: with the optimizer's state, which must have been saved; without it the optimizer begins anew.
+    """
+
+    model_id: str
+    directory: str
+    optimizer: bool
+
+
+class RunForwardBackward(msgspec.Struct, tag=True, frozen=True):
+    """-> Losses. Gradients are added to those since the last OptimStep; after an error they are as before."""
+
+    request: ForwardBackward
+
+
+class OptimStep(msgspec.Struct, tag=True, frozen=True):
+    """-> Metrics. Without gradients nothing changes."""
+
+    model_id: str
+    adam: AdamParams
+
+
+class SaveState(msgspec.Struct, tag=True, frozen=True):
+    """-> Written. The directory appears whole or not at all; one that is there is replaced. Gradients are not saved."""
+
+    model_id: str
+    directory: str
+    optimizer: bool = True
+
+
+class ExportWeights(msgspec.Struct, tag=True, frozen=True):
+    """-> Written. The merged weights in the base checkpoint's files, names, shapes and dtypes, with its companion files. The
+    directory must not be there."""
+
+    model_id: str
+    directory: str
+
+
+Command = (
+    Start | CreateModel | DropModel | LoadState | RunForwardBackward | OptimStep | SaveState | ExportWeights
+)
+
+
+class TrainerInfo(msgspec.Struct, frozen=True):
+    """The base model. moe_layers, top_k, experts: 0 on a dense model, or where routing matrices cannot be replayed."""
+
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    moe_layers: int
+    top_k: int
+    experts: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: TrainerInfo
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class ModelState(msgspec.Struct, tag=True, frozen=True):
+    """trainable: how many numbers are trained. steps: optimizer steps taken."""
+
+    model_id: str
+    lora: LoraConfig
+    trainable: int
+    steps: int
+
+
+class Losses(msgspec.Struct, tag=True, frozen=True):
+    result: LossOutputs
+
+
+class Metrics(msgspec.Struct, tag=True, frozen=True):
+    """Named `name:reduction`."""
+
+    metrics: dict[str, float]
+
+
+class Written(msgspec.Struct, tag=True, frozen=True):
+    """Bytes of all files."""
+
+    size: int
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The command failed and changed nothing; the trainer goes on."""
+
+    message: str
+    category: Category
+
+
+Reply = Ready | Done | ModelState | Losses | Metrics | Written | Refused
+
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -1,0 +1,237 @@
+"""Who should run: the ledger's deployments against the replicas that the supervisor has."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from gateway_harness import reconciler
+
+from midstream.core.names import ServedNames
+from midstream.fleet.desired_state import HARD, DesiredState, Running, RunningReplica, Wanted, replica_count
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.tally import GatewayReport
+from midstream.ledger import DeploymentRow, Ledger, sqlite_url
+from midstream.proxy.metrics import GatewayMetrics
+
+A = "accounts/local"
+DEFAULT, B = f"{A}/deployments/default", f"{A}/deployments/b"
+
+
+class Stage:
+    """A desired state on a ledger; `heard` holds every list the supervisor was given."""
+
+    def __init__(self, ledger: Ledger, row: DeploymentRow) -> None:
+        self.ledger = ledger
+        self.heard: list[Wanted] = []
+        self.made: list[Deployment] = []
+        self.now = 0.0
+        self.deployments = Deployments(self.make(row))
+        self.desired_state = DesiredState(
+            ledger, self.deployments, self.make, self.heard.append, monotonic=lambda: self.now
+        )
+
+    def make(self, row: DeploymentRow) -> Deployment:
+        replicas = ReplicaSet()
+        names = ServedNames(row.model, row.name)
+        self.made.append(Deployment(names, replicas, reconciler(replicas), wanted=replica_count(row)))
+        return self.made[-1]
+
+    async def run(self, *names: str, deployment: str = DEFAULT) -> list[str]:
+        """The supervisor has these; what it is then told to have."""
+        self.desired_state.running(
+            Running(tuple(RunningReplica(name=n, deployment=deployment, url=f"http://{n}") for n in names))
+        )
+        await self.desired_state.look_once()
+        return [replica.name for replica in self.heard[-1].replicas]
+
+
+def stage(path: Path, work: Callable[[Stage], Awaitable[None]], replicas: int = 2) -> None:
+    async def main() -> None:
+        ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
+        row = await ledger.ensure_deployment(DEFAULT, f"{A}/models/m", "file:///bucket", "ASYNC", replicas)
+        await work(Stage(ledger, row))
+        ledger.close()
+
+    asyncio.run(main())
+
+
+def test_the_supervisor_is_told_once_and_again_only_when_something_changed(tmp_path: Path) -> None:
+    async def work(s: Stage) -> None:
+        await s.desired_state.look_once()
+        assert await s.run("replica-0", "replica-1") == ["replica-0", "replica-1"]
+        assert len(s.heard) == 1
+        assert [view.name for view in s.deployments.default.replicas.views] == ["replica-0", "replica-1"]
+
+    stage(tmp_path, work)
+
+
+def test_who_leaves_is_wanted_until_its_requests_have_ended(tmp_path: Path) -> None:
+    async def work(s: Stage) -> None:
+        both = ("replica-0", "replica-1")
+        await s.run(*both)
+        leaver = s.deployments.default.replicas.views[1]
+        leaver.in_flight = 1
+        await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
+        assert await s.run(*both) == [*both]
+        assert (leaver.standing, s.deployments.default.replicas.leaving) == ("leaving", (leaver,))
+        leaver.in_flight = 0
+        assert await s.run(*both) == ["replica-0"]
+        await s.run("replica-0")
+        assert (leaver.standing, s.deployments.default.replicas.leaving) == ("gone", ())
+
+    stage(tmp_path, work)
+
+
+def test_requests_that_never_end_hold_a_leaver_for_so_long_only(tmp_path: Path) -> None:
+    async def work(s: Stage) -> None:
+        both = ("replica-0", "replica-1")
+        await s.run(*both)
+        s.deployments.default.replicas.views[1].in_flight = 1
+        await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
+        assert await s.run(*both) == [*both]
+        s.now = s.deployments.default.drain_s - 1
+        assert await s.run(*both) == [*both]
+        s.now += 2
+        assert await s.run(*both) == ["replica-0"]
+
+    stage(tmp_path, work)
+
+
+def test_one_that_is_wanted_again_while_it_leaves_stays(tmp_path: Path) -> None:
+    async def work(s: Stage) -> None:
+        both = ("replica-0", "replica-1")
+        await s.run(*both)
+        view = s.deployments.default.replicas.views[1]
+        view.in_flight = 1
+        await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
+        await s.run(*both)
+        await s.ledger.update_deployment(DEFAULT, replicas_min=2, replicas_max=2)
+        assert await s.run(*both) == [*both]
+        assert s.deployments.default.replicas.views[1] is view
+        assert view.standing == "member"
+        s.now = 10 * s.deployments.default.drain_s
+        await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
+        assert await s.run(*both) == [*both], "its time begins anew"
+
+    stage(tmp_path, work)
+
+
+def test_a_deployment_is_gone_when_its_last_process_is(tmp_path: Path) -> None:
+    async def work(s: Stage) -> None:
+        await s.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        assert await s.run("b-replica-0", deployment=B) == ["replica-0", "replica-1", "b-replica-0"]
+        await s.ledger.update_deployment(B, deleting=True)
+        assert await s.run("b-replica-0", deployment=B) == ["replica-0", "replica-1"]
+        assert [row.name for row in await s.ledger.deployments()] == [B, DEFAULT]
+        assert s.deployments.get(B).deleting
+        await s.run()
+        assert [row.name for row in await s.ledger.deployments()] == [DEFAULT]
+        assert [d.name for d in s.deployments] == [DEFAULT]
+
+    stage(tmp_path, work)
+
+
+def test_a_gateway_that_starts_again_takes_over_what_runs_and_what_was_going_on(tmp_path: Path) -> None:
+    async def before(s: Stage) -> None:
+        await s.ledger.create_deployment(
+            B, model=f"{A}/models/m", bucket_url="file:///bucket/b", replicas_min=2
+        )
+        await s.ledger.create_deployment(f"{A}/deployments/c", model=f"{A}/models/m", bucket_url="file:///c")
+        await s.ledger.update_deployment(f"{A}/deployments/c", deleting=True)
+        await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
+
+    async def after(s: Stage) -> None:
+        await s.desired_state.look_once()
+        told = [replica.name for replica in s.heard[-1].replicas]
+        assert told == ["replica-0", "b-replica-0", "b-replica-1"]
+        assert len(await s.ledger.deployments()) == 3, "what nobody has spoken of may still run"
+        assert await s.run("replica-0", "replica-1") == told
+        assert [v.name for v in s.deployments.default.replicas.views] == ["replica-0"]
+        assert [v.name for v in s.deployments.default.replicas.leaving] == ["replica-1"]
+        assert [row.name for row in await s.ledger.deployments()] == [B, DEFAULT]
+
+    stage(tmp_path, before)
+    stage(tmp_path, after)
+
+
+def test_how_many_replicas_a_row_asks_for(tmp_path: Path) -> None:
+    async def work(s: Stage) -> None:
+        for least, most, count in ((0, 0, 0), (0, 1, 1), (0, 5, 1), (2, 5, 2), (3, 3, 3)):
+            row = await s.ledger.update_deployment(DEFAULT, replicas_min=least, replicas_max=most)
+            assert replica_count(row) == count
+        assert replica_count(await s.ledger.update_deployment(DEFAULT, deleting=True)) == 0
+
+    stage(tmp_path, work)
+
+
+def two(path: Path, work: Callable[[Stage, Stage], Awaitable[None]]) -> None:
+    """Two gateways on one ledger."""
+
+    async def with_another(here: Stage) -> None:
+        await work(here, Stage(here.ledger, await here.ledger.deployment(DEFAULT)))
+
+    stage(path, with_another)
+
+
+def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(tmp_path: Path) -> None:
+    async def work(one: Stage, other: Stage) -> None:
+        async def create(model: str) -> None:
+            bucket = "file:///bucket/b"
+            options = {"replicas_min": 0, "replicas_max": 0}
+            await one.ledger.create_deployment(B, model=f"{A}/models/{model}", bucket_url=bucket, **options)
+
+        await create("m")
+        for gateway in (one, other):
+            await gateway.run()
+        before = other.deployments.known(B)
+        assert before is not None
+        await one.ledger.update_deployment(B, deleting=True)
+        await one.run()  # which removes it: it has no replica
+        assert one.deployments.known(B) is None
+        await create("n")
+        await one.ledger.update_deployment(B, replicas_min=1, replicas_max=1)
+        for gateway in (one, other):
+            await gateway.run()
+            found = gateway.deployments.known(B)
+            assert found is not None
+            assert found is not before
+            assert found.model == f"{A}/models/n"
+            assert [r.model for r in gateway.heard[-1].replicas if r.deployment == B] == [f"{A}/models/n"]
+
+    two(tmp_path, work)
+
+
+def test_a_deployment_deleted_without_waiting_is_not_waited_for_by_any_gateway(tmp_path: Path) -> None:
+    async def work(one: Stage, other: Stage) -> None:
+        await one.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        for gateway in (one, other):
+            assert "b-replica-0" in await gateway.run("b-replica-0", deployment=B)
+        found = other.deployments.known(B)
+        assert found is not None
+        found.replicas.views[0].in_flight = 1
+        await one.ledger.update_deployment(B, deleting=True)
+        assert "b-replica-0" in await other.run("b-replica-0", deployment=B)
+        await one.ledger.update_deployment(B, fields={HARD: True})
+        for gateway in (one, other):
+            assert "b-replica-0" not in await gateway.run("b-replica-0", deployment=B)
+
+    two(tmp_path, work)
+
+
+def test_what_metrics_show_was_reported_before_so_it_outlives_the_process(tmp_path: Path) -> None:
+    async def work(s: Stage) -> None:
+        metrics = GatewayMetrics(s.deployments)
+        s.desired_state.report = lambda: GatewayReport(
+            boot="b", listening=True, ready=True, changes=0, tally=metrics.tally()
+        )
+        metrics.report = s.desired_state.report_now
+        await s.run("replica-0", "replica-1")
+        metrics.requests["completions", 200] += 3
+        assert b'requests_total{path="completions",status="200"} 3.0' in metrics.exposition()
+        last = s.heard[-1]
+        assert last.report is not None
+        assert last.report.tally.requests == [("completions", 200, 3)]
+        assert [replica.name for replica in last.replicas] == ["replica-0", "replica-1"]
+
+    stage(tmp_path, work)
