@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import server_logs
 import tiers
 from postgres import REQUIRED, Postgres, find_server, postgres_server
 from s3server import S3Server, s3_server
@@ -26,6 +27,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.select(config, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections += server_logs.sections()
+    if report.when == "teardown":
+        server_logs.forget_ended()
+    return report
 
 
 @pytest.fixture(scope="session")

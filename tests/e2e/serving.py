@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from server_logs import shown_on_failure
+
 #: `make gpu-check` sets it: the device that embedded engines compute on.
 DEVICE = os.environ.get("MIDSTREAM_TEST_DEVICE", "cpu")
 READY = re.compile(r"midstream ready on (https?://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)")
@@ -77,7 +79,8 @@ def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             command(*arguments), stdout=subprocess.PIPE, stderr=errors, text=True, env=env
         )
     try:
-        yield process
+        with shown_on_failure(log):
+            yield process
     finally:
         left = descendants(process.pid)
         if process.poll() is None:
