@@ -1,0 +1,376 @@
+"""A small exact engine: each of its numbers tells which weights computed it, on which tokens, over whose KV.
+
+KV of a position is a number made of the KV before it, its token and the weights that computed it. A token, its logprob and its
+route are made of the newest KV and the weights of the step. So a wrong label, a lost or doubled token, and KV that is not what
+it is said to be all give other numbers than `expected`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from midstream.core.types import (
+    BASE_SNAPSHOT,
+    EngineCard,
+    EngineStats,
+    GenerateRequest,
+    GenerationEvent,
+    ModelInfo,
+    SwapTiming,
+    TokenRecord,
+)
+from midstream.engine.base import Engine, EngineDied, StagingFailed
+
+_MASK = 2**64 - 1
+VOCAB = 250
+#: Positions of one block of KV.
+BLOCK = 4
+CONTEXT = 512
+EXPERTS, LAYERS, TOP_K = 8, 1, 2
+FEATURES = tuple(name for name in EngineCard().features if name not in ("grammars", "logit_bias"))
+
+
+def mixed(state: int, value: int) -> int:
+    state = ((state ^ value) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
+    return state ^ (state >> 31)
+
+
+def weights_of(files: Iterable[tuple[str, bytes]]) -> int:
+    """What the weights of these files are called in KV. files: name and bytes of each."""
+    digest = hashlib.sha256()
+    for name, data in sorted(files):
+        if name.endswith(".safetensors"):
+            digest.update(hashlib.sha256(data).digest())
+    return int.from_bytes(digest.digest()[:8], "big")
+
+
+def kv_after(kv: int, token: int, weights: int) -> int:
+    return mixed(mixed(kv, token + 1), weights)
+
+
+def drawn(kv: int, weights: int, seed: int, choice: int, position: int) -> int:
+    return 1 + mixed(mixed(mixed(kv, weights ^ 1), seed & _MASK), choice * 100_003 + position) % (VOCAB - 1)
+
+
+def scored(kv: int, weights: int, token: int) -> float:
+    """Exact in binary and in JSON."""
+    return -(mixed(mixed(kv, weights ^ 2), token) % 8192) / 1024 - 1 / 1024
+
+
+def routed(kv: int, weights: int) -> bytes:
+    found = mixed(kv, weights ^ 3)
+    first = found % EXPERTS
+    return bytes((first, (first + 1 + (found >> 8) % (EXPERTS - 1)) % EXPERTS))
+
+
+@dataclass
+class Sequence_:
+    """One choice that runs. kv: of each position that has one, and who computed it."""
+
+    request: GenerateRequest
+    choice: int
+    tokens: list[int]
+    events: asyncio.Queue[GenerationEvent | None]
+    kv: list[int] = field(default_factory=list)
+    by: list[tuple[str, int]] = field(default_factory=list)
+    made: int = 0
+    begun: bool = False
+    told: tuple[tuple[str, int, int], ...] = ()
+
+    def spans(self) -> tuple[tuple[str, int, int], ...]:
+        found: list[tuple[str, int, int]] = []
+        for position, (snapshot, _) in enumerate(self.by):
+            if found and found[-1][0] == snapshot:
+                found[-1] = (snapshot, found[-1][1], position + 1)
+            else:
+                found.append((snapshot, position, position + 1))
+        return tuple(found)
+
+
+class SimEngine(Engine):
+    """chance(share): whether something that happens so often happens now. slow_s(most): how long something takes."""
+
+    def __init__(
+        self, model_dir: Path, chance: Callable[[float], bool], slow_s: Callable[[float], float]
+    ) -> None:
+        self._model_dir = model_dir
+        self._chance, self._slow_s = chance, slow_s
+        self._alive = False
+        self._snapshot, self._weights = BASE_SNAPSHOT, 0
+        self._commits = 0
+        self._staged: tuple[str, int] | None = None
+        self._running: list[Sequence_] = []
+        #: By salt and tokens, of whole blocks: KV, who computed it, and after how many commits.
+        self._cached: dict[tuple[bytes, tuple[int, ...]], tuple[list[int], list[tuple[str, int]]]] = {}
+        self._paused = False
+        self._work = asyncio.Event()
+        self._stepping: asyncio.Task[None] | None = None
+        self._on_death: list[Callable[[str], Awaitable[None]]] = []
+        self._generated = self._steps = self._prompted = self._reused = 0
+        self.staging_fails = 0.0
+
+    # -- the port
+
+    async def start(self) -> ModelInfo:
+        await asyncio.sleep(self._slow_s(0.2))
+        self._alive, self._paused = True, False
+        self._snapshot, self._weights = BASE_SNAPSHOT, _of_directory(self._model_dir)
+        self._staged = None
+        self._cached.clear()
+        self._running.clear()
+        self._stepping = asyncio.create_task(self._step_on(), name="engine")
+        return ModelInfo(
+            max_model_len=CONTEXT,
+            vocab_size=VOCAB,
+            moe_layers=LAYERS,
+            top_k=TOP_K,
+            num_experts=EXPERTS,
+            card=EngineCard(kind="sim", features=FEATURES),
+        )
+
+    async def close(self) -> None:
+        self._alive = False
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.gather(self._stepping, return_exceptions=True)
+            self._stepping = None
+        self._end_all()
+
+    async def die(self, reason: str) -> None:
+        """By itself, as a crashed engine does."""
+        if self._alive:
+            await self.close()
+            for callback in self._on_death:
+                await callback(reason)
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        return self._generate(request)
+
+    async def _generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        if not self._alive:
+            raise EngineDied("the engine is not there")
+        events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
+        mine = [
+            Sequence_(request, choice, [*request.prompt, *request.emitted_of(choice)], events)
+            for choice in request.choices
+        ]
+        for sequence in mine:
+            sequence.made = len(request.emitted_of(sequence.choice))
+        self._running += mine
+        self._work.set()
+        left = len(mine)
+        try:
+            while left:
+                event = await events.get()
+                if event is None:
+                    raise EngineDied("the engine is gone")
+                left -= event.finish is not None
+                yield event
+        finally:
+            self._running = [one for one in self._running if one not in mine]
+
+    def end_choice(self, request_id: str, index: int) -> None:
+        for one in list(self._running):
+            if one.request.request_id == request_id and one.choice == index:
+                self._running.remove(one)
+                one.events.put_nowait(GenerationEvent(index=index, finish="abort"))
+
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        self._check()
+        self._staged = None
+        await asyncio.sleep(self._slow_s(0.3))
+        self._check()
+        if self._chance(self.staging_fails):
+            raise StagingFailed("the staged files could not be placed")
+        self._staged = (snapshot, _of_directory(directory))
+
+    def drop_staged(self) -> None:
+        self._staged = None
+
+    async def commit(self, snapshot: str) -> SwapTiming:
+        self._check()
+        await asyncio.sleep(self._slow_s(0.02))
+        self._check()
+        if self._staged is None or self._staged[0] != snapshot:
+            raise StagingFailed(f"{snapshot} is not staged")
+        self._snapshot, self._weights = self._staged
+        self._staged = None
+        self._commits += 1
+        return SwapTiming(snapshot=snapshot, pause_ms=1.0, streams_crossed=len(self._running))
+
+    async def weights_digest(self) -> str | None:
+        self._check()
+        await asyncio.sleep(self._slow_s(0.05))
+        self._check()
+        return f"sim:{self._weights:x}"
+
+    async def pause(self) -> None:
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._work.set()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            kv_blocks_total=1000,
+            prompt_tokens=self._prompted,
+            cached_prompt_tokens=self._reused,
+            generated_tokens=self._generated,
+            steps=self._steps,
+        )
+
+    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
+        self._on_death.append(callback)
+
+    # -- steps
+
+    def _check(self) -> None:
+        if not self._alive:
+            raise EngineDied("the engine is gone")
+
+    def _end_all(self) -> None:
+        running, self._running = self._running, []
+        for sequence in running:
+            sequence.events.put_nowait(None)
+
+    async def _step_on(self) -> None:
+        while True:
+            if self._paused or not self._running:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await asyncio.sleep(0.004 + self._slow_s(0.012))
+            if not self._paused:
+                self._steps += 1
+                for sequence in list(self._running):
+                    self._step(sequence)
+
+    def _step(self, one: Sequence_) -> None:
+        request, weights = one.request, self._weights
+        prompt: tuple[TokenRecord, ...] | None = None
+        cached: int | None = None
+        if not one.begun:
+            one.begun = True
+            cached, prompt = self._read_prompt(one)
+        records: tuple[TokenRecord, ...] = ()
+        finish = None
+        if one.made < request.sampling.max_tokens:
+            self._compute(one, len(one.tokens))
+            records = (self._draw(one),)
+        if one.made >= request.sampling.max_tokens:
+            finish = "length"
+            self._running.remove(one)
+            self._keep(one)
+        kv = None
+        if request.want_kv_snapshots:
+            spans = one.spans()
+            grown = one.told and spans[:-1] == one.told[:-1] and spans[-1][:2] == one.told[-1][:2]
+            if not grown or finish:
+                kv = spans
+            one.told = spans
+        one.events.put_nowait(
+            GenerationEvent(
+                index=one.choice,
+                tokens=records,
+                prompt=prompt,
+                cached_tokens=cached,
+                queued_s=0.0 if cached is not None else None,
+                finish=finish,  # type: ignore[arg-type]
+                kv_snapshots=kv,
+            )
+        )
+        assert weights == self._weights
+
+    def _read_prompt(self, one: Sequence_) -> tuple[int, tuple[TokenRecord, ...] | None]:
+        """Cached positions, and the records of the prompt's last tokens where they are asked for."""
+        request = one.request
+        reused = 0
+        wanted = request.prompt_records
+        for count in range((len(one.tokens) - 1) // BLOCK * BLOCK, 0, -BLOCK):
+            if count > len(request.prompt) - wanted - 1 and wanted:
+                continue
+            found = self._cached.get((request.salt, tuple(one.tokens[:count])))
+            if found is not None and self._young(found[1], request.kv_age_max):
+                one.kv, one.by = list(found[0]), list(found[1])
+                reused = count
+                break
+        self._prompted += len(request.prompt)
+        self._reused += reused
+        prompt = None
+        if wanted:
+            prompt = self._score_prompt(one, wanted)
+        return min(reused, len(request.prompt)), prompt
+
+    def _young(self, by: Sequence[tuple[str, int]], most: int | None) -> bool:
+        return most is None or all(self._commits - at <= most for _, at in by)
+
+    def _score_prompt(self, one: Sequence_, wanted: int) -> tuple[TokenRecord, ...]:
+        records = []
+        count = len(one.request.prompt)
+        for position in range(count - wanted, count):
+            token = one.tokens[position]
+            if position == 0:
+                records.append(TokenRecord(token, 0.0, None, self._snapshot))
+                continue
+            self._compute(one, position)
+            records.append(self._record(one, position, token, None))
+        return tuple(records)
+
+    def _compute(self, one: Sequence_, count: int) -> None:
+        """KV of the first `count` positions."""
+        kv = one.kv[-1] if one.kv else 0
+        for position in range(len(one.kv), count):
+            kv = kv_after(kv, one.tokens[position], self._weights)
+            one.kv.append(kv)
+            one.by.append((self._snapshot, self._commits))
+
+    def _draw(self, one: Sequence_) -> TokenRecord:
+        position = len(one.tokens)
+        token = drawn(one.kv[-1], self._weights, one.request.sampling.seed, one.choice, position)
+        record = self._record(one, position, token, scored(one.kv[-1], self._weights, token))
+        one.tokens.append(token)
+        one.made += 1
+        self._generated += 1
+        return record
+
+    def _record(self, one: Sequence_, position: int, token: int, sampling: float | None) -> TokenRecord:
+        kv = one.kv[position - 1]
+        route = routed(kv, self._weights) if one.request.want_routes else None
+        return TokenRecord(token, scored(kv, self._weights, token), sampling, self._snapshot, route)
+
+    def _keep(self, one: Sequence_) -> None:
+        for count in range(BLOCK, len(one.kv) + 1, BLOCK):
+            key = (one.request.salt, tuple(one.tokens[:count]))
+            self._cached[key] = (one.kv[:count], one.by[:count])
+
+
+def _of_directory(directory: Path) -> int:
+    return weights_of((file.name, file.read_bytes()) for file in directory.iterdir())
+
+
+def expected(
+    tokens: Sequence[int],
+    first: int,
+    labels: Sequence[str],
+    spans: Iterable[tuple[str, int, int]],
+    weights: Callable[[str], int],
+) -> list[tuple[float, bytes]]:
+    """Logprob and route of the tokens from position `first` on, whose labels are these, over KV computed as `spans` say."""
+    by = [snapshot for snapshot, start, end in spans for _ in range(start, end)]
+    kv, found = 0, []
+    for position in range(len(tokens)):
+        if position >= first:
+            of = weights(labels[position - first])
+            found.append((scored(kv, of, tokens[position]), routed(kv, of)))
+        if position < len(by):
+            kv = kv_after(kv, tokens[position], weights(by[position]))
+    return found
+
+

@@ -1,0 +1,368 @@
+"""One history: a server, its users, and what befalls it, all by one seed; then calm, and the checks.
+
+Always holds: a plan is data. It says what happens when; leaving an entry out leaves the others as they are, so a failing
+history can be made smaller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simclient import Broken, Oracle, Rollout, Wrong, exchange
+from simengine import weights_of
+from simloop import HistoryTooLong
+from simprocess import Process
+from simworld import BUCKET, PORT, World
+
+HOT_LOAD = "/hot_load/v1/models/hot_load"
+DEPLOYMENT = "accounts/local/deployments/default"
+#: When trouble ends, and how long the server then has to be well again, in seconds.
+STORM_S = 20.0
+CALM_S = 60.0
+READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """at: seconds after the server was ready."""
+
+    at: float
+    kind: str
+    value: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.at:7.3f} {self.kind} {'' if self.value is None else json.dumps(self.value)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    settings: dict[str, Any]
+    entries: tuple[Entry, ...]
+    clients: int
+
+
+def plan_of(seed: int) -> Plan:
+    """What happens: not every kind of trouble in every history, so that a rare order is not always hidden by another."""
+    rng = random.Random(f"{seed} plan")
+    settings: dict[str, Any] = {
+        "replicas": rng.choice((1, 2, 2, 3)),
+        "transition": rng.choice(("async", "async", "sync")),
+        "swap_order": rng.choice(("together", "together", "one-by-one")),
+        "gateway": {"workers": rng.choice((1, 1, 2, 3))},
+        "pin_drain_s": rng.choice((0.5, 5.0)),
+    }
+    entries: list[Entry] = []
+    for kind, most in (
+        ("signal", 9),
+        ("kill replica", 4),
+        ("kill gateway", 3),
+        ("stop", 3),
+        ("engine dies", 3),
+        ("stall", 4),
+        ("bucket", 3),
+        ("clock", 2),
+        ("restart", 1),
+        ("scale", 2),
+        ("staging", 2),
+    ):
+        if kind != "signal" and rng.random() < 0.55:
+            continue
+        for _ in range(rng.randint(1, most)):
+            entries.append(Entry(round(rng.uniform(0.0, STORM_S), 3), kind, _value(kind, rng)))
+    return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5))
+
+
+def _value(kind: str, rng: random.Random) -> Any:
+    match kind:
+        case "signal":
+            policy = rng.choice(("all", "new_session", "none", None, {"max_age": rng.randint(0, 2)}))
+            return {"weights": rng.randint(0, 5), "policy": policy, "again": rng.random() < 0.15}
+        case "kill replica" | "kill gateway" | "engine dies":
+            return rng.random()
+        case "stop":
+            return {"which": rng.random(), "s": round(rng.uniform(0.2, 8.0), 2)}
+        case "stall":
+            return {"which": rng.random(), "other": rng.random(), "s": round(rng.uniform(0.1, 6.0), 2)}
+        case "bucket":
+            return {
+                "fails": rng.choice((0.0, 0.3, 1.0)),
+                "wrong": rng.choice((0.0, 0.0, 0.2)),
+                "slow": rng.choice((0.02, 0.5, 3.0)),
+                "s": round(rng.uniform(0.5, 6.0), 2),
+            }
+        case "clock":
+            return round(rng.uniform(-7200.0, 7200.0), 1)
+        case "scale":
+            return rng.randint(1, 3)
+        case "staging":
+            return {"fails": 0.7, "s": round(rng.uniform(0.5, 4.0), 2)}
+    return None
+
+
+@dataclass
+class Outcome:
+    seed: int
+    wrong: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    log: list[str] = field(default_factory=list)
+
+
+class History:
+    """files: of each variant of the weights, name to bytes. left_out: numbers of the plan's entries."""
+
+    def __init__(
+        self, seed: int, model_dir: Path, files: list[dict[str, bytes]], left_out: Collection[int] = ()
+    ) -> None:
+        self.seed = seed
+        self.plan = plan_of(seed)
+        self._left_out = frozenset(left_out)
+        self.world = World(seed, model_dir)
+        self._files = files
+        self.oracle = Oracle()
+        self.log: list[str] = []
+        self._rng = random.Random(f"{seed} history")
+        self._signalled: list[str] = []
+        #: Names by generation, of signals that were acknowledged.
+        self._acknowledged: dict[int, str] = {}
+        self._clients: list[Rollout] = []
+
+    def run(self) -> Outcome:
+        world = self.world
+        outcome = Outcome(self.seed, counts=world.counts)
+        with world.installed():
+            try:
+                self._run()
+            except HistoryTooLong as error:
+                world.wrong.append(f"too long: {error}")
+            except Wrong as error:
+                world.wrong.append(str(error))
+            outcome.wrong = [*world.wrong, *world.processes.crashed, *world.loop.unforeseen]
+            outcome.steps, outcome.seconds = world.loop.steps, world.loop.now
+            outcome.tokens = self.oracle.checked_tokens
+            outcome.log = self.log
+        return outcome
+
+    def _say(self, text: str) -> None:
+        self.log.append(f"{self.world.now:8.3f} {text}")
+
+    def _run(self) -> None:
+        world, loop = self.world, self.world.loop
+        self.oracle.weights["base"] = world.base_weights
+        world.serve(world.settings(**self.plan.settings))
+        if not loop.run_until(lambda: world.counts["server: ready"] > 0 or bool(world.wrong), READY_S):
+            raise Wrong("the server was not ready in time")
+        begun = loop.now
+        for number in range(self.plan.clients):
+            name = f"client-{number}"
+            rng = random.Random(f"{self.seed} {name}")
+            client = Rollout(name, PORT, rng, self.oracle, self._count, self._pin)
+            self._clients.append(client)
+            world.outside(name, client.run())
+        for number, entry in enumerate(self.plan.entries):
+            if number not in self._left_out:
+                world.outside(f"entry {number}", self._befall(begun, entry))
+        loop.run_until(lambda: bool(world.wrong), begun + STORM_S)
+        if not world.wrong:
+            self._calm()
+
+    def _count(self, what: str) -> None:
+        self.world.counts[what] += 1
+
+    def _pin(self) -> str | None:
+        """Few requests are pinned, to a snapshot that was signalled lately."""
+        if self._signalled and self._rng.random() < 0.08:
+            return self._rng.choice(self._signalled[-2:])
+        return None
+
+    # -- what befalls
+
+    async def _befall(self, begun: float, entry: Entry) -> None:
+        await asyncio.sleep(max(0.0, begun + entry.at - self.world.now))
+        self._say(str(entry))
+        await getattr(self, "_" + entry.kind.replace(" ", "_"))(entry.value)
+        self._count(f"event: {entry.kind}")
+
+    async def _signal(self, value: dict[str, Any]) -> None:
+        if value["again"] and self._signalled:
+            name = self._signalled[-1]
+        else:
+            name = f"s{len(self.oracle.weights)}"
+            files = self._files[value["weights"]]
+            self.oracle.weights[name] = weights_of(files.items())
+            for file, data in files.items():
+                self.world.bucket.put(f"{BUCKET}/{name}/{file}", data, self.world.now)
+                await asyncio.sleep(self._rng.random() * 0.05)
+            self._signalled.append(name)
+        await self._ask_for(name, value["policy"])
+
+    async def _ask_for(self, name: str, policy: Any) -> bool:
+        """Until it is acknowledged, or refused for good."""
+        body: dict[str, Any] = {"identity": name}
+        if policy is not None:
+            body["reset_prompt_cache"] = policy
+        for _ in range(20):
+            try:
+                answer = await exchange(PORT, "POST", HOT_LOAD, body)
+            except Broken as error:
+                self._say(f"signal {name}: {error}")
+            else:
+                if answer.status == 200:
+                    said = answer.json()
+                    self._say(f"signal {name} acknowledged: generation {said['generation']}")
+                    self._acknowledged[said["generation"]] = name
+                    return True
+                self._say(f"signal {name}: {answer.status} {answer.body[:200]!r}")
+                if answer.status < 500 and answer.status not in (408, 425, 429):
+                    return False
+            await asyncio.sleep(0.3)
+        return False
+
+    def _some(self, prefix: str, which: float) -> Process | None:
+        there = [one for one in self.world.processes.alive() if one.name.startswith(prefix)]
+        return there[int(which * len(there))] if there else None
+
+    async def _kill_replica(self, which: float) -> None:
+        self._kill(self._some("replica", which))
+
+    async def _kill_gateway(self, which: float) -> None:
+        self._kill(self._some("gateway", which))
+
+    def _kill(self, process: Process | None) -> None:
+        if process is not None:
+            self._say(f"killed: {process}")
+            self.world.processes.signal(process, signal.SIGKILL)
+
+    async def _stop(self, value: dict[str, Any]) -> None:
+        process = self._some("", value["which"])
+        if process is not None and not process.stopped:
+            self._say(f"stopped: {process}")
+            self.world.processes.signal(process, signal.SIGSTOP)
+            await asyncio.sleep(value["s"])
+            self.world.processes.signal(process, signal.SIGCONT)
+
+    async def _engine_dies(self, which: float) -> None:
+        process = self._some("replica", which)
+        if process is not None and process.engine is not None:
+            self._say(f"engine of {process} dies")
+            self.world.loop.create_task(
+                process.engine.die("the simulated engine crashed"), name="death", context=process.context.copy()
+            )
+
+    async def _stall(self, value: dict[str, Any]) -> None:
+        one, other = self._some("", value["which"]), self._some("", value["other"])
+        if one is None or other is None or one is other:
+            return
+        weather = self.world.network.weather
+        weather.stalled = (weather.stalled or {}) | {frozenset((one.name, other.name)): self.world.now + value["s"]}
+
+    async def _bucket(self, value: dict[str, Any]) -> None:
+        trouble = self.world.bucket.trouble
+        trouble.fails, trouble.wrong, trouble.seconds = value["fails"], value["wrong"], value["slow"]
+        await asyncio.sleep(value["s"])
+        trouble.fails, trouble.wrong, trouble.seconds = 0.0, 0.0, 0.02
+
+    async def _clock(self, value: float) -> None:
+        self.world.wall_offset_s += value
+
+    async def _scale(self, count: int) -> None:
+        body = {"minReplicaCount": count, "maxReplicaCount": count}
+        for _ in range(10):
+            try:
+                answer = await exchange(PORT, "PATCH", f"/v1/{DEPLOYMENT}", body)
+            except Broken:
+                pass
+            else:
+                if answer.status == 200:
+                    return
+                self._say(f"scale: {answer.status} {answer.body[:200]!r}")
+            await asyncio.sleep(0.5)
+
+    async def _staging(self, value: dict[str, Any]) -> None:
+        self._fail_staging(value["fails"])
+        await asyncio.sleep(value["s"])
+        self._fail_staging(0.0)
+
+    def _fail_staging(self, share: float) -> None:
+        self.world.staging_fails = share
+        for process in self.world.processes.alive():
+            if process.engine is not None:
+                process.engine.staging_fails = share
+
+    async def _restart(self, _: Any) -> None:
+        """The supervisor is killed, and started again by whoever runs it."""
+        world = self.world
+        if world.server is None or not world.server.alive:
+            return
+        world.processes.end(world.server, -9)
+        await asyncio.sleep(0.5)
+        world.serve(world.settings(**self.plan.settings))
+
+    # -- the end
+
+    def _calm(self) -> None:
+        """No trouble any more: everything has to become well, and stay."""
+        world, loop = self.world, self.world.loop
+        trouble = world.bucket.trouble
+        trouble.fails, trouble.wrong, trouble.seconds = 0.0, 0.0, 0.02
+        world.network.weather.stalled = None
+        self._fail_staging(0.0)
+        for process in world.processes.alive():
+            if process.stopped:
+                world.processes.signal(process, signal.SIGCONT)
+        for client in self._clients:
+            client.over = True
+        self._say("calm")
+        ending = world.outside("end", self._end())
+        if not loop.run_until(lambda: ending.done() or bool(world.wrong), loop.now + 3 * CALM_S):
+            raise Wrong("the last checks did not end")
+
+    async def _end(self) -> None:
+        name = f"s{len(self.oracle.weights)}"
+        files = self._files[5]
+        self.oracle.weights[name] = weights_of(files.items())
+        for file, data in files.items():
+            self.world.bucket.put(f"{BUCKET}/{name}/{file}", data, self.world.now)
+        until = self.world.now + CALM_S
+        if not await self._ask_for(name, "all"):
+            raise Wrong("no signal is taken in calm weather")
+        newest = self._acknowledged[max(self._acknowledged)]
+        if newest != name:
+            raise Wrong(f"the newest signal is {newest}, not {name}: {self._acknowledged}")
+        self._say(f"waiting for {name}")
+        said: Any = None
+        while True:
+            try:
+                answer = await exchange(PORT, "GET", HOT_LOAD)
+                said = answer.json()
+                rows = said["replicas"]
+                if rows and all(row["current_snapshot_identity"] == name and row["readiness"] for row in rows):
+                    break
+            except Broken as error:
+                said = str(error)
+            if self.world.now > until:
+                raise Wrong(f"after {CALM_S:g} s of calm not all replicas serve {name}: {json.dumps(said)[:3000]}")
+            await asyncio.sleep(0.2)
+        self._say(f"all serve {name}")
+        self._count("end: well")
+        asking = Rollout("last", PORT, random.Random(self.seed), self.oracle, self._count, lambda: None)
+        for number in range(4):
+            body = {"model": "sim", "prompt": [3, 1, 4, 1, 5, number + 1], "max_tokens": 4, "logprobs": True, "stream": True}
+            body |= {"perf_metrics_in_response": True, "ignore_eos": True, "return_token_ids": True, "temperature": 1.0}
+            try:
+                turn = await asking._ask(body, [("x-multi-turn-session-id", f"last-{number}")])
+            except Broken as error:
+                raise Wrong(f"a request in calm weather: {error}") from error
+            self.oracle.check(turn, 4)
+            if set(turn.labels) != {name}:
+                raise Wrong(f"{turn.labels}, not {name}")

@@ -1,0 +1,209 @@
+"""One simulated server: the production supervisor, gateways, replicas and ledger, in one process, on one clock, by one seed.
+
+Owns: what is replaced under the production code. That is the loop, sockets, subprocesses, the engine, the bucket, the clock and
+randomness. Everything else runs as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import random
+import shutil
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import simclock
+from simbucket import Bucket
+from simengine import SimEngine, weights_of
+from simloop import PROCESS, SimLoop
+from simnet import Network, SimSocket
+from simprocess import Process, Processes
+
+import midstream.launch.channel as channel_module
+import midstream.launch.gateway as gateway_module
+import midstream.launch.replica as replica_module
+import midstream.launch.supervisor as supervisor_module
+import midstream.proxy.server as proxy_server
+import midstream.snapshots.store.listing as listing_module
+from midstream.core.config import EngineSettings, GatewaySettings, Settings, TinkerSettings
+from midstream.core.errors import ConfigError, SnapshotError
+from midstream.engine.base import EngineDied
+from midstream.launch.local import LocalLauncher
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
+from midstream.launch.supervisor import Supervisor
+from midstream.replica.text.chat import TextModel
+
+PORT = 8000
+BUCKET = "s3://sim/bucket"
+#: In memory where the system has such a place.
+PLACE = "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+_load_text = functools.lru_cache(TextModel.load)
+
+
+class World:
+    """Implements simclock.World. model_dir: a checkpoint that replicas serve; snapshots: the bytes of further ones."""
+
+    def __init__(self, seed: int, model_dir: Path) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self._bytes = random.Random(f"{seed} bytes")
+        self.loop = SimLoop(random.Random(f"{seed} loop"))
+        self.network = self.loop.network = Network(self.loop, random.Random(f"{seed} network"))
+        programs = {
+            "midstream.launch.gateway": (GatewaySpec, gateway_module.serve),
+            "midstream.launch.replica": (ReplicaSpec, self._serve_replica),
+        }
+        told = (ConfigError, SnapshotError, OSError, EngineDied)
+        self.processes = self.loop.processes = Processes(self.loop, programs, told)
+        self.processes.on_death = self._died
+        self.bucket = Bucket(random.Random(f"{seed} bucket"))
+        self.model_dir = model_dir
+        self.place = Path(tempfile.mkdtemp(prefix="midstream-sim-", dir=PLACE))
+        self._engine_rng = random.Random(f"{seed} engine")
+        self.staging_fails = 0.0
+        self.server: Process | None = None
+        self.supervisor: Supervisor | None = None
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._outside: list[Process] = []
+        self.wall_offset_s = 0.0
+
+    # -- simclock.World
+
+    @property
+    def now(self) -> float:
+        return self.loop.now
+
+    def wall(self) -> float:
+        process = PROCESS.get(None)
+        offset = self.wall_offset_s + (0.0 if process is None else process.wall_offset_s)
+        return simclock.EPOCH_S + self.loop.now + offset
+
+    def random_bytes(self, count: int) -> bytes:
+        return self._bytes.randbytes(count)
+
+    # -- running
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The production code meets this world until the end."""
+        random.seed(self.seed)
+        simclock.install(self)
+        asyncio._set_running_loop(self.loop)
+        saved = _replace(self)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
+            simclock.install(None)
+            for owner, name, value in saved:
+                setattr(owner, name, value)
+            shutil.rmtree(self.place, ignore_errors=True)
+
+    def outside(self, name: str, work: Any) -> asyncio.Task[Any]:
+        """A process that is not the server's, and what it runs."""
+        process = Process(name)
+        self._outside.append(process)
+        task = self.loop.create_task(work, name=name, context=process.context)
+        task.add_done_callback(self._outside_ended, context=process.context)
+        return task
+
+    def _outside_ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.wrong.append(f"{task.get_name()}: {type(error).__name__}: {error}")
+
+    def serve(self, settings: Settings) -> None:
+        """Start `midstream serve`."""
+        process = self.server = Process("serve", 1)
+
+        async def main() -> None:
+            launcher = LocalLauncher(settings)
+            self.supervisor = supervisor = Supervisor(settings, "sim", {"sim": self.model_dir}, launcher)
+            await supervisor.serve(lambda line: self.counts.update(["server: ready"]))
+
+        task = self.loop.create_task(main(), name="serve", context=process.context)
+        task.add_done_callback(self._server_ended, context=process.context)
+
+    def _server_ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.wrong.append("serve ended: " + "".join(traceback.format_exception(error)))
+
+    async def _serve_replica(self, spec: ReplicaSpec, channel: Any) -> None:
+        """As run_child does around it: one process at a time has the cache."""
+        process = PROCESS.get()
+        while any(
+            other.alive and other.name == process.name and other.pid < process.pid for other in self.processes.alive()
+        ):
+            await asyncio.sleep(0.05)
+        await replica_module.serve(spec, channel)
+
+    def _died(self, process: Process) -> None:
+        if process is self.server:
+            for child in self.processes.alive():
+                assert child.transport is not None
+                self.loop.call_later(0.001, child.transport.channel.end, context=child.context.copy())
+
+    def engine(self, spec: ReplicaSpec) -> SimEngine:
+        rng = self._engine_rng
+        engine = SimEngine(
+            Path(spec.model_dir), lambda share: rng.random() < share, lambda most: rng.random() * most
+        )
+        engine.staging_fails = self.staging_fails
+        PROCESS.get().engine = engine
+        return engine
+
+    @property
+    def base_weights(self) -> int:
+        return weights_of((file.name, file.read_bytes()) for file in self.model_dir.iterdir())
+
+    def settings(self, **given: Any) -> Settings:
+        gateway = given.pop("gateway", {})
+        return Settings(
+            model="sim",
+            bucket=BUCKET,
+            state_dir=str(self.place),
+            port=PORT,
+            tinker=TinkerSettings(enabled=False),
+            embedded=EngineSettings(threads=1),
+            gateway=GatewaySettings(**gateway),
+            replica_token="token",
+            models={"sim": str(self.model_dir)},
+            **given,
+        )
+
+
+def _replace(world: World) -> list[tuple[Any, str, Any]]:
+    saved: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        saved.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    async def listening(host: str, port: int, *, shared: bool = False) -> list[Any]:
+        return [SimSocket((host, port or world.network.free_port()))]
+
+    def create_server(address: tuple[str, int], **_: Any) -> SimSocket:
+        return SimSocket((address[0], address[1] or world.network.free_port()))
+
+    put(proxy_server, "listening_sockets", listening)
+    put(supervisor_module, "reserved", lambda host, port: [SimSocket((host, port))])
+    put(replica_module, "socket", SimpleNamespace(create_server=create_server))
+    put(replica_module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+    put(replica_module, "make_engine", world.engine)
+    put(TextModel, "load", staticmethod(_load_text))
+    put(listing_module, "open_bucket", world.bucket.open)
+    put(channel_module, "return_memory", lambda: None)
+    put(os, "killpg", world.processes.killpg)
+    return saved
+
+
+Count = Callable[[str], None]
