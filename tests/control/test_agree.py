@@ -31,7 +31,7 @@ from midstream.fleet.reconcile import decide, failure
 from midstream.ledger import DeploymentState, Disagreement
 
 A = Desired(snapshot="a", generation=3, url="file:///b/a")
-STATE = DeploymentState(A, since={"a": 3}, ever_ready=True, first_signalled_at=1.0, proven=True)
+STATE = DeploymentState(A, since={"a": 3}, ever_ready=True, proven=True)
 GOOD, BAD = (-1.0, -2.0), (-1.0, -2.5)
 
 

@@ -114,7 +114,7 @@ class Replica:
         machine = self.machine
         return ReplicaReport(
             replica=self.name,
-            boot=f"boot-{self.boots}",
+            boot=f"{self.name}-boot-{self.boots}",
             ready=True,
             snapshot=machine.serving,
             generation=machine.accepted.generation if machine.accepted else 0,
@@ -123,7 +123,6 @@ class Replica:
             error=machine.error,
             held=machine.stage is Stage.STAGED and machine.held,
             transitions=tuple(machine.transitions),
-            started_at=1.0,
         )
 
     @property
@@ -143,15 +142,17 @@ class Fleet:
         self.state = DeploymentState(None)
         self.since: dict[str, int] = {}  # the last one signalled is the last
         self.turn: Turn | None = None
+        self.first: frozenset[str] = frozenset()
 
     def signal(self, back: int = 0) -> None:
         """A new snapshot, or the one that was signalled so many signals ago."""
+        self.first = self.first or frozenset(replica.report().boot for replica in self.replicas)
         self.generation += 1
         known = [*self.since][-back:][:1] if back else []
         name = known[0] if known else f"s{self.generation}"
         self.since[name] = self.since.pop(name, self.generation)
         desired = Desired(snapshot=name, generation=self.generation, url="file:///b")
-        self.state = DeploymentState(desired, since={name: self.since[name]}, first_signalled_at=2.0)
+        self.state = DeploymentState(desired, since={name: self.since[name]}, first_boots=self.first)
 
     def decide(self) -> None:
         in_rotation = [r.seen for r in self.replicas if r.admitted and r.seen is not None]
@@ -271,7 +272,7 @@ def test_replicas_that_are_signalled_faster_than_they_switch_get_on_one_by_one()
 
 def test_together_nobody_is_held() -> None:
     state = DeploymentState(Desired(snapshot="a", generation=1, url="file:///b"), since={"a": 1})
-    fresh = report(0, Stage.IDLE, started_at=1.0)
+    fresh = report(0, Stage.IDLE)
     held, released = decide(state, fresh, True, 0, False).send, decide(state, fresh, True, 0, None).send
     assert held is not None
     assert released is not None

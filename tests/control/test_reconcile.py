@@ -24,11 +24,12 @@ from midstream.ledger import BootHistory, Death, DeploymentState, Disagreement, 
 A = Desired(snapshot="a", generation=3, url="file:///bucket/a", reset_prompt_cache="none")
 OLD = Desired(snapshot="old", generation=3, url="file:///bucket/old", reset_prompt_cache="none")
 OLDER = Desired(snapshot="older", generation=3, url="file:///bucket/older", reset_prompt_cache="none")
+FIRST = frozenset({"first"})
 SINCE = {"a": 3, "old": 2, "older": 1}
 NOTHING = DeploymentState(None)
-WANT_A = DeploymentState(A, (OLD, OLDER), since=SINCE, ever_ready=True, first_signalled_at=100.0)
-FIRST_A = DeploymentState(A, since={"a": 3}, first_signalled_at=100.0)
-ONLY_A = DeploymentState(A, since={"a": 3}, ever_ready=True, first_signalled_at=100.0)
+WANT_A = DeploymentState(A, (OLD, OLDER), since=SINCE, ever_ready=True, first_boots=FIRST)
+FIRST_A = DeploymentState(A, since={"a": 3}, first_boots=FIRST)
+ONLY_A = DeploymentState(A, since={"a": 3}, ever_ready=True, first_boots=FIRST)
 AGAIN_A = msgspec.structs.replace(A, generation=5)
 WANT_A_AGAIN = DeploymentState(AGAIN_A, (), since={"a": 3}, ever_ready=True)
 OTHER_FILES = DeploymentState(AGAIN_A, (), since={"a": 5}, ever_ready=True)
@@ -110,11 +111,10 @@ def dead(state: DeploymentState, count: int, identity: str = "a", generation: in
         ("failed, but it is ready elsewhere", ONLY_A, report("base", A), False, Action(None, False, stuck=True)),
         ("failed in an earlier generation", WANT_A,
          report("old", Desired(snapshot="a", generation=2), on=1), True, Action(A, True)),
-        ("on base since before the first signal", ONLY_A, report(started_at=99.0), False, Action(A, True)),
-        ("on base since before it, not ready", ONLY_A, report(started_at=99.0, ready=False), False,
+        ("on base since before the first signal", ONLY_A, report(boot="first"), False, Action(A, True)),
+        ("on base since before it, not ready", ONLY_A, report(boot="first", ready=False), False,
          Action(A, False)),
-        ("on base since after the first signal", ONLY_A, report(started_at=101.0), False, Action(A, False)),
-        ("on base since nobody knows when", ONLY_A, report(started_at=0.0), False, Action(A, False)),
+        ("on base since after the first signal", ONLY_A, report(), False, Action(A, False)),
         ("asked for again, serves it", WANT_A_AGAIN, report("a", on=3), True, Action(None, True)),
         ("asked for again, is at it", WANT_A_AGAIN, report("old", on=2, generation=3, target="a"), True,
          Action(None, True)),

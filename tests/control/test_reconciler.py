@@ -29,7 +29,7 @@ from midstream.core.types import (
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
 from midstream.fleet.replicas import ReplicaView
-from midstream.ledger import Ledger, Signal, Signalled, sqlite_url, stronger_reset
+from midstream.ledger import Fleet, Ledger, Signal, Signalled, sqlite_url, stronger_reset
 from midstream.replica.swap.table import Event, SwapMachine
 
 DEPLOYMENT = "accounts/local/deployments/default"
@@ -58,8 +58,8 @@ class Bucket:
 class FakeReplica:
     """One replica process: the real swap machine, stepped by the test."""
 
-    def __init__(self, name: str, bucket: Bucket, clock: Callable[[], float]) -> None:
-        self.name, self.bucket, self.clock, self.boots = name, bucket, clock, 0
+    def __init__(self, name: str, bucket: Bucket) -> None:
+        self.name, self.bucket, self.boots = name, bucket, 0
         self.spoilt = 0  # so many of the next loads leave other weights in the engine
         self.swaps: list[
             tuple[int, int, int, ResetPromptCache]
@@ -68,7 +68,6 @@ class FakeReplica:
 
     def reboot(self) -> None:
         self.boots += 1
-        self.started_at = self.clock()
         self.machine = SwapMachine(clock=lambda: 7.0)
         self.history: list[Transition] = []
         self.content: Desired | None = None
@@ -76,7 +75,7 @@ class FakeReplica:
 
     @property
     def boot(self) -> str:
-        return f"boot-{self.boots}"
+        return f"{self.name}-boot-{self.boots}"
 
     def step(self) -> None:
         machine, target = self.machine, self.machine.target
@@ -125,7 +124,6 @@ class FakeReplica:
             check=self.check,
             held=machine.stage is Stage.STAGED and machine.held,
             transitions=tuple(machine.transitions),
-            started_at=self.started_at,
         )
 
 
@@ -180,7 +178,7 @@ class World:
         self.time = 0.0
         self.bucket = Bucket()
         self.broken, self.poison = self.bucket.broken, self.bucket.poison
-        self.replicas = [FakeReplica(f"replica-{i}", self.bucket, self.wall_clock) for i in range(replicas)]
+        self.replicas = [FakeReplica(f"replica-{i}", self.bucket) for i in range(replicas)]
         self.time = 1.0
         self.signals: list[tuple[int, ResetPromptCache]] = []  # generation, policy
         self.ledger: Ledger | None = None
@@ -214,12 +212,10 @@ class World:
     def signal(self, identity: str, policy: ResetPromptCache = "all") -> None:
         assert self.ledger is not None
         url, fingerprint = f"file:///bucket/{identity}", self.bucket.fingerprint(identity)
-        result = self.run(
-            self.ledger.signal(
-                DEPLOYMENT,
-                Signal(identity=identity, url=url, reset_prompt_cache=policy, fingerprint=fingerprint),
-            )
-        )
+        signal = Signal(identity=identity, url=url, reset_prompt_cache=policy, fingerprint=fingerprint)
+        reports = [view.report for view in self.set.views if view.report]
+        fleet = Fleet(boots=tuple(one.boot for one in reports if one.snapshot == BASE_SNAPSHOT))
+        result = self.run(self.ledger.signal(DEPLOYMENT, signal, fleet))
         if result.changed:
             self.signals.append((result.desired.generation, policy))
         self.reconciler.signalled()
@@ -412,7 +408,8 @@ def test_a_wake_is_acted_on_without_waiting_for_the_poll(tmp_path: Path) -> None
         task = asyncio.create_task(world.reconciler.run())
         world.set.hear(0)
         assert world.ledger is not None
-        await world.ledger.signal(DEPLOYMENT, Signal(identity="a", url="file:///bucket/a"))
+        fleet = Fleet(boots=(world.replicas[0].boot,))
+        await world.ledger.signal(DEPLOYMENT, Signal(identity="a", url="file:///bucket/a"), fleet)
         world.reconciler.signalled()
         await until(lambda: world.replicas[0].machine.behind)
         while world.replicas[0].machine.serving != "a":
@@ -491,7 +488,7 @@ def test_a_snapshot_that_kills_the_engine_is_given_up_for_the_fallback(tmp_path:
     assert failure(world.state(), replica.report(), world.state().desired) == why
     rows = world.run(world.ledger.transitions(DEPLOYMENT))  # type: ignore[union-attr]
     killed = [(r.boot, r.detail) for r in rows if r.identity == "killer" and r.stage is Stage.ERROR]
-    assert killed == [("boot-1", why), ("boot-2", why)]
+    assert killed == [("replica-0-boot-1", why), ("replica-0-boot-2", why)]
     world.restart_gateway()
     replica.reboot()
     world.calm(60)
@@ -777,7 +774,7 @@ class Convergence(RuleBasedStateMachine):
         state = self.world.state()
         for report in joined:
             if report.snapshot == BASE_SNAPSHOT and state.ever_ready:
-                assert report.started_at < state.first_signalled_at
+                assert report.boot in state.first_boots
 
     @rule()
     def restart_gateway(self) -> None:

@@ -11,7 +11,7 @@ from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, opened, signal
 
 from midstream.core.errors import ConfigError, NotFound
 from midstream.core.types import Desired, Stage
-from midstream.ledger import Death, Disagreement, Ledger, Signal, stronger_reset
+from midstream.ledger import Death, Disagreement, Fleet, Ledger, Signal, stronger_reset
 
 
 def test_nothing_is_desired_before_the_first_signal(url: str) -> None:
@@ -161,13 +161,16 @@ def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(url: str
     on_ledger(url, work)
 
 
-def test_when_the_first_snapshot_was_signalled_is_remembered(url: str) -> None:
+def test_which_boots_served_when_the_first_snapshot_was_signalled_is_remembered(url: str) -> None:
     async def work(ledger: Ledger) -> None:
-        assert (await ledger.state(DEPLOYMENT)).first_signalled_at is None
-        for identity in ("a", "b"):
-            await signal(ledger, identity)
-        rows = await ledger.snapshots(DEPLOYMENT)
-        assert (await ledger.state(DEPLOYMENT)).first_signalled_at == rows[0].first_signalled_at
+        for identity, boots in (("a", ("one", "two")), ("b", ("two", "three"))):
+            await ledger.signal(
+                DEPLOYMENT, Signal(identity=identity, url=f"file:///b/{identity}"), Fleet(boots=boots)
+            )
+            await ledger.update_deployment(DEPLOYMENT, fields={"description": identity})
+            assert (await ledger.state(DEPLOYMENT)).first_boots == {"one", "two"}
+        await ledger.reset_ledger(DEPLOYMENT)
+        assert (await ledger.state(DEPLOYMENT)).first_boots == frozenset()
 
     on_ledger(url, work)
 

@@ -92,7 +92,7 @@ def test_a_reset_forgets_every_snapshot_and_goes_on_counting(url: str) -> None:
         assert generation == await ledger.reset_ledger(DEPLOYMENT) == 8
         state = await ledger.state(DEPLOYMENT)
         assert state.desired == Desired(snapshot="base", generation=8)
-        assert (state.fallbacks, state.ever_ready, state.first_signalled_at) == ((), False, None)
+        assert (state.fallbacks, state.ever_ready, state.first_boots) == ((), False, frozenset())
         assert await ledger.snapshots(DEPLOYMENT) == await ledger.transitions(DEPLOYMENT) == []
         later = moved(1, "base", 8, Stage.IDLE)
         assert await ledger.record(DEPLOYMENT, "replica-0", "b", [ready, later]) == 1, "what was is forgotten"

@@ -63,7 +63,11 @@ class Store:
 
     async def list_with_delimiter_async(self) -> dict[str, Any]:
         await self._bucket.answer()
-        names = [url.removeprefix(self._prefix) for url in sorted(self._bucket.objects) if url.startswith(self._prefix)]
+        names = [
+            url.removeprefix(self._prefix)
+            for url in sorted(self._bucket.objects)
+            if url.startswith(self._prefix)
+        ]
         return {"objects": [self._meta(name) for name in names if "/" not in name]}
 
     async def head_async(self, name: str) -> dict[str, Any]:

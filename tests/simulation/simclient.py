@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -49,11 +50,19 @@ async def exchange(
 
 
 async def _sent(
-    port: int, method: str, path: str, body: Any, headers: Sequence[tuple[str, str]]
+    port: int,
+    method: str,
+    path: str,
+    body: Any,
+    headers: Sequence[tuple[str, str]],
+    kept: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None,
+    *,
+    stays: bool = False,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = kept or await asyncio.open_connection("127.0.0.1", port)
     data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "host: sim", "connection: close", f"content-length: {len(data)}"]
+    lines = [f"{method} {path} HTTP/1.1", "host: sim", f"content-length: {len(data)}"]
+    lines += [] if stays else ["connection: close"]
     lines += [f"{name}: {value}" for name, value in headers]
     writer.write("\r\n".join([*lines, "", ""]).encode() + data)
     return reader, writer
@@ -62,7 +71,9 @@ async def _sent(
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     status = int(lines[0].split()[1])
-    return status, {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:-2])}
+    return status, {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:-2])
+    }
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
@@ -110,7 +121,9 @@ class Turn:
             self.finish = choice.get("finish_reason") or self.finish
             if "kv_snapshots" in choice:
                 self.kv = _spans(choice["kv_snapshots"])
-            self.earlier += [(e["tokens"], _spans(e["kv_snapshots"])) for e in choice.get("earlier_kv_snapshots", ())]
+            self.earlier += [
+                (e["tokens"], _spans(e["kv_snapshots"])) for e in choice.get("earlier_kv_snapshots", ())
+            ]
         usage = event.get("usage") or {}
         self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", self.cached)
 
@@ -123,13 +136,36 @@ class Wrong(Exception):
     """An invariant does not hold."""
 
 
-class Oracle:
-    """What may be true of an answer. weights: of each snapshot name, all that it ever meant."""
+@dataclass(frozen=True)
+class Signal:
+    """One that was acknowledged. policy: all, new_session or none."""
 
-    def __init__(self) -> None:
+    generation: int
+    snapshot: str
+    policy: str
+
+
+class Oracle:
+    """What may be true of an answer. weights: of each snapshot name. synchronous: streams end before a swap.
+
+    unsure: names of signals whose answers were lost, so that nothing is known of their order.
+    """
+
+    def __init__(self, *, synchronous: bool = False) -> None:
         self.weights: dict[str, int] = {}
-        #: Names in the order of their first signal that was acknowledged or may have been.
+        self.signals: list[Signal] = []
+        self.unsure: set[str] = set()
         self.checked_tokens = 0
+        #: All replicas have been seen to serve something that was signalled.
+        self.left_base = False
+        self._synchronous = synchronous
+
+    def generations(self, snapshot: str) -> tuple[int, int] | None:
+        """The first and the last of a snapshot; None where they are not known."""
+        if snapshot == "base":
+            return 0, 0
+        found = [signal.generation for signal in self.signals if signal.snapshot == snapshot]
+        return (min(found), max(found)) if found and snapshot not in self.unsure else None
 
     def check(self, turn: Turn, max_tokens: int) -> None:
         """Of a response that came to its end. Raises Wrong."""
@@ -140,16 +176,50 @@ class Oracle:
         strange = {label for label in turn.labels} - set(self.weights)
         if strange:
             raise Wrong(f"labels that nobody signalled: {strange}")
-        self._check_numbers(turn, 0, turn.earlier, turn.kv)
+        self._check_order(turn)
+        self._check_numbers(turn, [*turn.earlier, (len(turn.tokens), turn.kv)])
+        self.checked_tokens += len(turn.tokens)
 
-    def _check_numbers(
-        self, turn: Turn, begin: int, earlier: list[tuple[int, list[tuple[str, int, int]]]], kv: list[tuple[str, int, int]]
-    ) -> None:
-        parts = [*earlier, (len(turn.tokens), kv)]
-        first = begin
+    def _check_order(self, turn: Turn) -> None:
+        for before, after in itertools.pairwise(turn.labels):
+            one, other = self.generations(before), self.generations(after)
+            if before != after and one and other and one[0] >= other[1]:
+                raise Wrong(f"{before} {one} is followed by {after} {other}: {turn}")
+        if self._synchronous and len(set(turn.labels)) > 1 and not turn.resumed:
+            raise Wrong(f"several snapshots in a stream of a synchronous deployment: {turn}")
+
+    def check_reuse(self, turn: Turn, begun: str) -> None:
+        """That cached KV was computed since the last signal that forbade what was before it.
+
+        begun: the first label of the session. Raises Wrong.
+        """
+        served = self.generations(turn.labels[0])
+        if turn.resumed or turn.kv is None or served is None:
+            return
+        session = self.generations(begun)
+        for snapshot, start, _ in turn.kv:
+            computed = self.generations(snapshot)
+            if start >= turn.cached or computed is None or snapshot == turn.labels[0]:
+                continue
+            for signal in self.signals:
+                after = computed[1] < signal.generation <= served[0]
+                new = session is not None and session[0] >= signal.generation
+                if after and (signal.policy == "all" or (signal.policy == "new_session" and new)):
+                    raise Wrong(
+                        f"KV of {snapshot} {computed} is reused under {turn.labels[0]} in spite of {signal}: {turn}"
+                    )
+
+    def _check_numbers(self, turn: Turn, parts: list[tuple[int, list[tuple[str, int, int]]]]) -> None:
+        first = 0
         tokens = turn.prompt + turn.tokens
         for until, spans in parts:
-            found = expected(tokens[: len(turn.prompt) + until], len(turn.prompt), turn.labels, spans, self.weights.__getitem__)
+            found = expected(
+                tokens[: len(turn.prompt) + until],
+                len(turn.prompt),
+                turn.labels,
+                spans,
+                self.weights.__getitem__,
+            )
             for number in range(first, until):
                 logprob, route = found[number]
                 if turn.logprobs[number] != logprob or turn.routes[number] not in (None, route):
@@ -158,8 +228,6 @@ class Oracle:
                         f"{turn.logprobs[number]} instead of {logprob}; {turn}"
                     )
             first = until
-            self.checked_tokens += 0
-        self.checked_tokens += len(turn.tokens)
 
 
 class Rollout:
@@ -179,6 +247,10 @@ class Rollout:
         self._count = count
         self._pin = pins
         self.over = False
+        #: Whether no process that serves, and no connection, has met with anything in this history.
+        self.undisturbed: Callable[[], bool] = lambda: False
+        #: A connection that is kept for the next request.
+        self._kept: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self) -> None:
         number = 0
@@ -188,18 +260,31 @@ class Rollout:
 
     async def _trajectory(self, session: str) -> None:
         ids = [self._rng.randint(1, 249) for _ in range(self._rng.randint(1, 24))]
+        begun, replica = "", ""
         for _ in range(self._rng.randint(1, 4)):
             if self.over:
                 return
             turn = await self._turn(session, ids)
             if turn is None:
                 return
+            begun, replica = begun or turn.labels[0], replica or turn.replica
+            self._oracle.check_reuse(turn, begun)
+            if turn.replica != replica and self.undisturbed():
+                raise Wrong(
+                    f"session {session} went from {replica} to {turn.replica}, and nothing had happened to it"
+                )
             ids = [*ids, *turn.tokens, *(self._rng.randint(1, 249) for _ in range(self._rng.randint(0, 6)))]
             await asyncio.sleep(self._rng.random() * 0.3)
 
     async def _turn(self, session: str, ids: list[int]) -> Turn | None:
         most = self._rng.randint(1, 24)
-        body: dict[str, Any] = {"model": "sim", "prompt": ids, "max_tokens": most, "logprobs": True, "return_token_ids": True}
+        body: dict[str, Any] = {
+            "model": "sim",
+            "prompt": ids,
+            "max_tokens": most,
+            "logprobs": True,
+            "return_token_ids": True,
+        }
         body |= {"perf_metrics_in_response": True, "ignore_eos": True, "seed": self._rng.randint(0, 2**40)}
         body |= {"include_routing_matrix": self._rng.random() < 0.5, "stream": self._rng.random() < 0.8}
         body["temperature"] = 1.0
@@ -207,6 +292,7 @@ class Rollout:
         pin = self._pin()
         if pin is not None:
             headers += [("x-midstream-snapshot", pin), ("x-midstream-snapshot-wait", "2")]
+        left_base = self._oracle.left_base
         try:
             turn = await self.ask(body, headers)
         except Broken as error:
@@ -216,9 +302,15 @@ class Rollout:
             self._count(f"turn: error {turn.error.get('code')}")
             return None
         self._oracle.check(turn, most)
+        if left_base and "base" in turn.labels:
+            raise Wrong(f"the base weights serve again: {turn}")
         if pin is not None and set(turn.labels) != {pin} and not turn.resumed:
             raise Wrong(f"pinned to {pin}: {turn.labels}")
-        self._count("turn: whole" + (", resumed" if turn.resumed else "") + (", crossed" if len(set(turn.labels)) > 1 else ""))
+        self._count(
+            "turn: whole"
+            + (", resumed" if turn.resumed else "")
+            + (", crossed" if len(set(turn.labels)) > 1 else "")
+        )
         return turn
 
     async def ask(self, body: dict[str, Any], headers: Sequence[tuple[str, str]] = ()) -> Turn:
@@ -235,29 +327,50 @@ class Rollout:
             async with asyncio.timeout(PATIENCE_S):
                 return await self._ask(body, headers)
         except TimeoutError as error:
-            raise Broken(f"no answer within {PATIENCE_S:g} s") from error
+            raise self._lost(error) from error
 
     async def _ask(self, body: dict[str, Any], headers: Sequence[tuple[str, str]]) -> Turn:
         turn = Turn(list(body["prompt"]))
+        kept, self._kept = self._kept, None
+        stays = self._rng.random() < 0.7
         try:
-            reader, writer = await _sent(self._port, "POST", "/v1/completions", body, headers)
-            try:
-                status, found = await _head(reader)
-                turn.replica = found.get("x-midstream-replica", "")
-                if status != 200:
-                    text = b"".join([piece async for piece in _body(reader, found)])
-                    if status not in RETRYABLE and status != 422:
-                        raise Wrong(f"status {status}: {text[:400]!r}")
-                    raise Broken(f"status {status} {json.loads(text)['error']['code']}")
-                if body["stream"]:
-                    await self._read_stream(reader, found, turn)
-                else:
-                    self._read_plain(b"".join([piece async for piece in _body(reader, found)]), turn)
-            finally:
-                writer.close()
+            reader, writer = await _sent(
+                self._port, "POST", "/v1/completions", body, headers, kept, stays=stays
+            )
+        except OSError as error:
+            raise self._lost(error) from error
+        whole = False
+        try:
+            status, found = await _head(reader)
+            turn.replica = found.get("x-midstream-replica", "")
+            if status != 200:
+                text = b"".join([piece async for piece in _body(reader, found)])
+                raise self._refused(status, text, pinned="x-midstream-snapshot" in dict(headers))
+            if body["stream"]:
+                await self._read_stream(reader, found, turn)
+            else:
+                self._read_plain(b"".join([piece async for piece in _body(reader, found)]), turn)
+            whole = stays and found.get("connection") != "close"
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise Broken(type(error).__name__) from error
+            if turn.error is None:
+                raise self._lost(error) from error
+        finally:
+            if whole:
+                self._kept = (reader, writer)
+            else:
+                writer.close()
         return turn
+
+    def _lost(self, error: Exception) -> Exception:
+        if self.undisturbed():
+            return Wrong(f"a connection was lost, and nothing had happened: {error!r}")
+        return Broken(type(error).__name__)
+
+    def _refused(self, status: int, text: bytes, *, pinned: bool) -> Exception:
+        code = json.loads(text)["error"]["code"]
+        if status not in RETRYABLE | {422} or (status == 409 and not pinned):
+            return Wrong(f"status {status}: {text[:400]!r}")
+        return Broken(f"status {status} {code}")
 
     async def _read_stream(self, reader: asyncio.StreamReader, headers: dict[str, str], turn: Turn) -> None:
         rest = b""

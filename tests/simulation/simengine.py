@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from midstream.core.types import (
     BASE_SNAPSHOT,
@@ -372,5 +371,3 @@ def expected(
         if position < len(by):
             kv = kv_after(kv, tokens[position], weights(by[position]))
     return found
-
-

@@ -7,6 +7,7 @@ history can be made smaller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from simclient import Broken, Oracle, Rollout, Wrong, exchange
+from simclient import Broken, Oracle, Rollout, Signal, Wrong, exchange
 from simengine import weights_of
 from simloop import HistoryTooLong
 from simprocess import Process
@@ -28,6 +29,8 @@ DEPLOYMENT = "accounts/local/deployments/default"
 STORM_S = 20.0
 CALM_S = 60.0
 READY_S = 60.0
+#: What no client and no session notices.
+HARMLESS = frozenset(("signal", "bucket", "clock", "staging"))
 
 
 @dataclass(frozen=True)
@@ -129,12 +132,12 @@ class History:
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
         self._files = files
-        self.oracle = Oracle()
+        self.oracle = Oracle(synchronous=self.plan.settings["transition"] == "sync")
         self.log: list[str] = []
         self._rng = random.Random(f"{seed} history")
         self._signalled: list[str] = []
-        #: Names by generation, of signals that were acknowledged.
-        self._acknowledged: dict[int, str] = {}
+        #: What a client could notice has happened.
+        self._disturbed = False
         self._clients: list[Rollout] = []
 
     def run(self) -> Outcome:
@@ -167,11 +170,13 @@ class History:
             name = f"client-{number}"
             rng = random.Random(f"{self.seed} {name}")
             client = Rollout(name, PORT, rng, self.oracle, self._count, self._pin)
+            client.undisturbed = lambda: not self._disturbed
             self._clients.append(client)
             world.outside(name, client.run())
         for number, entry in enumerate(self.plan.entries):
             if number not in self._left_out:
                 world.outside(f"entry {number}", self._befall(begun, entry))
+        world.outside("watcher", self._watch())
         loop.run_until(lambda: bool(world.wrong), begun + STORM_S)
         if not world.wrong:
             self._calm()
@@ -185,11 +190,21 @@ class History:
             return self._rng.choice(self._signalled[-2:])
         return None
 
+    async def _watch(self) -> None:
+        """Whether all replicas have left the base weights."""
+        while not self.oracle.left_base:
+            await asyncio.sleep(0.5)
+            with contextlib.suppress(Broken):
+                rows = (await exchange(PORT, "GET", HOT_LOAD)).json().get("replicas", ())
+                there = [row["readiness"] and row["current_snapshot_identity"] != "base" for row in rows]
+                self.oracle.left_base = bool(there) and all(there)
+
     # -- what befalls
 
     async def _befall(self, begun: float, entry: Entry) -> None:
         await asyncio.sleep(max(0.0, begun + entry.at - self.world.now))
         self._say(str(entry))
+        self._disturbed = self._disturbed or entry.kind not in HARMLESS
         await getattr(self, "_" + entry.kind.replace(" ", "_"))(entry.value)
         self._count(f"event: {entry.kind}")
 
@@ -215,12 +230,13 @@ class History:
             try:
                 answer = await exchange(PORT, "POST", HOT_LOAD, body)
             except Broken as error:
+                self.oracle.unsure.add(name)
                 self._say(f"signal {name}: {error}")
             else:
                 if answer.status == 200:
                     said = answer.json()
                     self._say(f"signal {name} acknowledged: generation {said['generation']}")
-                    self._acknowledged[said["generation"]] = name
+                    self.oracle.signals.append(Signal(said["generation"], name, said["reset_prompt_cache"]))
                     return True
                 self._say(f"signal {name}: {answer.status} {answer.body[:200]!r}")
                 if answer.status < 500 and answer.status not in (408, 425, 429):
@@ -256,7 +272,9 @@ class History:
         if process is not None and process.engine is not None:
             self._say(f"engine of {process} dies")
             self.world.loop.create_task(
-                process.engine.die("the simulated engine crashed"), name="death", context=process.context.copy()
+                process.engine.die("the simulated engine crashed"),
+                name="death",
+                context=process.context.copy(),
             )
 
     async def _stall(self, value: dict[str, Any]) -> None:
@@ -264,7 +282,9 @@ class History:
         if one is None or other is None or one is other:
             return
         weather = self.world.network.weather
-        weather.stalled = (weather.stalled or {}) | {frozenset((one.name, other.name)): self.world.now + value["s"]}
+        weather.stalled = (weather.stalled or {}) | {
+            frozenset((one.name, other.name)): self.world.now + value["s"]
+        }
 
     async def _bucket(self, value: dict[str, Any]) -> None:
         trouble = self.world.bucket.trouble
@@ -336,9 +356,9 @@ class History:
         until = self.world.now + CALM_S
         if not await self._ask_for(name, "all"):
             raise Wrong("no signal is taken in calm weather")
-        newest = self._acknowledged[max(self._acknowledged)]
-        if newest != name:
-            raise Wrong(f"the newest signal is {newest}, not {name}: {self._acknowledged}")
+        newest = max(self.oracle.signals, key=lambda signal: signal.generation)
+        if newest.snapshot != name:
+            raise Wrong(f"the newest signal is {newest}, not {name}: {self.oracle.signals}")
         self._say(f"waiting for {name}")
         said: Any = None
         while True:
@@ -346,19 +366,34 @@ class History:
                 answer = await exchange(PORT, "GET", HOT_LOAD)
                 said = answer.json()
                 rows = said["replicas"]
-                if rows and all(row["current_snapshot_identity"] == name and row["readiness"] for row in rows):
+                if rows and all(
+                    row["current_snapshot_identity"] == name and row["readiness"] for row in rows
+                ):
                     break
             except Broken as error:
                 said = str(error)
             if self.world.now > until:
-                raise Wrong(f"after {CALM_S:g} s of calm not all replicas serve {name}: {json.dumps(said)[:3000]}")
+                raise Wrong(
+                    f"after {CALM_S:g} s of calm not all replicas serve {name}: {json.dumps(said)[:3000]}"
+                )
             await asyncio.sleep(0.2)
         self._say(f"all serve {name}")
         self._count("end: well")
         asking = Rollout("last", PORT, random.Random(self.seed), self.oracle, self._count, lambda: None)
         for number in range(4):
-            body = {"model": "sim", "prompt": [3, 1, 4, 1, 5, number + 1], "max_tokens": 4, "logprobs": True, "stream": True}
-            body |= {"perf_metrics_in_response": True, "ignore_eos": True, "return_token_ids": True, "temperature": 1.0}
+            body = {
+                "model": "sim",
+                "prompt": [3, 1, 4, 1, 5, number + 1],
+                "max_tokens": 4,
+                "logprobs": True,
+                "stream": True,
+            }
+            body |= {
+                "perf_metrics_in_response": True,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "temperature": 1.0,
+            }
             try:
                 turn = await asking._ask(body, [("x-multi-turn-session-id", f"last-{number}")])
             except Broken as error:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simprocess import Process, Processes
     from simnet import Network
+    from simprocess import Process, Processes
 
 #: The process that a callback belongs to.
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
@@ -134,12 +134,20 @@ class SimLoop(asyncio.AbstractEventLoop):
     call_soon_threadsafe = call_soon
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self.now + max(0.0, delay), callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context or contextvars.copy_context())
         heapq.heappush(self._timers, (when, next(self._count), handle))
@@ -152,7 +160,11 @@ class SimLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(
-        self, coro: Coroutine[Any, Any, Any], *, name: object = None, context: contextvars.Context | None = None
+        self,
+        coro: Coroutine[Any, Any, Any],
+        *,
+        name: object = None,
+        context: contextvars.Context | None = None,
     ) -> asyncio.Task[Any]:
         return asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
 
@@ -187,7 +199,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
         who = PROCESS.get(None)
-        self.unforeseen.append(f"{who}: {context.get('message')}: {_shown(error)} {context.get('task') or ''}")
+        self.unforeseen.append(
+            f"{who}: {context.get('message')}: {_shown(error)} {context.get('task') or ''}"
+        )
 
     async def shutdown_asyncgens(self) -> None:
         pass
@@ -203,10 +217,14 @@ class SimLoop(asyncio.AbstractEventLoop):
 
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host or "127.0.0.1", int(port or 0)))]
 
-    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **_: Any) -> Any:
+    async def create_server(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **_: Any
+    ) -> Any:
         return self.network.listen(protocol_factory, sock.getsockname(), sock)
 
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any
+    ) -> Any:
         return await self.network.connect(protocol_factory, (host, port))
 
     async def create_unix_connection(self, protocol_factory: Any, path: Any = None, **_: Any) -> Any:

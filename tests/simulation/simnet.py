@@ -211,7 +211,9 @@ class SimTransport(asyncio.Transport):
         return self._protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return {"socket": _SOCKET, "peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(name, default)
+        return {"socket": _SOCKET, "peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(
+            name, default
+        )
 
     def is_closing(self) -> bool:
         return self._closing

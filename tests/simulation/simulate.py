@@ -8,12 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-import simclock  # noqa: I001 - before anything that binds a clock
+import simclock
 
 HERE = Path(__file__).parent
 
@@ -28,6 +27,8 @@ def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
     subprocess.run([sys.executable, "-c", made], check=True)
     from safetensors.numpy import load, save
 
+    from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
+
     base = (directory / "model.safetensors").read_bytes()
     variants = []
     for number in range(6):
@@ -38,11 +39,18 @@ def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
         tensors[name] = raw.view(tensors[name].dtype)
         files = {"config.json": (directory / "config.json").read_bytes()}
         files["model.safetensors"] = save(tensors, metadata={"format": "pt"})
-        variants.append(files)
+        child = place / str(number)
+        child.mkdir()
+        for file, data in files.items():
+            (child / file).write_bytes(data)
+        manifest = encode_manifest(directory_content(child, files))
+        variants.append({**files, MANIFEST_FILE: manifest})
     return directory, variants
 
 
-def run_one(seed: int, directory: Path, variants: list[dict[str, bytes]], left_out: tuple[int, ...] = ()) -> dict[str, Any]:
+def run_one(
+    seed: int, directory: Path, variants: list[dict[str, bytes]], left_out: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """In a process of its own, so that nothing of a history is left for the next one."""
     read, write = os.pipe()
     pid = os.fork()
@@ -74,7 +82,9 @@ def run_one(seed: int, directory: Path, variants: list[dict[str, bytes]], left_o
     with os.fdopen(read) as answer:
         text = answer.read()
     os.waitpid(pid, 0)
-    found: dict[str, Any] = json.loads(text) if text else {"seed": seed, "wrong": ["the history's process died"], "counts": {}}
+    found: dict[str, Any] = (
+        json.loads(text) if text else {"seed": seed, "wrong": ["the history's process died"], "counts": {}}
+    )
     return found
 
 
@@ -104,7 +114,14 @@ def main() -> int:
             begun = simclock.real_monotonic()
             found = run_one(seed, directory, variants)
             took = simclock.real_monotonic() - begun
-            print(seed, f"{took:.2f} s", found.get("steps"), found.get("tokens"), [w[:300] for w in found["wrong"]][:3], flush=True)
+            print(
+                seed,
+                f"{took:.2f} s",
+                found.get("steps"),
+                found.get("tokens"),
+                [w[:300] for w in found["wrong"]][:3],
+                flush=True,
+            )
             bad += bool(found["wrong"])
         return bool(bad)
 

@@ -141,7 +141,8 @@ class World:
         """As run_child does around it: one process at a time has the cache."""
         process = PROCESS.get()
         while any(
-            other.alive and other.name == process.name and other.pid < process.pid for other in self.processes.alive()
+            other.alive and other.name == process.name and other.pid < process.pid
+            for other in self.processes.alive()
         ):
             await asyncio.sleep(0.05)
         await replica_module.serve(spec, channel)

@@ -39,7 +39,7 @@ from midstream.core.errors import (
     SnapshotRefused,
 )
 from midstream.core.scopes import PUBLISH, forbidden
-from midstream.core.types import Hint, ReplicaReport
+from midstream.core.types import BASE_SNAPSHOT, Hint, ReplicaReport
 from midstream.fleet.access import grant_of
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
@@ -220,6 +220,7 @@ def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> Fleet:
         failed_generation=desired.generation if desired is not None and failed else None,
         generation_floor=max((report.generation for report in reports), default=0),
         serving=tuple((report.snapshot, serving_generation(report)) for report in reports if report.ready),
+        boots=tuple(one.boot for one in reports if one.ready and one.snapshot == BASE_SNAPSHOT),
     )
 
 

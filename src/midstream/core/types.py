@@ -393,8 +393,6 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     # The most recent transitions, oldest first.
     transitions: tuple[Transition, ...] = ()
-    # When this boot began, in seconds since the epoch. 0.0 means unknown.
-    started_at: float = 0.0
     # Long prompts and grammars that are read beside its event loop, or wait for that.
     long_texts: int = 0
     # The longest stall of its event loop within the last half minute.

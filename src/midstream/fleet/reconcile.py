@@ -302,8 +302,8 @@ def _may_join(state: DeploymentState, report: ReplicaReport | None) -> bool:
         return False
     if report.snapshot != BASE_SNAPSHOT or state.snapshot == BASE_SNAPSHOT:
         return True
-    if state.first_signalled_at is not None and 0 < report.started_at < state.first_signalled_at:
-        # It served this snapshot when there was nothing else to serve.
+    if report.boot in state.first_boots:
+        # It served this snapshot when there was nothing else to serve. Clocks could not tell that: they jump.
         return True
     assert state.desired is not None
     return not state.ever_ready and failure(state, report, state.desired) is not None

@@ -84,12 +84,13 @@ class Fleet:
 
     failed_generation: a replica failed on the snapshot desired under this generation. Its stage change may not be stored yet.
     generation_floor: the highest generation reported. serving: (snapshot, generation it was loaded under) of each ready
-    replica.
+    replica. boots: of the replicas that serve the base weights.
     """
 
     failed_generation: int | None = None
     generation_floor: int = 0
     serving: tuple[tuple[str, int], ...] = ()
+    boots: tuple[str, ...] = ()
 
 
 NO_FLEET = Fleet()
@@ -194,6 +195,7 @@ class DeploymentState:
     since: the first generation that meant the current files, by identity, for the desired one and the fallbacks. A replica that
         loaded the identity under this or a later generation has exactly these files.
     ever_ready: whether a published snapshot was ever ready on a replica.
+    first_boots: boots of replicas that served the base weights when the first signal came.
     reset_all, reset_new_session: the generation of the last signal with this policy, 0 when there was none.
     deaths: the newest ones, oldest first. A death does not count after the replica has loaded that snapshot, or one that was
         signalled later.
@@ -206,7 +208,7 @@ class DeploymentState:
     fallbacks: tuple[Desired, ...] = ()
     since: Mapping[str, int] = field(default_factory=dict)
     ever_ready: bool = False
-    first_signalled_at: float | None = None
+    first_boots: frozenset[str] = frozenset()
     reset_all: int = 0
     reset_new_session: int = 0
     deaths: tuple[Death, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from midstream.core.types import BASE_SNAPSHOT, Desired, ResetPromptCache, SnapshotFiles
+from midstream.core.types import BASE_SNAPSHOT, Desired, SnapshotFiles
 from midstream.ledger import deployments, reports
 from midstream.ledger.contents import Contents, weights_of
 from midstream.ledger.parents import Standing, check_full, parents_of
@@ -26,6 +26,9 @@ from midstream.ledger.snapshots import (
     fallbacks,
     find,
 )
+
+#: Field of a deployment's row: DeploymentState.first_boots.
+_FIRST_BOOTS = "_first_boots"
 
 
 def accept(
@@ -64,7 +67,7 @@ def accept(
     else:
         db.execute(snapshots.update().where(snapshots.c.id == known.id).values(values))
     meant.store(db)
-    db.execute(_desire(row, signal.identity, generation, signal.reset_prompt_cache, now))
+    db.execute(_desire(row, signal, generation, fleet.boots, now))
     stored = find(db, row.id, signal.identity)
     return SignalResult(_desired(db, stored, deployments.find(db, name), contents), changed=True)
 
@@ -91,7 +94,7 @@ def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
         weights=weights_of(db, row.id, {snapshot.identity for snapshot in named}),
         since={snapshot.identity: snapshot.since_generation for snapshot in named},
         ever_ready=row.first_ready_at is not None,
-        first_signalled_at=row.first_signalled_at,
+        first_boots=frozenset(row.fields.get(_FIRST_BOOTS, ())),
         reset_all=row.reset_all_generation,
         reset_new_session=row.reset_new_session_generation,
         deaths=deaths,
@@ -143,13 +146,14 @@ def _values(signal: Signal, parents: tuple[SnapshotFiles, ...]) -> dict[str, Any
     }
 
 
-def _desire(row: Any, identity: str, generation: int, reset: ResetPromptCache, now: float) -> sa.Update:
+def _desire(row: Any, signal: Signal, generation: int, boots: tuple[str, ...], now: float) -> sa.Update:
     values: dict[str, Any] = {
-        "desired_snapshot": identity,
+        "desired_snapshot": signal.identity,
         "generation": generation,
         "last_generation": generation,
-        "first_signalled_at": now if row.first_signalled_at is None else row.first_signalled_at,
     }
-    if reset != "none":
-        values[f"reset_{reset}_generation"] = generation
+    if row.first_signalled_at is None:
+        values |= {"first_signalled_at": now, "fields": {**row.fields, _FIRST_BOOTS: list(boots)}}
+    if signal.reset_prompt_cache != "none":
+        values[f"reset_{signal.reset_prompt_cache}_generation"] = generation
     return deployments_table.update().where(deployments_table.c.id == row.id).values(values)

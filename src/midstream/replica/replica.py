@@ -105,7 +105,6 @@ class Replica:
         self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
-        self._started_at = clock()
         self.driver = self._fresh_driver()
         engine.on_death(self._on_death)
 
@@ -173,7 +172,6 @@ class Replica:
         return ReplicaReport(
             replica=self.name,
             boot=self.boot,
-            started_at=self._started_at,
             ready=self.ready and machine.sound,
             snapshot=machine.serving,
             generation=machine.accepted.generation if machine.accepted else 0,
@@ -246,7 +244,6 @@ class Replica:
             # A new engine is started whatever the old one raises.
             log.exception("%s: the dead engine could not be closed", self.name)
         self.boot = self._outside.new_boot()
-        self._started_at = self.clock()
         # The cache died with the engine.
         self.namespaces.commit("all")
         self.sessions.close_all()
