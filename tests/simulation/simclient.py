@@ -102,6 +102,9 @@ class Turn:
     error: Any = None
     cached: int = 0
     replica: str = ""
+    pinned: bool = False
+    begun_at: float = 0.0
+    ended_at: float = 0.0
 
     def take(self, event: dict[str, Any]) -> None:
         if "error" in event:
@@ -159,6 +162,8 @@ class Oracle:
         #: All replicas have been seen to serve something that was signalled.
         self.left_base = False
         self._synchronous = synchronous
+        #: When an answer first showed that a replica serves a snapshot.
+        self._served_at: dict[tuple[str, str], float] = {}
 
     def generations(self, snapshot: str) -> tuple[int, int] | None:
         """The first and the last of a snapshot; None where they are not known."""
@@ -188,15 +193,20 @@ class Oracle:
         if self._synchronous and len(set(turn.labels)) > 1 and not turn.resumed:
             raise Wrong(f"several snapshots in a stream of a synchronous deployment: {turn}")
 
-    def check_reuse(self, turn: Turn, begun: str) -> None:
+    def certain(self, turn: Turn) -> bool:
+        """Whether the request came after the switch to the snapshot that served it: not before, to wait for it there."""
+        since = self._served_at.setdefault((turn.replica, turn.labels[0]), turn.ended_at)
+        return turn.begun_at > since and not turn.resumed
+
+    def check_reuse(self, turn: Turn, begun: str | None) -> None:
         """That cached KV was computed since the last signal that forbade what was before it.
 
-        begun: the first label of the session. Raises Wrong.
+        begun: the first label of the session, where that is certain. Raises Wrong.
         """
         served = self.generations(turn.labels[0])
-        if turn.resumed or turn.kv is None or served is None:
+        if not self.certain(turn) or turn.kv is None or served is None:
             return
-        session = self.generations(begun)
+        session = None if begun is None else self.generations(begun)
         for snapshot, start, _ in turn.kv:
             computed = self.generations(snapshot)
             if start >= turn.cached or computed is None or snapshot == turn.labels[0]:
@@ -260,16 +270,20 @@ class Rollout:
 
     async def _trajectory(self, session: str) -> None:
         ids = [self._rng.randint(1, 249) for _ in range(self._rng.randint(1, 24))]
-        begun, replica = "", ""
-        for _ in range(self._rng.randint(1, 4)):
+        begun, replica = None, ""
+        for number in range(self._rng.randint(1, 4)):
             if self.over:
                 return
             turn = await self._turn(session, ids)
             if turn is None:
+                # As clients do that were refused.
+                await asyncio.sleep(0.1 + self._rng.random() * 0.4)
                 return
-            begun, replica = begun or turn.labels[0], replica or turn.replica
+            replica = replica or turn.replica
+            if number == 0 and self._oracle.certain(turn):
+                begun = turn.labels[0]
             self._oracle.check_reuse(turn, begun)
-            if turn.replica != replica and self.undisturbed():
+            if turn.replica != replica and not turn.pinned and self.undisturbed():
                 raise Wrong(
                     f"session {session} went from {replica} to {turn.replica}, and nothing had happened to it"
                 )
@@ -330,7 +344,8 @@ class Rollout:
             raise self._lost(error) from error
 
     async def _ask(self, body: dict[str, Any], headers: Sequence[tuple[str, str]]) -> Turn:
-        turn = Turn(list(body["prompt"]))
+        clock = asyncio.get_running_loop().time
+        turn = Turn(list(body["prompt"]), begun_at=clock(), pinned="x-midstream-snapshot" in dict(headers))
         kept, self._kept = self._kept, None
         stays = self._rng.random() < 0.7
         try:
@@ -345,7 +360,7 @@ class Rollout:
             turn.replica = found.get("x-midstream-replica", "")
             if status != 200:
                 text = b"".join([piece async for piece in _body(reader, found)])
-                raise self._refused(status, text, pinned="x-midstream-snapshot" in dict(headers))
+                raise self._refused(status, text, pinned=turn.pinned)
             if body["stream"]:
                 await self._read_stream(reader, found, turn)
             else:
@@ -359,6 +374,7 @@ class Rollout:
                 self._kept = (reader, writer)
             else:
                 writer.close()
+        turn.ended_at = clock()
         return turn
 
     def _lost(self, error: Exception) -> Exception:

@@ -139,6 +139,7 @@ class History:
         #: What a client could notice has happened.
         self._disturbed = False
         self._clients: list[Rollout] = []
+        self._entries: list[asyncio.Task[None]] = []
 
     def run(self) -> Outcome:
         world = self.world
@@ -175,7 +176,7 @@ class History:
             world.outside(name, client.run())
         for number, entry in enumerate(self.plan.entries):
             if number not in self._left_out:
-                world.outside(f"entry {number}", self._befall(begun, entry))
+                self._entries.append(world.outside(f"entry {number}", self._befall(begun, entry)))
         world.outside("watcher", self._watch())
         loop.run_until(lambda: bool(world.wrong), begun + STORM_S)
         if not world.wrong:
@@ -344,10 +345,14 @@ class History:
             client.over = True
         self._say("calm")
         ending = world.outside("end", self._end())
-        if not loop.run_until(lambda: ending.done() or bool(world.wrong), loop.now + 3 * CALM_S):
+        if not loop.run_until(lambda: ending.done() or bool(world.wrong), loop.now + 5 * CALM_S):
             raise Wrong("the last checks did not end")
+        if ending.done():
+            ending.result()
 
     async def _end(self) -> None:
+        # No signal may come behind the last one.
+        await asyncio.gather(*self._entries)
         name = f"s{len(self.oracle.weights)}"
         files = self._files[5]
         self.oracle.weights[name] = weights_of(files.items())

@@ -1,20 +1,27 @@
-"""Runs simulated histories: `python tests/simulation/simulate.py --seeds 0:1000`, or one of them with all it did: `--seed 17`."""
+"""Runs simulated histories.
+
+`--seeds 0:1000` runs many of them, on all cores. `--seed 17` runs one, and shows all that happened in it.
+"""
 
 from __future__ import annotations
 
+# Before anything that binds a clock.
+import simclock  # noqa: F401, I001
+
 import argparse
+import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
-import traceback
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import simclock
-
-HERE = Path(__file__).parent
 
 
 def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
@@ -48,84 +55,145 @@ def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
     return directory, variants
 
 
-def run_one(
-    seed: int, directory: Path, variants: list[dict[str, bytes]], left_out: tuple[int, ...] = ()
-) -> dict[str, Any]:
-    """In a process of its own, so that nothing of a history is left for the next one."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        code = 1
-        try:
-            from simhistory import History
+@dataclass(frozen=True)
+class Bed:
+    """What every history of a run is made from. plant: the name of a planted fault."""
 
-            outcome = History(seed, directory, variants, left_out).run()
-            said: dict[str, Any] = {
-                "seed": seed,
-                "wrong": outcome.wrong,
-                "counts": dict(outcome.counts),
-                "steps": outcome.steps,
-                "simulated_s": outcome.seconds,
-                "tokens": outcome.tokens,
-                "log": outcome.log,
-            }
-        except BaseException:
-            said = {"seed": seed, "wrong": [traceback.format_exc()], "counts": {}, "log": []}
-        try:
-            with os.fdopen(write, "w") as out:
-                json.dump(said, out)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    os.waitpid(pid, 0)
-    found: dict[str, Any] = (
-        json.loads(text) if text else {"seed": seed, "wrong": ["the history's process died"], "counts": {}}
-    )
+    directory: Path
+    variants: list[dict[str, bytes]]
+    plant: str | None = None
+
+
+def run_one(bed: Bed, seed: int, left_out: tuple[int, ...] = ()) -> dict[str, Any]:
+    [found] = run_many(bed, [(seed, left_out)], 1)
     return found
 
 
+def run_many(
+    bed: Bed, histories: Iterable[tuple[int, tuple[int, ...]]], processes: int
+) -> Iterator[dict[str, Any]]:
+    """The outcomes, as they come. histories: seeds, with the entries to leave out.
+
+    Each history has a process of its own, so that nothing of it is left for the next one.
+    """
+    waiting, running = iter(histories), dict[int, _Running]()
+    while True:
+        for seed, left_out in itertools.islice(waiting, processes - len(running)):
+            one = _begin(bed, seed, left_out)
+            running[one.pipe] = one
+        if not running:
+            return
+        for pipe in select.select(list(running), [], [])[0]:
+            one = running[pipe]
+            piece = os.read(pipe, 2**16)
+            one.text += piece
+            if not piece:
+                del running[pipe]
+                yield one.ended()
+
+
+@dataclass
+class _Running:
+    seed: int
+    pid: int
+    pipe: int
+    text: bytes = b""
+
+    def ended(self) -> dict[str, Any]:
+        os.close(self.pipe)
+        os.waitpid(self.pid, 0)
+        wrong = ["the history's process died"]
+        nothing = {"seed": self.seed, "wrong": wrong, "counts": {}, "log": [], "tokens": 0, "seconds": 0.0}
+        found: dict[str, Any] = json.loads(self.text) if self.text else nothing
+        return found
+
+
+def _begin(bed: Bed, seed: int, left_out: tuple[int, ...]) -> _Running:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return _Running(seed, pid, read)
+    try:
+        said = json.dumps(_history(bed, seed, left_out)).encode()
+        with os.fdopen(write, "wb") as out:
+            out.write(said)
+    finally:
+        os._exit(0)
+
+
+def _history(bed: Bed, seed: int, left_out: tuple[int, ...]) -> dict[str, Any]:
+    from planted import PLANTED
+    from simhistory import History
+
+    if bed.plant is not None:
+        PLANTED[bed.plant]()
+    return vars(History(seed, bed.directory, bed.variants, left_out).run())
+
+
+def smaller(bed: Bed, seed: int) -> list[int]:
+    """Numbers of the plan's entries without which the history fails as well: all that can be left out, one by one."""
+    from simhistory import plan_of
+
+    out: list[int] = []
+    for number in reversed(range(len(plan_of(seed).entries))):
+        if run_one(bed, seed, (*out, number))["wrong"]:
+            out.append(number)
+    return sorted(out)
+
+
+def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) -> int:
+    """Runs the seeds; the exit code."""
+    begun, counts, bad, tokens, simulated = time.monotonic(), Counter[str](), [], 0, 0.0
+    for number, found in enumerate(run_many(bed, ((seed, ()) for seed in range(first, last)), processes), start=1):
+        counts.update(found["counts"])
+        tokens, simulated = tokens + found["tokens"], simulated + found["seconds"]
+        if found["wrong"]:
+            bad.append(found["seed"])
+            print(f"seed {found['seed']}: {found['wrong'][0][:2000]}", flush=True)
+            if not keep_going:
+                break
+        if number % 100 == 0:
+            print(f"{number} histories, {len(bad)} wrong, {time.monotonic() - begun:.0f} s", flush=True)
+    for what, count in sorted(counts.items()):
+        print(f"{count:8} {what}")
+    print(f"{tokens} tokens checked, {simulated:.0f} s simulated in {time.monotonic() - begun:.0f} s")
+    if not bad:
+        print(f"seeds {first} to {last - 1}: nothing is wrong")
+        return 0
+    seed = min(bad)
+    out = smaller(bed, seed)
+    print(f"wrong: {sorted(bad)}. The smallest of seed {seed}: {sys.argv[0]} --seed {seed} --without {' '.join(map(str, out))}")
+    found = run_one(bed, seed, tuple(out))
+    print("\n".join([*found["log"], *found["wrong"]])[-6000:])
+    return 1
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", default="0:20")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--without", type=int, nargs="*", default=[])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:20", help="FIRST:BEHIND_LAST")
+    parser.add_argument("--seed", type=int, help="one history, with all that happened in it")
+    parser.add_argument("--without", type=int, nargs="*", default=[], help="entries of its plan to leave out")
+    parser.add_argument("--plant", help="a fault of planted.py to put into the production code")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep-going", action="store_true", help="go on behind the first history that is wrong")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
-    os.environ.setdefault("AWS_ACCESS_KEY_ID", "sim")
-    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "simulated")
-    os.environ.setdefault("AWS_REGION", "sim")
+    os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
-        directory, variants = model_and_variants(Path(place))
-        import simhistory  # noqa: F401 - before the forks
+        bed = Bed(*model_and_variants(Path(place)), arguments.plant)
+        # Before the forks.
+        import planted  # noqa: F401
+        import simhistory  # noqa: F401
 
-        if arguments.seed is not None:
-            found = run_one(arguments.seed, directory, variants, tuple(arguments.without))
-            print("\n".join(found["log"]))
-            print(json.dumps({**found, "log": None}, indent=1))
-            return bool(found["wrong"])
-        first, _, last = arguments.seeds.partition(":")
-        bad = 0
-        for seed in range(int(first), int(last)):
-            begun = simclock.real_monotonic()
-            found = run_one(seed, directory, variants)
-            took = simclock.real_monotonic() - begun
-            print(
-                seed,
-                f"{took:.2f} s",
-                found.get("steps"),
-                found.get("tokens"),
-                [w[:300] for w in found["wrong"]][:3],
-                flush=True,
-            )
-            bad += bool(found["wrong"])
-        return bool(bad)
+        if arguments.seed is None:
+            first, _, last = arguments.seeds.partition(":")
+            return report(bed, int(first), int(last), arguments.processes, arguments.keep_going)
+        found = run_one(bed, arguments.seed, tuple(arguments.without))
+        print("\n".join([*found["log"], *found["wrong"]]))
+        return bool(found["wrong"])
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
     raise SystemExit(main())
