@@ -22,6 +22,7 @@
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 # make gpu-check  what only a CUDA device can show, in pieces; JSON. First: make setup TORCH=torch (ARGS="--list", "--pieces families hotload",
 #                 "--resume --minutes 9", "--device cpu" for a dry run); the pieces with vLLM also need make setup-vllm VLLM=vllm==0.32.0
+# make simulate    SEEDS histories of a simulated server, on all cores; a wrong one is made smaller and shown (ARGS="--prove": planted faults)
 # make bench-vllm  midstream in front of vLLM beside vLLM and vllm-router, rollouts on two vLLM replicas with swaps; JSON and docs/benchmarks.md
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,6 +30,7 @@ TORCH ?= -r requirements/cpu.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
+SEEDS ?= 1000
 TEST_ARGS ?=
 TEST_PROCESSES ?= 2
 SHARE ?= 0/1
@@ -43,7 +45,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check simulate ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -118,6 +120,9 @@ test-vllm: setup setup-vllm
 
 test-ray-vllm: setup setup-vllm
 	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/launch_ray/test_ray_vllm.py $(TEST_ARGS)
+
+simulate: setup
+	$(BIN)/python tests/simulation/simulate.py --seeds 0:$(SEEDS) --keep-going $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

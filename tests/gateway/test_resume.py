@@ -218,13 +218,14 @@ def test_what_came_of_the_end_of_a_lost_response_is_not_written_behind_the_end()
 def test_the_request_is_sent_on_as_it_came() -> None:
     async def main() -> None:
         async with staged(*[losing(WRITES[0])] * 2, replica_token="secret") as stage:
-            forged = "x-midstream-resumable: 9\r\nx-midstream-placed: 1\r\nx-request-id: r7\r\n"
+            forged = "x-midstream-boot: b2\r\nx-midstream-resumable: 9\r\nx-midstream-placed: 1\r\nx-request-id: r7\r\n"
             assert await answer(stage, SESSION + forged) == WHOLE
             lost, other = (mock.requests[0] for mock in stage.mocks)
             if "resume" in lost.start:
                 lost, other = other, lost
             assert lost.headers["x-midstream-resumable"] == "1"
             assert "x-midstream-resumable" not in other.headers
+            assert lost.headers["x-midstream-boot"] == other.headers["x-midstream-boot"] == "b1"
             for name in ("x-request-id", "x-midstream-token", "x-midstream-session"):
                 assert other.headers[name] == lost.headers[name]
             assert other.body.endswith(b',"body":' + BODY + b"}")

@@ -16,6 +16,7 @@ from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, R
 
 from midstream.core.sse import event as sse_event
 from midstream.core.types import (
+    HEADER_BOOT,
     NEAR_ROUTER,
     NEAR_TOP_P,
     GenerateRequest,
@@ -780,6 +781,26 @@ def test_the_report_health_and_model_list(tmp_path: Path) -> None:
         here.engine.start_gate.set()
         await here.until(lambda: here.replica.ready)
         assert (await here.http.get("/health")).status_code == 200
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_request_that_was_meant_for_an_earlier_boot_is_not_served_by_other_weights(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        await here.swapped("v1")
+        boot = here.replica.boot
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+        assert (
+            await here.http.post("/v1/completions", json=body, headers={HEADER_BOOT: boot})
+        ).status_code == 200
+        await here.engine.die()
+        await here.until(lambda: here.replica.ready)
+        answer = await here.http.post("/v1/completions", json=body, headers={HEADER_BOOT: boot})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_unavailable")
+        again = {HEADER_BOOT: here.replica.boot}
+        assert (await here.http.post("/v1/completions", json=body, headers=again)).json()[
+            "model"
+        ] == f"{MODEL}@base"
 
     play(tmp_path, FakeEngine, scenario)
 

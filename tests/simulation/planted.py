@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import simclock
+
 from midstream.fleet import loop as fleet_loop
+from midstream.fleet import reconcile
 from midstream.fleet.sessions import SessionTable
 from midstream.launch.process import Child
 from midstream.ledger.database import Database
 from midstream.proxy.replica_route import ReplicaRoute
-from midstream.proxy.resume import ResumeLog
+from midstream.proxy.request_state import Event
+from midstream.proxy.resume import END, ResumeLog
+from midstream.proxy.route import Judgement
 from midstream.replica.gate import Gate
+from midstream.replica.service import Service
 from midstream.replica.swap.namespaces import Namespaces
 from midstream.replica.swap.pins import Pins
-from midstream.replica.swap.source import CachedSource
 from midstream.snapshots.store import fetch
 
 
@@ -42,8 +50,6 @@ def _new_sessions_only() -> None:
 
 def _answered_before_commit() -> None:
     """Some writes of the ledger are answered and then lost."""
-    import contextlib
-
     before, rng = Database.write, random.Random(7)
 
     @contextlib.contextmanager
@@ -81,16 +87,6 @@ def _bytes_are_not_compared() -> None:
     fetch.difference = lambda expected, found: None  # type: ignore[attr-defined]
 
 
-def _snapshot_is_not_verified() -> None:
-    """A torn snapshot is loaded as it is."""
-
-    async def verify(self: CachedSource, path: Any, desired: Any) -> None:
-        pass
-
-    CachedSource.verify = verify  # type: ignore[method-assign]
-    _bytes_are_not_compared()
-
-
 def _log_loses_its_last_event() -> None:
     """A resumed stream repeats what the client has."""
     before = ResumeLog.lines
@@ -123,8 +119,6 @@ def _everybody_is_admitted() -> None:
     before = fleet_loop.decide
 
     def decide(*given: Any) -> Any:
-        from dataclasses import replace
-
         return replace(before(*given), admit=True)
 
     fleet_loop.decide = decide  # type: ignore[assignment]
@@ -141,9 +135,6 @@ def _nothing_is_started_again() -> None:
 
 def _losses_end_streams() -> None:
     """A stream whose replica is lost ends as if it were whole."""
-    from midstream.proxy.request_state import Event
-    from midstream.proxy.resume import END
-    from midstream.proxy.route import Judgement
 
     def lost(self: ReplicaRoute, phase: Any, reason: str) -> Judgement:
         return Judgement(Event.END, rest=b"7\r\n: cut\n\n\r\n" + END)
@@ -151,9 +142,42 @@ def _losses_end_streams() -> None:
     ReplicaRoute._stream_lost = lost  # type: ignore[method-assign]
 
 
+def _another_boot_is_as_good() -> None:
+    """A replica serves requests that were meant for an earlier boot."""
+    Service._check_boot = lambda self, headers: None  # type: ignore[method-assign]
+
+
+def _old_by_the_clock() -> None:
+    """A boot that seems to have begun before the first signal may serve the base weights."""
+    before = reconcile._may_join
+
+    def may_join(state: Any, report: Any) -> bool:
+        late = report is not None and report.ready and time.time() < simclock.EPOCH_S
+        return late or before(state, report)
+
+    reconcile._may_join = may_join
+
 
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
-    if name.startswith("_") and callable(plant) and plant.__module__ == __name__ and plant.__doc__
+    if name.startswith("_") and getattr(plant, "__module__", "") == __name__
+}
+
+#: A seed that finds it; `simulate.py --prove` looks for others where it does not any more.
+FOUND_AT = {
+    "namespace_kept": 0,
+    "new_sessions_only": 0,
+    "answered_before_commit": 1,
+    "pins_do_not_hold": 17,
+    "gate_is_not_drained": 5,
+    "bytes_are_not_compared": 316,
+    "log_loses_its_last_event": 2,
+    "half_chunks_pass": 81,
+    "sessions_are_forgotten": 1,
+    "everybody_is_admitted": 3,
+    "nothing_is_started_again": 2,
+    "losses_end_streams": 2,
+    "another_boot_is_as_good": 143,
+    "old_by_the_clock": 14,
 }

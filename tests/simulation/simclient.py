@@ -178,7 +178,7 @@ class Oracle:
             raise Wrong(f"{len(turn.tokens)} of {max_tokens} tokens, finish {turn.finish}: {turn}")
         if turn.kv is None:
             raise Wrong(f"no kv_snapshots: {turn}")
-        strange = {label for label in turn.labels} - set(self.weights)
+        strange = set(turn.labels) - set(self.weights)
         if strange:
             raise Wrong(f"labels that nobody signalled: {strange}")
         self._check_order(turn)

@@ -68,7 +68,7 @@ def routed(kv: int, weights: int) -> bytes:
 
 
 @dataclass
-class Sequence_:
+class Choice:
     """One choice that runs. kv: of each position that has one, and who computed it."""
 
     request: GenerateRequest
@@ -103,7 +103,7 @@ class SimEngine(Engine):
         self._snapshot, self._weights = BASE_SNAPSHOT, 0
         self._commits = 0
         self._staged: tuple[str, int] | None = None
-        self._running: list[Sequence_] = []
+        self._running: list[Choice] = []
         #: By salt and tokens, of whole blocks: KV, who computed it, and after how many commits.
         self._cached: dict[tuple[bytes, tuple[int, ...]], tuple[list[int], list[tuple[str, int]]]] = {}
         self._paused = False
@@ -155,7 +155,7 @@ class SimEngine(Engine):
             raise EngineDied("the engine is not there")
         events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         mine = [
-            Sequence_(request, choice, [*request.prompt, *request.emitted_of(choice)], events)
+            Choice(request, choice, [*request.prompt, *request.emitted_of(choice)], events)
             for choice in request.choices
         ]
         for sequence in mine:
@@ -251,7 +251,7 @@ class SimEngine(Engine):
                 for sequence in list(self._running):
                     self._step(sequence)
 
-    def _step(self, one: Sequence_) -> None:
+    def _step(self, one: Choice) -> None:
         request, weights = one.request, self._weights
         prompt: tuple[TokenRecord, ...] | None = None
         cached: int | None = None
@@ -287,7 +287,7 @@ class SimEngine(Engine):
         )
         assert weights == self._weights
 
-    def _read_prompt(self, one: Sequence_) -> tuple[int, tuple[TokenRecord, ...] | None]:
+    def _read_prompt(self, one: Choice) -> tuple[int, tuple[TokenRecord, ...] | None]:
         """Cached positions, and the records of the prompt's last tokens where they are asked for."""
         request = one.request
         reused = 0
@@ -310,7 +310,7 @@ class SimEngine(Engine):
     def _young(self, by: Sequence[tuple[str, int]], most: int | None) -> bool:
         return most is None or all(self._commits - at <= most for _, at in by)
 
-    def _score_prompt(self, one: Sequence_, wanted: int) -> tuple[TokenRecord, ...]:
+    def _score_prompt(self, one: Choice, wanted: int) -> tuple[TokenRecord, ...]:
         records = []
         count = len(one.request.prompt)
         for position in range(count - wanted, count):
@@ -322,7 +322,7 @@ class SimEngine(Engine):
             records.append(self._record(one, position, token, None))
         return tuple(records)
 
-    def _compute(self, one: Sequence_, count: int) -> None:
+    def _compute(self, one: Choice, count: int) -> None:
         """KV of the first `count` positions."""
         kv = one.kv[-1] if one.kv else 0
         for position in range(len(one.kv), count):
@@ -330,7 +330,7 @@ class SimEngine(Engine):
             one.kv.append(kv)
             one.by.append((self._snapshot, self._commits))
 
-    def _draw(self, one: Sequence_) -> TokenRecord:
+    def _draw(self, one: Choice) -> TokenRecord:
         position = len(one.tokens)
         token = drawn(one.kv[-1], self._weights, one.request.sampling.seed, one.choice, position)
         record = self._record(one, position, token, scored(one.kv[-1], self._weights, token))
@@ -339,12 +339,12 @@ class SimEngine(Engine):
         self._generated += 1
         return record
 
-    def _record(self, one: Sequence_, position: int, token: int, sampling: float | None) -> TokenRecord:
+    def _record(self, one: Choice, position: int, token: int, sampling: float | None) -> TokenRecord:
         kv = one.kv[position - 1]
         route = routed(kv, self._weights) if one.request.want_routes else None
         return TokenRecord(token, scored(kv, self._weights, token), sampling, self._snapshot, route)
 
-    def _keep(self, one: Sequence_) -> None:
+    def _keep(self, one: Choice) -> None:
         for count in range(BLOCK, len(one.kv) + 1, BLOCK):
             key = (one.request.salt, tuple(one.tokens[:count]))
             self._cached[key] = (one.kv[:count], one.by[:count])

@@ -78,9 +78,12 @@ def plan_of(seed: int) -> Plan:
     ):
         if kind != "signal" and rng.random() < 0.55:
             continue
-        for _ in range(rng.randint(1, most)):
-            entries.append(Entry(round(rng.uniform(0.0, STORM_S), 3), kind, _value(kind, rng)))
+        entries += [_entry(kind, rng) for _ in range(rng.randint(1, most))]
     return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5))
+
+
+def _entry(kind: str, rng: random.Random) -> Entry:
+    return Entry(round(rng.uniform(0.0, STORM_S), 3), kind, _value(kind, rng))
 
 
 def _value(kind: str, rng: random.Random) -> Any:
@@ -199,6 +202,8 @@ class History:
                 rows = (await exchange(PORT, "GET", HOT_LOAD)).json().get("replicas", ())
                 there = [row["readiness"] and row["current_snapshot_identity"] != "base" for row in rows]
                 self.oracle.left_base = bool(there) and all(there)
+                if self.oracle.left_base:
+                    self._say(f"all have left the base weights: {json.dumps(rows)}")
 
     # -- what befalls
 
@@ -344,6 +349,7 @@ class History:
         for client in self._clients:
             client.over = True
         self._say("calm")
+        self._count("calm")
         ending = world.outside("end", self._end())
         if not loop.run_until(lambda: ending.done() or bool(world.wrong), loop.now + 5 * CALM_S):
             raise Wrong("the last checks did not end")

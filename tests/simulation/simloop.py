@@ -32,6 +32,30 @@ class HistoryTooLong(Exception):
     """More happened than a history may have."""
 
 
+_numbers = itertools.count()
+
+
+class _Numbered:
+    """Hashed by a number, so that sets of them have the same order in each run."""
+
+    _number: int
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Future(_Numbered, asyncio.Future[Any]):
+    def __init__(self, **given: Any) -> None:
+        self._number = next(_numbers)
+        super().__init__(**given)
+
+
+class _Task(_Numbered, asyncio.Task[Any]):
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self._number = next(_numbers)
+        super().__init__(*given, **more)
+
+
 class SimLoop(asyncio.AbstractEventLoop):
     """network, processes: set by the world that owns this."""
 
@@ -157,7 +181,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         pass
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        return _Future(loop=self)
 
     def create_task(
         self,
@@ -166,7 +190,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         name: object = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
+        return _Task(coro, loop=self, name=None if name is None else str(name), context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         result = self.create_future()
@@ -176,7 +200,8 @@ class SimLoop(asyncio.AbstractEventLoop):
                 return
             try:
                 value = func(*args)
-            except Exception as error:
+            # As in a thread.
+            except Exception as error:  # noqa: BLE001
                 result.set_exception(error)
             else:
                 result.set_result(value)

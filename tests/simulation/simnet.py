@@ -331,7 +331,7 @@ class SimTransport(asyncio.Transport):
         """As a loop does: an exception of a protocol ends its connection."""
         try:
             return call(*args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             self._loop.call_exception_handler({"message": f"protocol: {call}", "exception": error})
             self.abort()
             return True

@@ -90,7 +90,8 @@ class Processes:
                 from midstream.launch.specs import Listening
 
                 channel.send(Listening(error=str(error)))
-        except BaseException as error:
+        # Whatever it is ends the process.
+        except BaseException as error:  # noqa: BLE001
             self.crashed.append(f"{process} crashed: " + "".join(traceback.format_exception(error)))
         self.end(process, code)
 

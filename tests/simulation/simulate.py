@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 # Before anything that binds a clock.
-import simclock  # noqa: F401, I001
+import simclock  # noqa: F401
 
+# isort: split
 import argparse
+import ctypes
+import dataclasses
 import itertools
 import json
 import os
@@ -53,6 +56,10 @@ def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
         manifest = encode_manifest(directory_content(child, files))
         variants.append({**files, MANIFEST_FILE: manifest})
     return directory, variants
+
+
+#: Of personality(2).
+_ADDR_NO_RANDOMIZE = 0x0040000
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,9 @@ def smaller(bed: Bed, seed: int) -> list[int]:
 def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) -> int:
     """Runs the seeds; the exit code."""
     begun, counts, bad, tokens, simulated = time.monotonic(), Counter[str](), [], 0, 0.0
-    for number, found in enumerate(run_many(bed, ((seed, ()) for seed in range(first, last)), processes), start=1):
+    for number, found in enumerate(
+        run_many(bed, ((seed, ()) for seed in range(first, last)), processes), start=1
+    ):
         counts.update(found["counts"])
         tokens, simulated = tokens + found["tokens"], simulated + found["seconds"]
         if found["wrong"]:
@@ -163,10 +172,29 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
         return 0
     seed = min(bad)
     out = smaller(bed, seed)
-    print(f"wrong: {sorted(bad)}. The smallest of seed {seed}: {sys.argv[0]} --seed {seed} --without {' '.join(map(str, out))}")
+    print(
+        f"wrong: {sorted(bad)}. The smallest of seed {seed}: {sys.argv[0]} --seed {seed} --without {' '.join(map(str, out))}"
+    )
     found = run_one(bed, seed, tuple(out))
     print("\n".join([*found["log"], *found["wrong"]])[-6000:])
     return 1
+
+
+def prove(bed: Bed, first: int, last: int, processes: int) -> int:
+    """Plants each fault in turn, and says which seed finds it first; the exit code."""
+    from planted import FOUND_AT, PLANTED
+
+    missed = 0
+    for name, plant in PLANTED.items():
+        seeds = [FOUND_AT[name], *range(first, last)] if name in FOUND_AT else range(first, last)
+        histories = ((seed, ()) for seed in seeds)
+        planted = dataclasses.replace(bed, plant=name)
+        outcomes = run_many(planted, histories, processes)
+        found = next(((one["seed"], one["wrong"][0]) for one in outcomes if one["wrong"]), None)
+        missed += found is None
+        said = "not found" if found is None else f"seed {found[0]}: {found[1][:150]!r}"
+        print(f"{name} ({(plant.__doc__ or '').strip()}): {said}", flush=True)
+    return int(missed > 0)
 
 
 def main() -> int:
@@ -176,9 +204,14 @@ def main() -> int:
     parser.add_argument("--without", type=int, nargs="*", default=[], help="entries of its plan to leave out")
     parser.add_argument("--plant", help="a fault of planted.py to put into the production code")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--keep-going", action="store_true", help="go on behind the first history that is wrong")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="go on behind the first history that is wrong"
+    )
+    parser.add_argument("--prove", action="store_true", help="plant each fault, and say which seed finds it")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
+        # Sets of objects are in the order of their addresses, so those have to be the same in each run.
+        ctypes.CDLL(None).personality(_ADDR_NO_RANDOMIZE)
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
@@ -189,6 +222,8 @@ def main() -> int:
 
         if arguments.seed is None:
             first, _, last = arguments.seeds.partition(":")
+            if arguments.prove:
+                return prove(bed, int(first), int(last), arguments.processes)
             return report(bed, int(first), int(last), arguments.processes, arguments.keep_going)
         found = run_one(bed, arguments.seed, tuple(arguments.without))
         print("\n".join([*found["log"], *found["wrong"]]))

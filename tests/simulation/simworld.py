@@ -37,6 +37,7 @@ from midstream.core.config import EngineSettings, GatewaySettings, Settings, Tin
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.engine.base import EngineDied
 from midstream.launch.local import LocalLauncher
+from midstream.launch.process import StartFailed
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.supervisor import Supervisor
 from midstream.replica.text.chat import TextModel
@@ -76,6 +77,7 @@ class World:
         self.wrong: list[str] = []
         self._outside: list[Process] = []
         self.wall_offset_s = 0.0
+        self._settings: Settings | None = None
 
     # -- simclock.World
 
@@ -123,6 +125,7 @@ class World:
 
     def serve(self, settings: Settings) -> None:
         """Start `midstream serve`."""
+        self._settings = settings
         process = self.server = Process("serve", 1)
 
         async def main() -> None:
@@ -134,13 +137,31 @@ class World:
         task.add_done_callback(self._server_ended, context=process.context)
 
     def _server_ended(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        assert self.server is not None
+        if (
+            isinstance(error, ExceptionGroup)
+            and error.split(StartFailed)[1] is None
+            and not self.counts["calm"]
+        ):
+            # A server ends when a process of it is killed before the server is ready; whoever runs it starts it again.
+            self.counts["server: start failed"] += 1
+            self.processes.end(self.server, 1)
+            self.outside("operator", self._start_again())
+        else:
             self.wrong.append("serve ended: " + "".join(traceback.format_exception(error)))
+
+    async def _start_again(self) -> None:
+        await asyncio.sleep(1.0)
+        assert self._settings is not None
+        self.serve(self._settings)
 
     async def _serve_replica(self, spec: ReplicaSpec, channel: Any) -> None:
         """As run_child does around it: one process at a time has the cache."""
         process = PROCESS.get()
-        while any(
+        # Many events can end it, so it is polled.
+        while any(  # noqa: ASYNC110
             other.alive and other.name == process.name and other.pid < process.pid
             for other in self.processes.alive()
         ):

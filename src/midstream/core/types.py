@@ -28,6 +28,8 @@ HEADER_TOKEN = "x-midstream-token"
 HEADER_TENANT = "x-midstream-tenant"
 # What the API key may do. Only the control app gets it.
 HEADER_SCOPES = "x-midstream-scopes"
+# The boot of the replica that the request was placed on. Another boot may serve other weights, and refuses it.
+HEADER_BOOT = "x-midstream-boot"
 # Stamp of a session that begins, or begins again, on this replica.
 HEADER_PLACED = "x-midstream-placed"
 

@@ -270,7 +270,7 @@ class UpstreamPool:
         self._connect_timeout_s = connect_timeout_s
         self._max_idle = max_idle
         self._idle: list[UpstreamConnection] = []
-        self._all: set[UpstreamConnection] = set()
+        self._all: dict[UpstreamConnection, None] = {}
 
     def __repr__(self) -> str:
         return f"UpstreamPool({len(self._all)} open, {len(self._idle)} idle)"
@@ -297,10 +297,10 @@ class UpstreamPool:
         return made[-1]
 
     def opened(self, connection: UpstreamConnection) -> None:
-        self._all.add(connection)
+        self._all[connection] = None
 
     def closed(self, connection: UpstreamConnection) -> None:
-        self._all.discard(connection)
+        self._all.pop(connection, None)
         if connection in self._idle:
             self._idle.remove(connection)
 

@@ -261,7 +261,7 @@ class Upstream:
 
     def __init__(self, pool: UpstreamPool) -> None:
         self.pool = pool
-        self.requests: set[AtReplica] = set()
+        self.requests: dict[AtReplica, None] = {}
         # When check_replicas first saw it without a report.
         self.unheard_since: float | None = None
 

@@ -9,6 +9,7 @@ Always holds:
 - A request that is probably why replicas were lost (poison.py) is refused, now and when it comes again.
 - A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable.
 - A session whose first request there was refused (425, 429, 503) has no home yet.
+- A request is served by the boot that it was placed on, also where another process has the replica's address by then.
 - While replicas may still have to say which sessions they hold, a request whose session is not known waits for that.
 """
 
@@ -33,6 +34,7 @@ from midstream.core.errors import (
 )
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
 from midstream.core.types import (
+    HEADER_BOOT,
     HEADER_FOLLOW_PREFIX,
     HEADER_PLACED,
     HEADER_SESSION,
@@ -77,6 +79,7 @@ logger = logging.getLogger(__name__)
 #: Replicas that fail with a request before a client has to ask again.
 LOST_SENDS_MAX = 2
 
+_BOOT = HEADER_BOOT.encode()
 _SESSION = HEADER_SESSION.encode()
 _PLACED = HEADER_PLACED.encode()
 _FOLLOW = HEADER_FOLLOW_PREFIX.encode()
@@ -215,7 +218,7 @@ class ReplicaRoute(Route):
         if self._prompt is not None:
             self._deployment.prefixes.begin(self._prompt)
         upstream = self._proxy.upstream(view)
-        upstream.requests.add(request)
+        upstream.requests[request] = None
         self.pool = upstream.pool
         self._here = request
         self._died, self._unfit, self._sent = False, None, False
@@ -228,7 +231,7 @@ class ReplicaRoute(Route):
         self._view.in_flight -= 1
         if self._prompt is not None:
             self._deployment.prefixes.end(self._prompt)
-        self._proxy.upstreams[self._view].requests.discard(here)
+        self._proxy.upstreams[self._view].requests.pop(here, None)
 
     def not_connected(self, phase: Phase, error: OSError) -> Judgement:
         assert self._view is not None
@@ -243,6 +246,8 @@ class ReplicaRoute(Route):
         assert self._view is not None
         self._sent_under = self._view.report
         lines = [self._proxy.replica_header] if self._proxy.replica_header else []
+        if self._boot:
+            lines.append(b"%b: %b" % (_BOOT, self._boot.encode()))
         if self._session is not None:
             key = quote(self._session[1], safe="", errors="surrogatepass")
             lines.append(_SESSION + b": " + key.encode())

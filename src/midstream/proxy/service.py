@@ -37,7 +37,7 @@ class GatewayService:
 
     def __init__(self, settings: GatewaySettings, proxy: Proxy) -> None:
         self._proxy = proxy
-        self.clients: set[ClientConnection] = set()
+        self.clients: dict[ClientConnection, None] = {}
         together, of_one = settings.unfinished_body_bytes
         self.budget = Budget(
             Bounds(
@@ -56,10 +56,10 @@ class GatewayService:
     # -- http1.Service
 
     def connected(self, client: ClientConnection) -> None:
-        self.clients.add(client)
+        self.clients[client] = None
 
     def disconnected(self, client: ClientConnection) -> None:
-        self.clients.discard(client)
+        self.clients.pop(client, None)
         if self._empty is not None and not self.clients and not self._empty.done():
             self._empty.set_result(None)
 

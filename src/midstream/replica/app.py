@@ -74,7 +74,7 @@ class ReplicaApp:
     def __init__(self, replica: Replica, token: str = "") -> None:
         self.draining = False
         self.budget = Budget(Bounds(unfinished_body_bytes=UNFINISHED_BODY_BYTES_MAX))
-        self.clients: set[ClientConnection] = set()
+        self.clients: dict[ClientConnection, None] = {}
         self._all_left = asyncio.Event()
         self._all_left.set()
         self._token = token.encode()
@@ -104,11 +104,11 @@ class ReplicaApp:
         return f"ReplicaApp({len(self.clients)} connections)"
 
     def connected(self, client: ClientConnection) -> None:
-        self.clients.add(client)
+        self.clients[client] = None
         self._all_left.clear()
 
     def disconnected(self, client: ClientConnection) -> None:
-        self.clients.discard(client)
+        self.clients.pop(client, None)
         if not self.clients:
             self._all_left.set()
 

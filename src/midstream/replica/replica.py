@@ -125,6 +125,8 @@ class Replica:
             clock=self.clock,
             monotonic=self._outside.monotonic,
             random_seed=self._outside.random_seed,
+            boot=boot,
+            boot_now=lambda: self.boot,
             serving=lambda: self.driver.machine.serving,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )

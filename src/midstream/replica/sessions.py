@@ -102,7 +102,7 @@ class Sessions:
         self._on_change = on_change
         # With when each was last used; the least recently used first.
         self._held: OrderedDict[Session, tuple[SessionStats, float]] = OrderedDict()
-        self._feeds: set[Feed] = set()
+        self._feeds: dict[Feed, None] = {}
         self._measures = {
             name: Distribution([0] * (len(bounds) + 1)) for name, bounds in TURN_MEASURES.items()
         }
@@ -227,11 +227,11 @@ class Sessions:
         """Of everything held now and all changes after. begun: called when a request has brought a session here; whoever tells
         of that at once tells it before the request is answered, and so before another gateway has the session's next turn."""
         feed = Feed(list(self._held), begun)
-        self._feeds.add(feed)
+        self._feeds[feed] = None
         try:
             yield feed
         finally:
-            self._feeds.discard(feed)
+            self._feeds.pop(feed, None)
 
     def told(self, feed: Feed) -> Iterator[bytes]:
         """Lines of JSON until the feed has nothing untold."""

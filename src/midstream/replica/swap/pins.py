@@ -58,7 +58,7 @@ class Pins:
         self._on_change = on_change
         self._drain_s = drain_s
         self._ended_for = ""
-        self._held: set[asyncio.Timeout] = set()
+        self._held: dict[asyncio.Timeout, None] = {}
         self._none = asyncio.Event()
         self._none.set()
         self.coming: str | None = None
@@ -73,7 +73,7 @@ class Pins:
     async def hold(self, asked: Asked, snapshot: str) -> AsyncIterator[None]:
         """The request inside is pinned to `snapshot`, which serves. Ends it with Refused when a swap has waited."""
         limit = asyncio.timeout(None)
-        self._held.add(limit)
+        self._held[limit] = None
         self._none.clear()
         try:
             async with limit:
@@ -87,7 +87,7 @@ class Pins:
             )
             raise asked.refused(message, snapshot, pinnable=False) from None
         finally:
-            self._held.discard(limit)
+            self._held.pop(limit, None)
             if not self._held:
                 self._none.set()
 
