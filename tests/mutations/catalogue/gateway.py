@@ -4,6 +4,14 @@ from catalogue.mutation import Mutation
 
 GATEWAY = (
     Mutation(
+        "resumed_stream_repeats_its_last_event",
+        "proxy/resume.py",
+        'return None if self.lost or self.forgotten else b"".join(self._lines)',
+        'return None if self.lost or self.forgotten else b"".join(self._lines)[:-1].rpartition(b"\\n")[0]',
+        "Whatever order events come in, no token comes twice.",
+        ("simulation/test_simulation.py::test_nothing_is_wrong_in_a_block_of_histories",),
+    ),
+    Mutation(
         "part_that_must_not_be_imported",
         "core/scopes.py",
         "from midstream.core.errors import ConfigError, Forbidden",

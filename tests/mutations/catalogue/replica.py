@@ -4,6 +4,16 @@ from catalogue.mutation import Mutation
 
 REPLICA = (
     Mutation(
+        "another_boot_serves",
+        "replica/service.py",
+        "if not self.boot == now == headers.get(HEADER_BOOT, now):",
+        "if not self.boot == now:",
+        "A request that was placed on one boot of a replica is not served by another.",
+        (
+            "replica/test_replica_api.py::test_a_request_that_was_meant_for_an_earlier_boot_is_not_served_by_other_weights",
+        ),
+    ),
+    Mutation(
         "async_swap_refuses_newcomers",
         "replica/gate.py",
         "if self._door is Door.CLOSED:",
