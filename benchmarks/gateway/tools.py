@@ -150,7 +150,6 @@ def _report(index: int) -> bytes:
         engine=EngineStats(
             running=12, kv_blocks_used=1234, kv_blocks_total=4096, prompt_tokens=123456, steps=9
         ),
-        started_at=1790000000.5,
     )
     return msgspec.json.encode(report).replace(b"%d" % IN_FLIGHT_STAND_IN, IN_FLIGHT_MARK)
 
