@@ -54,6 +54,12 @@ class Bed:
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False)
 
+    def in_flight(self, replica: str) -> int:
+        """How many requests the gateway has on it, streams whose ends have not come among them."""
+        with self.http() as http:
+            replicas = http.get("/health").json()["replicas"]
+        return next((int(one["in_flight"]) for one in replicas if one["name"] == replica), 0)
+
     def replica_pid(self, replica: str) -> int:
         for pid in self.server.children():
             if replica.encode() in cmdline(pid).split(b"\0"):
