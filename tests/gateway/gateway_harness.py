@@ -214,7 +214,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
         await mock.start()
     replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{m.port}") for i, m in enumerate(mocks)])
     for view in replicas.views:
-        view.report = ReplicaReport(replica=view.name, boot="b1", ready=True)
+        view.report = ReplicaReport(replica=view.name, boot=f"boot of {view.name}", ready=True)
         view.admitted = True
     deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     metrics = GatewayMetrics(deployments)

@@ -45,7 +45,7 @@ def test_a_request_and_its_response_pass_with_the_headers_set(path: str) -> None
                 "host": "test",
                 "content-length": "7",
                 "x-session-id": "t/1",
-                "x-midstream-boot": "b1",
+                "x-midstream-boot": "boot of replica-0",
                 "x-midstream-session": "t%2F1",
             }
 

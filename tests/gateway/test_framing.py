@@ -84,7 +84,8 @@ async def outcome(stage: Stage, reads: list[bytes]) -> tuple[list[bytes], object
     for mock in stage.mocks:
         mock.requests.clear()
     for message in served:
-        message.headers.pop("x-midstream-placed", None)
+        for name in ("x-midstream-placed", "x-midstream-boot"):
+            message.headers.pop(name, None)
         if message.headers.get("x-request-id") != "mine":
             message.headers.pop("x-request-id")
     statuses = [line[:12] for line in answers.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]

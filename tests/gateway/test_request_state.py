@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.core.config import GatewaySettings
+from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST
 from midstream.core.types import ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -219,7 +220,7 @@ class Requests(RuleBasedStateMachine):
         async def build() -> None:
             self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.{i + 1}:1") for i in range(3)])
             for view in self.replicas.views:
-                view.report = ReplicaReport(replica=view.name, boot="b1", ready=True)
+                view.report = ReplicaReport(replica=view.name, boot=f"b1 of {view.name}", ready=True)
                 view.admitted = True
             deployments = Deployments(Deployment(NAMES, self.replicas, reconciler(self.replicas)))
             pools = Pools(cast(Any, self.pool), cast(Any, FakePool("control")))
@@ -275,12 +276,17 @@ class Requests(RuleBasedStateMachine):
             self.happens(connection.end)
 
     @precondition(lambda self: self.quiet())
-    @rule(data=st.data(), status=st.sampled_from([400, 425, 429, 503]), size=st.sampled_from([10, 70_000]))
-    def refuse(self, data: st.DataObject, status: int, size: int) -> None:
+    @rule(
+        data=st.data(),
+        status=st.sampled_from([400, 425, 429, 503]),
+        size=st.sampled_from([10, 70_000]),
+        word=st.sampled_from([None, HEADER_LOST, HEADER_ANOTHER_BOOT]),
+    )
+    def refuse(self, data: st.DataObject, status: int, size: int, word: str | None) -> None:
         connection = data.draw(st.sampled_from(self.quiet()))
         connection.answering = True
         body = b'{"error":{"message":"' + b"x" * size + b'"}}'
-        headers = [(b"content-length", b"%d" % len(body))]
+        headers = [(b"content-length", b"%d" % len(body)), *([(word.encode(), b"1")] if word else [])]
         self.happens(lambda: connection.sink.response_head(status, b"No", headers, b""))
         self.happens(lambda: connection.sink.response_body(body))
         self.happens(connection.end)
@@ -310,11 +316,11 @@ class Requests(RuleBasedStateMachine):
         for request in together:
             self.happens(partial(request.give_up, "nothing was heard of it", together))
 
-    @rule(number=st.integers(0, 2), usable=st.booleans())
-    def report(self, number: int, usable: bool) -> None:
+    @rule(number=st.integers(0, 2), boot=st.sampled_from(["b1", "b2", None]))
+    def report(self, number: int, boot: str | None) -> None:
         view = self.replicas.views[number]
         view.suspended, view.failures = False, 0
-        report = ReplicaReport(replica=view.name, boot="b1", ready=True) if usable else None
+        report = ReplicaReport(replica=view.name, boot=f"{boot} of {view.name}", ready=True) if boot else None
         self.happens(lambda: setattr(view, "report", report))
 
     @rule(number=st.integers(0, 2), refuses=st.booleans())

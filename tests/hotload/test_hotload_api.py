@@ -105,6 +105,34 @@ def stages(rows: list[dict[str, Any]]) -> list[tuple[str, str, str | None]]:
     ]
 
 
+def test_the_first_signal_waits_until_it_is_known_which_boots_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that has just begun has heard no replica: the boots that serve would be forgotten, and refused."""
+
+    async def work(server: Server) -> None:
+        waits, wait = asyncio.Event(), server.replicas.wait
+
+        def noted(callback: Callable[[], None], *, any_report: bool = True) -> None:
+            waits.set()
+            wait(callback, any_report=any_report)
+
+        monkeypatch.setattr(server.replicas, "wait", noted)
+        server.replicas.learning = True
+        asked = asyncio.create_task(server.signal({"identity": "a"}))
+        waiting = asyncio.create_task(waits.wait())
+        await asyncio.wait({asked, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        for index in range(3):
+            server.report(index)
+        assert (await asked).status_code == 200
+        assert (await server.ledger.state(DEPLOYMENT)).first_boots == {"boot0", "boot1", "boot2"}
+        server.replicas.learning = True
+        assert (await server.signal({"identity": "b"})).status_code == 200, "only the first one waits"
+
+    serve(tmp_path, work)
+
+
 def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         response = await server.signal(

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
 
+from midstream.core.errors import HEADER_ANOTHER_BOOT
 from midstream.core.sse import event as sse_event
 from midstream.core.types import (
     HEADER_BOOT,
@@ -790,17 +791,16 @@ def test_a_request_that_was_meant_for_an_earlier_boot_is_not_served_by_other_wei
         await here.swapped("v1")
         boot = here.replica.boot
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
-        assert (
-            await here.http.post("/v1/completions", json=body, headers={HEADER_BOOT: boot})
-        ).status_code == 200
+        meant = {HEADER_BOOT: boot}
+        assert (await here.http.post("/v1/completions", json=body, headers=meant)).status_code == 200
         await here.engine.die()
         await here.until(lambda: here.replica.ready)
-        answer = await here.http.post("/v1/completions", json=body, headers={HEADER_BOOT: boot})
+        answer = await here.http.post("/v1/completions", json=body, headers=meant)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_unavailable")
+        assert answer.headers[HEADER_ANOTHER_BOOT] == "1"
         again = {HEADER_BOOT: here.replica.boot}
-        assert (await here.http.post("/v1/completions", json=body, headers=again)).json()[
-            "model"
-        ] == f"{MODEL}@base"
+        answer = await here.http.post("/v1/completions", json=body, headers=again)
+        assert answer.json()["model"] == f"{MODEL}@base"
 
     play(tmp_path, FakeEngine, scenario)
 

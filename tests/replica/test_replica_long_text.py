@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from replica_fakes import MODEL, FakeEngine, Running, byte_tokenizer, running, write_tokenizer
 from tokenizers import AddedToken
 
-from midstream.core.errors import InvalidRequest, Overloaded
+from midstream.core.errors import HEADER_ANOTHER_BOOT, InvalidRequest, Overloaded
 from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
 from midstream.replica.text import jobs as textjobs
 from midstream.replica.text.chat import PIECE_CHARACTERS, TextModel
@@ -164,6 +164,33 @@ def test_a_short_request_sent_after_a_long_one_is_answered_before_it(
         assert not long.done()
         may_go_on.set()
         assert (await long).status_code == 200
+
+    engine = FakeEngine()
+    engine.info = replace(engine.info, max_model_len=40_000)
+    play(tmp_path, engine, scenario)
+
+
+def test_a_text_that_was_read_while_the_engine_began_anew_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(here: Running) -> None:
+        text, begun, may_go_on = here.replica._text, asyncio.Event(), threading.Event()
+        loop, real = asyncio.get_running_loop(), text.encode
+
+        def slow(prompt: str) -> tuple[int, ...]:
+            loop.call_soon_threadsafe(begun.set)
+            may_go_on.wait()
+            return real(prompt)
+
+        monkeypatch.setattr(text, "encode", slow)
+        asked = asyncio.create_task(ask(here, prompt="a" * 30_000))
+        await begun.wait()
+        await here.engine.die()
+        await here.until(lambda: here.replica.ready)
+        may_go_on.set()
+        answer = await asked
+        assert (answer.status_code, answer.headers[HEADER_ANOTHER_BOOT]) == (503, "1")
+        assert here.engine.requests == []
 
     engine = FakeEngine()
     engine.info = replace(engine.info, max_model_len=40_000)

@@ -16,6 +16,7 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, write_tokenizer
 from test_replica_tool_api import CALLS, TOOLS, USER, tokens, write_tool_model
 
+from midstream.core.errors import HEADER_ANOTHER_BOOT
 from midstream.core.resumption import (
     HEADER_RESUMABLE,
     PATH_RESUME,
@@ -345,6 +346,25 @@ def test_an_engine_that_dies_under_a_stream_breaks_it_off_so_that_it_can_be_resu
         answer = await resume(there, path, body, [got])
         both = by_choice(events(got + answer.text))[0]
         assert [e["choices"] for e in both] == [e["choices"] for e in by_choice(events("".join(whole)))[0]]
+
+    play(tmp_path, scenario)
+
+
+def test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot(tmp_path: Path) -> None:
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        service = there.replica.service
+        assert service is not None
+        async with service.replays:
+            asked = asyncio.create_task(resume(there, path, body, writes[:2]))
+            await there.until(lambda: there.replica.gate.inside == 1)
+            await there.engine.die()
+            await there.until(lambda: there.replica.ready)
+        answer = await asked
+        assert (answer.status_code, answer.headers[HEADER_ANOTHER_BOOT]) == (503, "1")
+        assert there.engine.requests == []
 
     play(tmp_path, scenario)
 

@@ -20,6 +20,7 @@
       EngineFailed 500              this request failed inside the engine
       ReplicaUnavailable 503        retryable: no replica can take it now
         EngineLost                  the engine stopped while it worked on the request
+        AnotherBoot                 the boot that the request was placed on is gone
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
 
@@ -33,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 HEADER_LOST = "x-midstream-lost"
+HEADER_ANOTHER_BOOT = "x-midstream-another-boot"
 
 
 class MidstreamError(Exception):
@@ -187,6 +189,16 @@ class EngineLost(ReplicaUnavailable):
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), HEADER_LOST: "1"}
+
+
+class AnotherBoot(ReplicaUnavailable):
+    """A replica's word to its gateway, in HEADER_ANOTHER_BOOT, that nothing was done for the request."""
+
+    def __init__(self) -> None:
+        super().__init__("the replica began anew after this request was sent to it; retry this request")
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), HEADER_ANOTHER_BOOT: "1"}
 
 
 class SnapshotError(Exception):

@@ -17,8 +17,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from midstream.core.errors import InvalidRequest
+from midstream.core.types import HEADER_FOLLOW_PREFIX
 
 # Share of a prompt's bytes. A shorter common beginning decides nothing.
 FOLLOWED_FROM = 0.5
@@ -31,6 +35,7 @@ LAST_BOUND = 2**20
 PIECE_BYTES = 512
 BEGINNINGS_MAX = 200_000
 
+_FOLLOW = HEADER_FOLLOW_PREFIX.encode()
 _VALUE = re.compile(rb'"(?:messages|prompt)"[ \t\r\n]*:')
 
 
@@ -78,6 +83,14 @@ def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> Prompt | No
     first = 0 if short else _FIRST
     kept = tuple(beginnings[first:])
     return Prompt(kept, min(size, LAST_BOUND), first) if kept else None
+
+
+def follows(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether an unknown session begins where its prompt's beginning is known. Raises InvalidRequest."""
+    value = headers.get(_FOLLOW)
+    if value is not None and value.strip() != b"1":
+        raise InvalidRequest(f"{HEADER_FOLLOW_PREFIX} is 1, or is left out", param=HEADER_FOLLOW_PREFIX)
+    return value is not None
 
 
 class Known(NamedTuple):

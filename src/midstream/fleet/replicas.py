@@ -137,6 +137,16 @@ class ReplicaSet:
         self._waiting.pop(callback, None)
         self._waiting_for_use.pop(callback, None)
 
+    async def learned(self) -> None:
+        """Returns when it is not `learning`."""
+        while self.learning:
+            changed = asyncio.Event()
+            self.wait(changed.set, any_report=False)
+            try:
+                await changed.wait()
+            finally:
+                self.wait_no_more(changed.set)
+
     @property
     def waiting(self) -> int:
         """How many wait."""
@@ -228,6 +238,10 @@ class ReplicaSet:
         subscription = self._subscriptions.get(view)
         if subscription is not None and not subscription.connected:
             self._lost(view)
+
+    def replaced(self, view: ReplicaView) -> None:
+        """The replica refused a request because the boot that reported last is gone. Its next report tells of another."""
+        self._lost(view)
 
     def failed(self, view: ReplicaView) -> None:
         """A request failed on it before it answered. After several in a row it is suspended until a probe succeeds, unless no

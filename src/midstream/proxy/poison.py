@@ -174,6 +174,14 @@ class Losses:
             self._suspects.forget(self.key)
 
 
+def is_the_largest(tenant: str, request: Request, others: Iterable[tuple[str, Request]]) -> bool:
+    """It has much to read, and all others have less, but for those that are equal to it. others: tenant and request each."""
+    size, asked = len(request.body), (tenant, request.target, request.body)
+    return size >= LARGE_BYTES and all(
+        len(other.body) < size or (by, other.target, other.body) == asked for by, other in others
+    )
+
+
 def _refusal() -> RequestLostReplicas:
     return RequestLostReplicas(
         f"replicas were lost while they worked on this request; it is not tried again within {KEPT_S:g} s"

@@ -9,7 +9,8 @@ Always holds:
 - A request that is probably why replicas were lost (poison.py) is refused, now and when it comes again.
 - A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable.
 - A session whose first request there was refused (425, 429, 503) has no home yet.
-- A request is served by the boot that it was placed on, also where another process has the replica's address by then.
+- A request is served by the boot that it was placed on, also where another process has the replica's address by then. One
+  that a later boot refuses is placed anew, and no replica counts as lost with it.
 - While replicas may still have to say which sessions they hold, a request whose session is not known waits for that.
 """
 
@@ -17,14 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from midstream.core.errors import (
+    HEADER_ANOTHER_BOOT,
     HEADER_LOST,
     EngineFailed,
-    InvalidRequest,
     MidstreamError,
     Overloaded,
     ReplicaUnavailable,
@@ -35,19 +36,18 @@ from midstream.core.errors import (
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
 from midstream.core.types import (
     HEADER_BOOT,
-    HEADER_FOLLOW_PREFIX,
     HEADER_PLACED,
     HEADER_SESSION,
     ReplicaReport,
     Session,
 )
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
-from midstream.fleet.prefixes import Prompt, read_prompt
+from midstream.fleet.prefixes import Prompt, follows, read_prompt
 from midstream.fleet.sessions import session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.message import Request
 from midstream.proxy.heads import Headers, ResponseHead
-from midstream.proxy.poison import LARGE_BYTES, Life, Losses
+from midstream.proxy.poison import Life, Losses, is_the_largest
 from midstream.proxy.request_state import ANSWERED, RESUMING, Event, Phase
 from midstream.proxy.resume import (
     END,
@@ -82,8 +82,8 @@ LOST_SENDS_MAX = 2
 _BOOT = HEADER_BOOT.encode()
 _SESSION = HEADER_SESSION.encode()
 _PLACED = HEADER_PLACED.encode()
-_FOLLOW = HEADER_FOLLOW_PREFIX.encode()
 _LOST = HEADER_LOST.encode()
+_ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
 _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
 _CHUNKED = (b"transfer-encoding", b"chunked")
 
@@ -99,6 +99,8 @@ class ReplicaRoute(Route):
     losses: Losses | None = None
     #: The replica's answer: its engine was lost with the request.
     _died = False
+    #: The replica's answer: the boot that the request was placed on is gone.
+    _began_anew = False
     #: Why the replica did not take it: the version constraint.
     _unfit: Refusal | None = None
     _versions: VersionJudge | None = None
@@ -143,12 +145,12 @@ class ReplicaRoute(Route):
         if constraint is not None:
             self._versions = self._judge_of(constraint)
         key = session_key(request.first, request.body)
-        follows = _follows(request.first)
+        follow = follows(request.first)
         if key is not None:
             self._session = (self._caller.tenant, key)
         several = len(self._deployment.replicas.views) > 1
-        if (key is None or follows) and several and proxy.follows_prefixes:
-            self._prompt = read_prompt(self._caller.tenant, request.body, short=follows)
+        if (key is None or follow) and several and proxy.follows_prefixes:
+            self._prompt = read_prompt(self._caller.tenant, request.body, short=follow)
         self.losses = Losses.known(proxy.suspects, self._caller.tenant, request)
 
     def place(self) -> Judgement:
@@ -221,7 +223,7 @@ class ReplicaRoute(Route):
         upstream.requests[request] = None
         self.pool = upstream.pool
         self._here = request
-        self._died, self._unfit, self._sent = False, None, False
+        self._died, self._began_anew, self._unfit, self._sent = False, False, None, False
         self._boot = "" if view.report is None else view.report.boot
 
     def leave(self) -> None:
@@ -273,6 +275,9 @@ class ReplicaRoute(Route):
 
     def head(self, phase: Phase, status: int, headers: Headers) -> Event:
         assert self._view is not None
+        if status == ReplicaUnavailable.status:
+            said = {name for name, _ in headers}
+            self._died, self._began_anew = _LOST in said, _ANOTHER_BOOT in said
         answers = self._resumes if phase is Phase.RESUME_SENT else self._answers
         event = answers(status, headers)
         if event is Event.HEAD and self._view.failures:
@@ -289,8 +294,7 @@ class ReplicaRoute(Route):
             return Event.REFUSED
         elif status in _REFUSALS:
             self._not_begun()
-            self._died = status == ReplicaUnavailable.status and any(name == _LOST for name, _ in headers)
-            if self._died or self._may_go_elsewhere(status):
+            if self._died or self._began_anew or self._may_go_elsewhere(status):
                 return Event.REFUSED
         return Event.HEAD
 
@@ -305,6 +309,8 @@ class ReplicaRoute(Route):
         return phase is Phase.HELD and self._unfit is None
 
     def held(self, phase: Phase, head: ResponseHead) -> Judgement:
+        if self._began_anew:
+            return self._place_anew()
         if phase is Phase.RESUME_HELD:
             self._why = reason_of(head.body)
             return self._elsewhere(lost=False)
@@ -356,7 +362,9 @@ class ReplicaRoute(Route):
         sent = sent or self._sent
         if phase in RESUMING:
             return self._unreachable(phase, reason, lost=sent)
-        obvious = self._is_the_largest(together)
+        routes = [one.route for one in together if isinstance(one.route, ReplicaRoute)]
+        others = ((route._caller.tenant, route._request) for route in routes)
+        obvious = is_the_largest(self._caller.tenant, self._request, others)
         if not answering:
             return self._unreachable(phase, reason, lost=sent, obvious=obvious)
         error = self._lost_with_it(phase, obvious=obvious)
@@ -378,6 +386,16 @@ class ReplicaRoute(Route):
         if self._lost_sends >= LOST_SENDS_MAX:
             return self._failed(ReplicaUnavailable("replicas failed while they worked on this request"))
         self._proxy.metrics.retries["other_replica"] += 1
+        return ELSEWHERE
+
+    def _place_anew(self) -> Judgement:
+        """The boot that it was sent to is gone. It may go to the next one, once that has reported and is usable."""
+        view = self._view
+        assert view is not None
+        if view.report is not None and view.report.boot == self._boot:
+            self._deployment.replicas.replaced(view)
+            self._tried.add(view.name)
+        self._proxy.metrics.retries["other_boot"] += 1
         return ELSEWHERE
 
     def _may_go_elsewhere(self, status: int) -> bool:
@@ -468,21 +486,6 @@ class ReplicaRoute(Route):
             self.losses = Losses(proxy.suspects, self._caller.tenant, self._request)
         return self.losses.add(Life(view.name, self._boot), beside, begun=phase in ANSWERED, obvious=obvious)
 
-    def _is_the_largest(self, together: Collection[AtReplica]) -> bool:
-        """It has much to read, and all others have less, but for those that are equal to it."""
-        routes = [one.route for one in together if isinstance(one.route, ReplicaRoute)]
-        return self._size >= LARGE_BYTES and all(r._size < self._size or r._equals(self) for r in routes)
-
-    @property
-    def _size(self) -> int:
-        return len(self._request.body)
-
-    def _equals(self, other: ReplicaRoute) -> bool:
-        """The same is asked for the same tenant."""
-        mine, theirs = self._request, other._request
-        one = (self._caller.tenant, mine.target, mine.body)
-        return one == (other._caller.tenant, theirs.target, theirs.body)
-
     # -- inside
 
     def where(self) -> str:
@@ -494,11 +497,3 @@ class ReplicaRoute(Route):
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _follows(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether an unknown session begins where its prompt's beginning is known. Raises InvalidRequest."""
-    value = headers.get(_FOLLOW)
-    if value is not None and value.strip() != b"1":
-        raise InvalidRequest(f"{HEADER_FOLLOW_PREFIX} is 1, or is left out", param=HEADER_FOLLOW_PREFIX)
-    return value is not None

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 from msgspec.structs import replace
 
-from midstream.core.errors import InvalidRequest, ReplicaUnavailable
+from midstream.core.errors import InvalidRequest
 from midstream.core.names import HEADER_MODEL
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
 from midstream.core.sessionkey import named_in_body, named_in_headers, session_key
@@ -105,9 +105,6 @@ class Service(Surroundings):
 
     kept: Kept
     random_seed: Callable[[], int]
-    boot: str
-    #: The boot that serves now.
-    boot_now: Callable[[], str]
 
     @asynccontextmanager
     async def admitted(
@@ -143,7 +140,7 @@ class Service(Surroundings):
             seed = continued.opening.seed
         requests = self._requests(checked, prompts, seed, answer)
         await self.gate.enter(timeout_s, counted)
-        self._check_boot(headers)
+        self.check_boot(headers.get(HEADER_BOOT))
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         asked.check(self.serving(), self.kept.pins.coming)
         salt = self._salt(checked, session, headers)
@@ -166,14 +163,6 @@ class Service(Surroundings):
                     yield generation
                 finally:
                     generation.measure(turn)
-
-    def _check_boot(self, headers: Mapping[str, str]) -> None:
-        """Raises ReplicaUnavailable when the request was meant for another boot, or began under one: its weights are gone."""
-        now = self.boot_now()
-        if not self.boot == now == headers.get(HEADER_BOOT, now):
-            raise ReplicaUnavailable(
-                "the replica began anew after this request was sent to it; retry this request"
-            )
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""

@@ -5,12 +5,23 @@ from catalogue.mutation import Mutation
 REPLICA = (
     Mutation(
         "another_boot_serves",
-        "replica/service.py",
-        "if not self.boot == now == headers.get(HEADER_BOOT, now):",
+        "replica/response/generation.py",
+        "if not self.boot == now == (meant or now):",
         "if not self.boot == now:",
         "A request that was placed on one boot of a replica is not served by another.",
         (
             "replica/test_replica_api.py::test_a_request_that_was_meant_for_an_earlier_boot_is_not_served_by_other_weights",
+        ),
+    ),
+    Mutation(
+        "an_earlier_boots_request_is_served",
+        "replica/response/generation.py",
+        "if not self.boot == now == (meant or now):",
+        "if not now == (meant or now):",
+        "A request that was placed on one boot of a replica is not served by another.",
+        (
+            "replica/test_replica_long_text.py::test_a_text_that_was_read_while_the_engine_began_anew_is_not_served",
+            "replica/test_resume_pipeline.py::test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot",
         ),
     ),
     Mutation(

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from midstream.core.errors import EngineFailed, EngineLost
+from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost
 from midstream.core.names import ServedNames
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.sse import DONE
@@ -61,8 +61,17 @@ class Surroundings:
     clock: Callable[[], float]
     monotonic: Callable[[], float]
     on_engine_death: Callable[[str], None]
+    boot: str
+    #: The boot that serves now.
+    boot_now: Callable[[], str]
     #: Held while a resumed stream replays its log: one stream at a time.
     replays: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def check_boot(self, meant: str | None = None) -> None:
+        """Raises AnotherBoot when the engine of this boot is gone, or the request was meant for another boot."""
+        now = self.boot_now()
+        if not self.boot == now == (meant or now):
+            raise AnotherBoot
 
 
 class Timings(msgspec.Struct):
@@ -184,6 +193,8 @@ class Generation:
         if self._continued is not None:
             async with self._service.replays:
                 released = await self._replay(self._continued)
+            # The engine may have started anew meanwhile, on the base weights.
+            self._service.check_boot()
             for choice, pieces in released:
                 greeted[choice.index] |= bool(pieces) or choice.finish is not None
                 if kept is not None:
