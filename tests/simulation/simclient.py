@@ -17,6 +17,8 @@ from simengine import expected
 PATIENCE_S = 40.0
 #: Statuses that say "not now".
 RETRYABLE = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+#: The code of an error that nobody foresaw.
+INTERNAL = "internal_error"
 
 
 class Broken(Exception):
@@ -141,11 +143,12 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Signal:
-    """One that was acknowledged. policy: all, new_session or none."""
+    """One that was acknowledged. policy: all, new_session or none. age_max: its bound for the age of cached KV."""
 
     generation: int
     snapshot: str
     policy: str
+    age_max: int | None = None
 
 
 class Oracle:
@@ -159,8 +162,8 @@ class Oracle:
         self.signals: list[Signal] = []
         self.unsure: set[str] = set()
         self.checked_tokens = 0
-        #: All replicas have been seen to serve something that was signalled.
-        self.left_base = False
+        #: Replicas that were seen ready on something that was signalled.
+        self.left_base: set[str] = set()
         self._synchronous = synchronous
         #: When an answer first showed that a replica serves a snapshot.
         self._served_at: dict[tuple[str, str], float] = {}
@@ -172,18 +175,26 @@ class Oracle:
         found = [signal.generation for signal in self.signals if signal.snapshot == snapshot]
         return (min(found), max(found)) if found and snapshot not in self.unsure else None
 
-    def check(self, turn: Turn, max_tokens: int) -> None:
+    def check(self, turn: Turn, max_tokens: int, *, routes: bool = False) -> None:
         """Of a response that came to its end. Raises Wrong."""
+        self.check_part(turn, max_tokens)
+        if routes and None in turn.routes:
+            raise Wrong(f"a token without the route that was asked for: {turn}")
         if len(turn.tokens) != max_tokens or turn.finish != "length":
             raise Wrong(f"{len(turn.tokens)} of {max_tokens} tokens, finish {turn.finish}: {turn}")
         if turn.kv is None:
             raise Wrong(f"no kv_snapshots: {turn}")
+        self._check_numbers(turn, [*turn.earlier, (len(turn.tokens), turn.kv)])
+        self.checked_tokens += len(turn.tokens)
+
+    def check_part(self, turn: Turn, max_tokens: int) -> None:
+        """Of a response that broke off somewhere, or is whole. Raises Wrong."""
+        if len(turn.tokens) > max_tokens:
+            raise Wrong(f"{len(turn.tokens)} tokens, at most {max_tokens} were asked for: {turn}")
         strange = set(turn.labels) - set(self.weights)
         if strange:
             raise Wrong(f"labels that nobody signalled: {strange}")
         self._check_order(turn)
-        self._check_numbers(turn, [*turn.earlier, (len(turn.tokens), turn.kv)])
-        self.checked_tokens += len(turn.tokens)
 
     def _check_order(self, turn: Turn) -> None:
         for before, after in itertools.pairwise(turn.labels):
@@ -218,6 +229,18 @@ class Oracle:
                     raise Wrong(
                         f"KV of {snapshot} {computed} is reused under {turn.labels[0]} in spite of {signal}: {turn}"
                     )
+            self._check_age(turn, snapshot, computed[1], served[0])
+
+    def _check_age(self, turn: Turn, computed_under: str, computed: int, served: int) -> None:
+        """That the reused KV is no more commits old than the signal of what serves allows. Raises Wrong."""
+        signals = [signal for signal in self.signals if signal.snapshot == turn.labels[0]]
+        if len(signals) != 1 or (most := signals[0].age_max) is None:
+            return
+        seen = [name for replica, name in self._served_at if replica == turn.replica]
+        known = [found for name in seen if (found := self.generations(name)) is not None]
+        commits = sum(computed < first and last <= served for first, last in known)
+        if commits > most:
+            raise Wrong(f"KV of {computed_under} is {commits} commits old, at most {most} are allowed: {turn}")
 
     def _check_numbers(self, turn: Turn, parts: list[tuple[int, list[tuple[str, int, int]]]]) -> None:
         first = 0
@@ -259,6 +282,8 @@ class Rollout:
         self.over = False
         #: Whether no process that serves, and no connection, has met with anything in this history.
         self.undisturbed: Callable[[], bool] = lambda: False
+        #: What has come of the newest response.
+        self._part: Turn | None = None
         #: A connection that is kept for the next request.
         self._kept: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -306,17 +331,22 @@ class Rollout:
         pin = self._pin()
         if pin is not None:
             headers += [("x-midstream-snapshot", pin), ("x-midstream-snapshot-wait", "2")]
-        left_base = self._oracle.left_base
+        left_base = set(self._oracle.left_base)
         try:
             turn = await self.ask(body, headers)
         except Broken as error:
+            if self._part is not None:
+                self._oracle.check_part(self._part, most)
             self._count(f"turn: {str(error)[:60]}")
             return None
         if turn.error is not None:
+            self._oracle.check_part(turn, most)
+            if self.undisturbed() or turn.error["code"] == INTERNAL:
+                raise Wrong(f"a stream ended with an error: {turn}")
             self._count(f"turn: error {turn.error.get('code')}")
             return None
-        self._oracle.check(turn, most)
-        if left_base and "base" in turn.labels:
+        self._oracle.check(turn, most, routes=body["include_routing_matrix"])
+        if turn.replica in left_base and "base" in turn.labels and not turn.resumed:
             raise Wrong(f"the base weights serve again: {turn}")
         if pin is not None and set(turn.labels) != {pin} and not turn.resumed:
             raise Wrong(f"pinned to {pin}: {turn.labels}")
@@ -341,11 +371,12 @@ class Rollout:
             async with asyncio.timeout(PATIENCE_S):
                 return await self._ask(body, headers)
         except TimeoutError as error:
-            raise self._lost(error) from error
+            raise Wrong(f"a request hangs: {body['prompt']} {self._part}") from error
 
     async def _ask(self, body: dict[str, Any], headers: Sequence[tuple[str, str]]) -> Turn:
         clock = asyncio.get_running_loop().time
         turn = Turn(list(body["prompt"]), begun_at=clock(), pinned="x-midstream-snapshot" in dict(headers))
+        self._part = turn
         kept, self._kept = self._kept, None
         stays = self._rng.random() < 0.7
         try:
@@ -384,7 +415,8 @@ class Rollout:
 
     def _refused(self, status: int, text: bytes, *, pinned: bool) -> Exception:
         code = json.loads(text)["error"]["code"]
-        if status not in RETRYABLE | {422} or (status == 409 and not pinned):
+        refused = status not in RETRYABLE | {422} or (status == 409 and not pinned)
+        if refused or code == INTERNAL or (self.undisturbed() and status >= 500):
             return Wrong(f"status {status}: {text[:400]!r}")
         return Broken(f"status {status} {code}")
 

@@ -142,6 +142,7 @@ class History:
         #: What a client could notice has happened.
         self._disturbed = False
         self._clients: list[Rollout] = []
+        self._clients_run: list[asyncio.Task[None]] = []
         self._entries: list[asyncio.Task[None]] = []
 
     def run(self) -> Outcome:
@@ -176,7 +177,7 @@ class History:
             client = Rollout(name, PORT, rng, self.oracle, self._count, self._pin)
             client.undisturbed = lambda: not self._disturbed
             self._clients.append(client)
-            world.outside(name, client.run())
+            self._clients_run.append(world.outside(name, client.run()))
         for number, entry in enumerate(self.plan.entries):
             if number not in self._left_out:
                 self._entries.append(world.outside(f"entry {number}", self._befall(begun, entry)))
@@ -195,15 +196,17 @@ class History:
         return None
 
     async def _watch(self) -> None:
-        """Whether all replicas have left the base weights."""
-        while not self.oracle.left_base:
+        """Which replicas have left the base weights."""
+        while True:
             await asyncio.sleep(0.5)
             with contextlib.suppress(Broken):
-                rows = (await exchange(PORT, "GET", HOT_LOAD)).json().get("replicas", ())
-                there = [row["readiness"] and row["current_snapshot_identity"] != "base" for row in rows]
-                self.oracle.left_base = bool(there) and all(there)
-                if self.oracle.left_base:
-                    self._say(f"all have left the base weights: {json.dumps(rows)}")
+                for row in (await exchange(PORT, "GET", HOT_LOAD)).json().get("replicas", ()):
+                    name = row["midstream"]["replica"]
+                    left = row["readiness"] and row["current_snapshot_identity"] != "base"
+                    if left and name not in self.oracle.left_base:
+                        self.oracle.left_base.add(name)
+                        self._count("left the base weights")
+                        self._say(f"{name} has left the base weights: {json.dumps(row)}")
 
     # -- what befalls
 
@@ -242,7 +245,8 @@ class History:
                 if answer.status == 200:
                     said = answer.json()
                     self._say(f"signal {name} acknowledged: generation {said['generation']}")
-                    self.oracle.signals.append(Signal(said["generation"], name, said["reset_prompt_cache"]))
+                    policy, age_max = said["reset_prompt_cache"], said["max_cache_age"]
+                    self.oracle.signals.append(Signal(said["generation"], name, policy, age_max))
                     return True
                 self._say(f"signal {name}: {answer.status} {answer.body[:200]!r}")
                 if answer.status < 500 and answer.status not in (408, 425, 429):
@@ -357,8 +361,8 @@ class History:
             ending.result()
 
     async def _end(self) -> None:
-        # No signal may come behind the last one.
-        await asyncio.gather(*self._entries)
+        # No signal may come behind the last one. No request may hang.
+        await asyncio.gather(*self._entries, *self._clients_run)
         name = f"s{len(self.oracle.weights)}"
         files = self._files[5]
         self.oracle.weights[name] = weights_of(files.items())
@@ -412,3 +416,23 @@ class History:
             self.oracle.check(turn, 4)
             if set(turn.labels) != {name}:
                 raise Wrong(f"{turn.labels}, not {name}")
+        await self._all_are_there(until)
+
+    async def _all_are_there(self, until: float) -> None:
+        """As many replicas and gateways as there should be, and nothing is in flight."""
+        said: Any = None
+        while True:
+            with contextlib.suppress(Broken):
+                said = (await exchange(PORT, "GET", f"/v1/{DEPLOYMENT}")).json()
+                rows = len((await exchange(PORT, "GET", HOT_LOAD)).json()["replicas"])
+                counts = {rows, said["desiredReplicaCount"], said["replicaStats"]["readyReplicaCount"]}
+                listening = self.world.network.listeners_at(PORT)
+                if len(counts) == 1 and listening == self.plan.settings["gateway"]["workers"]:
+                    break
+            if self.world.now > until:
+                raise Wrong(f"{rows} replicas, {listening} gateways listen: {json.dumps(said)[:1000]}")
+            await asyncio.sleep(0.2)
+        for process, proxy in self.world.proxies:
+            busy = [view for view, upstream in proxy.upstreams.items() if upstream.requests or view.in_flight]
+            if process.alive and busy:
+                raise Wrong(f"{process} has requests on {busy}, and nobody asked for anything")

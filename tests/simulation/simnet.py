@@ -116,6 +116,11 @@ class Network:
         self.listeners.setdefault(key, []).append(listener)
         return listener
 
+    def listeners_at(self, port: int) -> int:
+        """How many live processes listen on it."""
+        there = (listener.process for listener in self.listeners.get(_key(("", port)), ()))
+        return len({process for process in there if process.alive})
+
     def unlisten(self, listener: Listener) -> None:
         there = self.listeners.get(listener.address, [])
         if listener in there:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import random
 import shutil
@@ -40,6 +41,7 @@ from midstream.launch.local import LocalLauncher
 from midstream.launch.process import StartFailed
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.supervisor import Supervisor
+from midstream.proxy.proxy import Proxy
 from midstream.replica.text.chat import TextModel
 
 PORT = 8000
@@ -75,6 +77,8 @@ class World:
         self.supervisor: Supervisor | None = None
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        #: All that were ever made, of processes that are gone too.
+        self.proxies: list[tuple[Process, Proxy]] = []
         self._outside: list[Process] = []
         self.wall_offset_s = 0.0
         self._settings: Settings | None = None
@@ -102,9 +106,12 @@ class World:
         simclock.install(self)
         asyncio._set_running_loop(self.loop)
         saved = _replace(self)
+        notes = _Failures(self)
+        logging.getLogger("midstream").addHandler(notes)
         try:
             yield
         finally:
+            logging.getLogger("midstream").removeHandler(notes)
             asyncio._set_running_loop(None)
             simclock.install(None)
             for owner, name, value in saved:
@@ -203,6 +210,19 @@ class World:
         )
 
 
+class _Failures(logging.Handler):
+    """What the production code logs with a traceback is a failure that it did not foresee."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            text = "".join(traceback.format_exception(record.exc_info[1]))
+            self._world.wrong.append(f"{PROCESS.get()} logged: {record.getMessage()}\n{text}")
+
+
 def _replace(world: World) -> list[tuple[Any, str, Any]]:
     saved: list[tuple[Any, str, Any]] = []
 
@@ -216,6 +236,13 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     def create_server(address: tuple[str, int], **_: Any) -> SimSocket:
         return SimSocket((address[0], address[1] or world.network.free_port()))
 
+    make_proxy = Proxy.__init__
+
+    def noted(proxy: Proxy, *given: Any, **named: Any) -> None:
+        make_proxy(proxy, *given, **named)
+        world.proxies.append((PROCESS.get(), proxy))
+
+    put(Proxy, "__init__", noted)
     put(proxy_server, "listening_sockets", listening)
     put(supervisor_module, "reserved", lambda host, port: [SimSocket((host, port))])
     put(replica_module, "socket", SimpleNamespace(create_server=create_server))

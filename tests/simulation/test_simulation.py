@@ -35,6 +35,7 @@ def test_nothing_is_wrong_in_a_block_of_histories(block: tuple[int, int]) -> Non
     said = simulate("--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
     assert f"{last - first:8} end: well" in said
     assert "turn: whole" in said
+    assert "left the base weights" in said
 
 
 @pytest.mark.slow

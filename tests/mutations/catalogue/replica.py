@@ -18,7 +18,7 @@ REPLICA = (
         "replica/response/generation.py",
         "if not self.boot == now == (meant or now):",
         "if not now == (meant or now):",
-        "A request that was placed on one boot of a replica is not served by another.",
+        "A request that began under one boot of a replica does not go on under the next.",
         (
             "replica/test_replica_long_text.py::test_a_text_that_was_read_while_the_engine_began_anew_is_not_served",
             "replica/test_resume_pipeline.py::test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot",
