@@ -13,7 +13,10 @@ import pytest
 from gateway import loads, tools
 from gateway.routers import Midstream
 
-from midstream.core.types import ReplicaReport, SessionsReport, Trajectories
+from midstream.core.sessions import SessionsReport, Trajectories
+from midstream.core.types import (
+    ReplicaReport,
+)
 
 MOCKS = 3
 

@@ -27,13 +27,10 @@ from rollout_load import (
     read_answer,
 )
 
+from midstream.core.sessions import TURN_MEASURES, Distribution, SessionsReport, Trajectories
 from midstream.core.types import (
-    TURN_MEASURES,
-    Distribution,
     EngineStats,
     ReplicaReport,
-    SessionsReport,
-    Trajectories,
 )
 
 PLANS = [[TurnPlan(added=100, answer=10, pause_s=0.0), TurnPlan(added=50, answer=5, pause_s=0.0)]]

@@ -366,6 +366,31 @@ def test_stage_changes_from_while_the_gateway_was_down_are_stored(tmp_path: Path
     world.close()
 
 
+def test_a_replica_that_is_lost_while_it_is_written_down_costs_the_others_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=2)
+    world.signal("a")
+    for number in (0, 1):
+        world.set.hear(number)
+    world.reconcile()
+    for _ in range(8):
+        world.replicas[0].step()
+        world.replicas[1].step()
+    for number in (0, 1):
+        world.set.hear(number)
+    assert world.ledger is not None
+    real = world.ledger.record
+
+    async def record(*given: Any) -> int:
+        world.set.views[0].report = None
+        return await real(*given)
+
+    world.ledger.record = record  # type: ignore[method-assign]
+    world.reconcile()
+    assert len(world.stored(world.replicas[0])) == len(world.stored(world.replicas[1])) == 7
+    assert [view.admitted for view in world.set.views] == [False, True]
+    world.close()
+
+
 def test_a_lost_message_is_sent_again(tmp_path: Path) -> None:
     world = World(tmp_path, replicas=1)
     world.set.drop["replica-0"] = 2

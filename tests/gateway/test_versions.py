@@ -711,3 +711,28 @@ def test_the_replica_that_serves_it_is_lost_and_nobody_else_does(caplog: pytest.
 
     caplog.set_level(logging.CRITICAL)
     run(main)
+
+
+def test_a_replica_whose_report_is_lost_while_a_connection_is_opened_is_still_asked() -> None:
+    async def main() -> None:
+        mock = Versioned("v1")
+        async with staged(mock) as stage:
+            serve(stage, 0, "v1")
+            view, connecting, go_on = stage.views[0], asyncio.Event(), asyncio.Event()
+            pool = stage.pool(view)
+            real = pool.open
+
+            async def slow(**given: Any) -> Any:
+                connecting.set()
+                await go_on.wait()
+                return await real(**given)
+
+            pool.open = slow  # type: ignore[method-assign]
+            asked = asyncio.create_task(served(stage, asking(snapshot="v1")))
+            await connecting.wait()
+            view.report = None
+            go_on.set()
+            assert await asked == ("replica-0", "v1")
+            assert mock.admitted == [Admitted("v1", pinned=True)]
+
+    run(main)

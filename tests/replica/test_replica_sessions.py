@@ -5,7 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from midstream.core.types import HEADER_PLACED, TURN_MEASURES, Session, SessionsReport
+from midstream.core.sessions import TURN_MEASURES, SessionsReport
+from midstream.core.types import (
+    HEADER_PLACED,
+    Session,
+)
 from midstream.replica import sessions as module
 from midstream.replica.sessions import Feed, Sessions, stamp_of
 

@@ -137,9 +137,11 @@ class Reconciler:
         """One pass over all replicas. Messages are sent by tasks of their own: a slow replica holds up no other."""
         self._forget_leavers({view.name for view in self._replicas.views})
         for view in self._replicas.views:
-            if view.report is not None:
-                await self._record(view, view.report)
-                await self._learn_contents(view.report)
+            # It may go meanwhile.
+            report = view.report
+            if report is not None:
+                await self._record(view, report)
+                await self._learn_contents(report)
         state = await self._current_state()
         if state is None:
             return

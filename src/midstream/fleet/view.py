@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from midstream.core.types import ReplicaReport, Trajectories
+from midstream.core.sessions import Trajectories
+from midstream.core.types import (
+    ReplicaReport,
+)
 
 Standing = Literal["member", "leaving", "gone"]
 

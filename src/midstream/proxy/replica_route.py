@@ -118,9 +118,8 @@ class ReplicaRoute(Route):
     _sent = False
     #: Its answer is not a refusal.
     _served = False
-    #: What the replica had reported when the request was sent.
+    #: What the replica had reported when it was sent, or before, when it was placed; and the boot, when it was placed.
     _sent_under: ReplicaReport | None = None
-    #: Of the replica that it was sent to.
     _boot = ""
     #: What the client wants done when its stream is lost (resumption.FAILOVER_MODES).
     _mode = "off"
@@ -224,6 +223,7 @@ class ReplicaRoute(Route):
         self.pool = upstream.pool
         self._here = request
         self._died, self._began_anew, self._unfit, self._sent = False, False, None, False
+        self._sent_under = view.report
         self._boot = "" if view.report is None else view.report.boot
 
     def leave(self) -> None:
@@ -246,7 +246,8 @@ class ReplicaRoute(Route):
 
     def _own_lines(self) -> list[bytes]:
         assert self._view is not None
-        self._sent_under = self._view.report
+        # Connecting takes a while, in which the report may go.
+        self._sent_under = self._view.report or self._sent_under
         lines = [self._proxy.replica_header] if self._proxy.replica_header else []
         if self._boot:
             lines.append(b"%b: %b" % (_BOOT, self._boot.encode()))
@@ -255,8 +256,8 @@ class ReplicaRoute(Route):
             lines.append(_SESSION + b": " + key.encode())
             if self._placed is not None and self._placed.stamp is not None:
                 lines.append(_PLACED + b": %d" % self._placed.stamp)
-        if self._versions is not None:
-            lines += self._versions.lines(self._view)
+        if self._versions is not None and self._sent_under is not None:
+            lines += self._versions.lines(self._view, self._sent_under)
         if not self._lost and self._resumable:
             lines.append(RESUMABLE + b": 1")
         return lines
@@ -489,7 +490,7 @@ class ReplicaRoute(Route):
     # -- inside
 
     def where(self) -> str:
-        return "a replica" if self._view is None else self._view.name
+        return self._view.name if self._view else "a replica"
 
     def _judge_of(self, constraint: VersionConstraint) -> VersionJudge:
         return VersionJudge(constraint, self._deployment.order, _now())

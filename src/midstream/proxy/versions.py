@@ -161,13 +161,12 @@ class VersionJudge:
             return refusal is not None and self._met(refusal.serving, refusal.pinnable)
         return self._met(view.report.snapshot, view.report.pinnable)
 
-    def lines(self, view: ReplicaView) -> list[bytes]:
-        """Header lines for the replica: the decision on which the request is sent there."""
+    def lines(self, view: ReplicaView, under: ReplicaReport) -> list[bytes]:
+        """Header lines for the replica: the decision on which the request is sent there. under: the report that it goes by."""
         if self.constraint.empty:
             return []
         report, refusal = self._heard.get(view, (None, None))
-        assert view.report is not None
-        known = refusal.serving if refusal is not None and report is view.report else view.report.snapshot
+        known = refusal.serving if refusal is not None and report is under else under.snapshot
         self._expected = known
         admitted = Admitted(known, pinned=self.constraint.snapshot is not None, body=self._body)
         return [_ADMITTED + b": " + as_header(admitted).encode()]

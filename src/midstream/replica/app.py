@@ -23,7 +23,12 @@ import msgspec
 from midstream.core import sse
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
-from midstream.core.types import HEADER_TOKEN, Desired, Hint, SessionsAsked, SessionsHeld, SessionsReport
+from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
+from midstream.core.types import (
+    HEADER_TOKEN,
+    Desired,
+    Hint,
+)
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request, response_head

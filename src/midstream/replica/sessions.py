@@ -21,14 +21,10 @@ from heapq import nsmallest
 
 import msgspec
 
+from midstream.core.sessions import TURN_MEASURES, Distribution, SessionsReport, SessionStats, Trajectories
 from midstream.core.types import (
     HEADER_PLACED,
-    TURN_MEASURES,
-    Distribution,
     Session,
-    SessionsReport,
-    SessionStats,
-    Trajectories,
 )
 
 SESSIONS_MAX = 100_000

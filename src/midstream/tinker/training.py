@@ -323,8 +323,8 @@ class Training:
         if body.weights_access_token is not None:
             raise Failed("weights_access_token is not supported here: checkpoints belong to their API key")
         _, lora = self.weights_info(row.tenant, body.path)
-        if _shape(lora) != _shape(row.lora):
-            raise Failed(f"{body.path} has {_shape(lora)}, the model {_shape(row.lora)}")
+        if lora.shape != row.lora.shape:
+            raise Failed(f"{body.path} has {lora.shape}, the model {row.lora.shape}")
         directory = self._places.checkpoint(names.parse_uri(body.path))
         await self._loaded.make(row.id, m.LoadState(row.id, str(directory), body.optimizer))
         future.resolve_json({"type": "load_weights", "model_id": row.id, "path": body.path})
@@ -485,14 +485,6 @@ class Training:
             return False
         session = self._store.session(model.row.tenant, model.row.session_id)
         return session is None or (full and self._clock() - session.seen > SILENT_S)
-
-
-def _shape(lora: LoraConfig) -> str:
-    """What is trained, in words; equal for models whose states fit each other."""
-    if lora.rank == 0:
-        return "all weights (rank 0)"
-    parts = {"attention": lora.train_attn, "mlp": lora.train_mlp, "unembedding": lora.train_unembed}
-    return f"LoRA of rank {lora.rank} on {', '.join(part for part, on in parts.items() if on)}"
 
 
 def _refusal(error: Failed, param: str) -> TinkerError:

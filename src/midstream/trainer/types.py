@@ -71,3 +71,11 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    @property
+    def shape(self) -> str:
+        """What is trained, in words; equal for models whose states fit each other."""
+        if self.rank == 0:
+            return "all weights (rank 0)"
+        parts = {"attention": self.train_attn, "mlp": self.train_mlp, "unembedding": self.train_unembed}
+        return f"LoRA of rank {self.rank} on {', '.join(part for part, on in parts.items() if on)}"
