@@ -170,7 +170,7 @@ PLANTED: dict[str, Callable[[], None]] = {
 FOUND_AT = {
     "namespace_kept": (0, "is reused under"),
     "new_sessions_only": (0, "is reused under"),
-    "answered_before_commit": (1, ""),
+    "answered_before_commit": (7, "the newest signal is"),
     "pins_do_not_hold": (12, "pinned to"),
     "gate_is_not_drained": (5, "several snapshots in a stream of a synchronous deployment"),
     "bytes_are_not_compared": (160, "computes:"),
