@@ -255,7 +255,8 @@ def measured(subject: Ours | Reference | Alone, name: str, task: Task, gigabytes
     elapsed, own = time.perf_counter() - start, time.process_time() - cpu
     used = busy_s() - busy
     wall = elapsed
-    if isinstance(subject, Reference):  # its own clock: what it prepares is not counted
+    # Its own clock: what it prepares is not counted.
+    if isinstance(subject, Reference):
         wall, own = subject.times["wall_s"], subject.times["cpu_s"]
     others = max(0.0, used - own) / elapsed
     subject.after(name)
@@ -267,7 +268,8 @@ def rounds(root: Path, count: int) -> dict[str, Any]:
     subjects: list[Any] = [Ours(root), Reference(root), Alone(root)]
     total = sum(len(t) for p in (root / "parent").glob("*.safetensors") for t in read_tensors(p).values())
     tasks = [(s, name, task) for s in subjects for name, task in s.tasks().items()]
-    for subject, name, task in tasks:  # once unmeasured: files and imports that later ones need
+    # Once unmeasured: files and imports that later ones need.
+    for subject, name, task in tasks:
         if "encode" in name:
             subject.before(name)
             task()

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-THREADS = 8  # FIREWORKS_DELTA_DECOMPRESS_THREADS, when it is not set
+# FIREWORKS_DELTA_DECOMPRESS_THREADS, when it is not set.
+THREADS = 8
 FORMAT = "arc_v2"
 ENCODE_FILES = "reference encode, files"
 TASKS = (
@@ -95,7 +96,8 @@ class Reference:
         ]
         function = dict(zip(TASKS, functions, strict=True))[task]
         self.result = None
-        if function in (self.over_source, self.in_place):  # they change the file they are given
+        # They change the file they are given.
+        if function in (self.over_source, self.in_place):
             shutil.rmtree(self.base, ignore_errors=True)
             shutil.copytree(self.root / "parent", self.base)
         cpu, start = time.process_time(), time.perf_counter()
@@ -104,7 +106,8 @@ class Reference:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")  # torch, about a buffer that the package hands it read-only
+    # Torch, about a buffer that the package hands it read-only.
+    warnings.simplefilter("ignore")
     sys.path.append(sys.argv[2])
     reference = Reference(Path(sys.argv[1]))
     for line in sys.stdin:

@@ -41,11 +41,14 @@ HERE = Path(__file__).parent
 SERVERS: dict[str, type[Server]] = {
     server.name: server for server in (Midstream, MidstreamBefore, Vllm, Transformers)
 }
-TOO_SLOW = {("transformers", "dense-0.5b", 1024, 64)}  # a quarter of an hour for one round
+# A quarter of an hour for one round.
+TOO_SLOW = {("transformers", "dense-0.5b", 1024, 64)}
 DECODE_ONLY = ("midstream through the gateway", "midstream with routes")
 COLUMNS = ("midstream", *DECODE_ONLY, "vllm", "transformers")
-BEFORE = ", before"  # ends the columns of another commit
-SETTLE_S = 0.5  # idle between two measurements: OpenMP threads spin for a while after their last work
+# Ends the columns of another commit.
+BEFORE = ", before"
+# Idle between two measurements: OpenMP threads spin for a while after their last work.
+SETTLE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Line:
     """One row of the results."""
 
     model: str
-    kind: str  # decode, prefill, or late: a long prompt arrives while streams run
+    # Decode, prefill, or late: a long prompt arrives while streams run.
+    kind: str
     streams: int
     prompt: int
     new: int
@@ -74,7 +78,8 @@ def lines(model: str, options: argparse.Namespace) -> list[Line]:
             Line(model, "decode", n, prompt, new) for prompt, new in shapes for n in options.concurrency
         ]
     if "prefill" in options.kinds:
-        sizes = [n for n in options.concurrency if not dense or n < 64]  # more of the same, for minutes
+        # More of the same, for minutes.
+        sizes = [n for n in options.concurrency if not dense or n < 64]
         found += [Line(model, "prefill", n, 1024, 1) for n in sizes]
     if "late" in options.kinds:
         found.append(Line(model, "late", 8, 64, 96 if dense else 512, late_prompt=3500))
@@ -219,7 +224,8 @@ def idle_shares(servers: dict[str, Server]) -> dict[str, float]:
 
 
 def measure_model(model: Model, folder: Path, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    commit = provenance()["commit"]  # of what the servers load, whatever is committed while they run
+    # Of what the servers load, whatever is committed while they run.
+    commit = provenance()["commit"]
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name in options.engines:

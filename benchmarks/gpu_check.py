@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".venv" / "bin" / "python"
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PIECE_MINUTES_MAX, ALL_MINUTES_MAX = 9.0, 40.0
-TAIL = 8000  # characters of a piece's output that the result keeps
+# Characters of a piece's output that the result keeps.
+TAIL = 8000
 SETUP = "make setup TORCH=torch"
 SETUP_VLLM = "make setup-vllm VLLM=vllm==0.32.0"
 #: Read by the tests: which device they are for, and where they leave figures.
@@ -64,7 +65,8 @@ class Piece:
     name: str
     shows: str
     minutes: float
-    command: Callable[[str], str]  # of the device, for a shell in the repository's root
+    # Of the device, for a shell in the repository's root.
+    command: Callable[[str], str]
     needs: tuple[str, ...] = ("torch",)
 
 

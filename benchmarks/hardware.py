@@ -27,12 +27,14 @@ def without_autogroups() -> Iterator[None]:
     before = AUTOGROUPS.read_text() if AUTOGROUPS.exists() else ""
     try:
         if before:
-            with contextlib.suppress(OSError):  # not root, or /proc/sys is read-only
+            # Not root, or /proc/sys is read-only.
+            with contextlib.suppress(OSError):
                 AUTOGROUPS.write_text("0")
         yield
     finally:
         if before:
-            with contextlib.suppress(OSError):  # not root, or /proc/sys is read-only
+            # Not root, or /proc/sys is read-only.
+            with contextlib.suppress(OSError):
                 AUTOGROUPS.write_text(before)
 
 
@@ -51,11 +53,12 @@ def provenance(**configuration: Any) -> dict[str, Any]:
         ),
         platform.processor(),
     )
+    # Not what benchmarks write.
     code = [
         ":/",
         ":(exclude,top)benchmarks/results",
         ":(exclude,top)docs/benchmarks.md",
-    ]  # not what benchmarks write
+    ]
     commit, dirty = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *code)
     versions = {}
     for package in ("midstream", "torch", "transformers", "uvloop", "httptools", "openai"):

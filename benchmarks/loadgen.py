@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
-GENERATE = "/inference/v1/generate"  # of vLLM, token ids in and out
+# Of vLLM, token ids in and out.
+GENERATE = "/inference/v1/generate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +39,14 @@ class Load:
     streams: int
     prompt_tokens: int
     new_tokens: int
-    vocabulary: int  # prompts draw ids below this
+    # Prompts draw ids below this.
+    vocabulary: int
     seed: int
     host: str = "127.0.0.1"
     path: str = "/v1/completions"
     headers: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # more body fields; at GENERATE, more sampling_params
+    # More body fields; at GENERATE, more sampling_params.
+    extra: dict[str, Any] = field(default_factory=dict)
     late_prompt: int = 0
     late_after: int = 64
     timeout_s: float = 900.0
@@ -54,9 +57,11 @@ class Measured:
     """Times in milliseconds. A gap lies between two tokens of one stream; tokens that came together have a gap of 0."""
 
     tokens: int
-    seconds: float  # from the first byte sent to the last token
+    # From the first byte sent to the last token.
+    seconds: float
     tokens_per_s: float
-    prompt_tokens_per_s: float  # until every stream had its first token
+    # Until every stream had its first token.
+    prompt_tokens_per_s: float
     ttft_ms_p50: float
     gap_ms_mean: float
     gap_ms_p50: float
@@ -64,10 +69,12 @@ class Measured:
     gap_ms_max: float
     tokens_per_event: float
     client_cpu_s: float
-    client_waited_s: float  # ready to run, but without a core
+    # Ready to run, but without a core.
+    client_waited_s: float
     late_ttft_ms: float | None = None
     late_gap_ms_max: float | None = (
-        None  # worst gap of a running stream between sending the late prompt and its answer
+        # Worst gap of a running stream between sending the late prompt and its answer.
+        None
     )
 
 
@@ -80,7 +87,8 @@ class Stream(asyncio.Protocol):
         self.sent = 0.0
         self.times: list[float] = []
         self.reads: list[bytes] = []
-        self.wake: tuple[int, asyncio.Event] | None = None  # to be set at this many reads
+        # To be set at this many reads.
+        self.wake: tuple[int, asyncio.Event] | None = None
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport

@@ -33,7 +33,8 @@ from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 
 IN_FLIGHT_PER_REPLICA = 16
-CHURN = 0.01  # of the replicas, per minute
+# Of the replicas, per minute.
+CHURN = 0.01
 
 
 class Fleet:

@@ -56,7 +56,8 @@ from rollout_table import write_table
 AFFINITY, NO_KEYS, ROUND_ROBIN, HASH, PEER = "affinity", "no keys", "round robin", "plain hash", "vllm-router"
 WAYS = (AFFINITY, NO_KEYS, ROUND_ROBIN, HASH, PEER)
 SESSION_HEADER = "x-session-id"
-KV_CACHE_TOKENS = 65536  # of each replica, the default
+# Of each replica, the default.
+KV_CACHE_TOKENS = 65536
 WARM = Workload(trajectories=8, turns=2)
 
 
@@ -149,7 +150,8 @@ async def run(workload: Workload, ways: Sequence[str], rounds: int, folder: Path
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     absent: dict[str, str] = {}
     async with Fleet(folder, KV_CACHE_TOKENS) as fleet:
-        for way in ways:  # no measurement
+        # No measurement.
+        for way in ways:
             try:
                 await warm(fleet, way)
             except TurnFailed as failed:

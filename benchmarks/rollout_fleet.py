@@ -57,7 +57,8 @@ class Work:
 
 
 class _Kind(msgspec.Struct):
-    kind: str | None = None  # a report has none
+    # A report has none.
+    kind: str | None = None
 
 
 def read_work(lines: Iterable[bytes]) -> Work | None:
@@ -71,7 +72,8 @@ def read_work(lines: Iterable[bytes]) -> Work | None:
             measures = msgspec.json.decode(line, type=Trajectories).measures
     if engine is None:
         return None
-    if measures is None:  # not told before the first turn
+    # Not told before the first turn.
+    if measures is None:
         return None if engine.generated_tokens else Work()
     generation = measures["generation_seconds"]
     return Work(
@@ -94,7 +96,8 @@ class Fleet:
         self._filters: list[Filter] = []
         self._http = httpx.AsyncClient(timeout=30.0, trust_env=False)
         self.absent: str | None = None
-        self.port = 0  # of our gateway
+        # Of our gateway.
+        self.port = 0
         self.replica_ports: list[int] = []
         self._work = [Work()] * REPLICAS
 
@@ -133,7 +136,8 @@ class Fleet:
         for one in self._filters:
             await one.start()
         await asyncio.to_thread(self._start_router)
-        await self._caught_up(lambda turns, answer: turns == answer)  # its probes ask for one token each
+        # Its probes ask for one token each.
+        await self._caught_up(lambda turns, answer: turns == answer)
 
     async def _stop(self) -> None:
         if self._router is not None:
@@ -202,7 +206,8 @@ class Fleet:
         except RouterFailed as error:
             self.absent = str(error)
             return
-        _unpin(router.pid, cores)  # here nothing has a core of its own
+        # Here nothing has a core of its own.
+        _unpin(router.pid, cores)
         self._router = router
 
     @property

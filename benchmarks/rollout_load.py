@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-BLOCK = 16  # tokens that are cached together
-VOCABULARY = 256  # prompts draw ids below this: no special tokens
+# Tokens that are cached together.
+BLOCK = 16
+# Prompts draw ids below this: no special tokens.
+VOCABULARY = 256
 SENT = ("model", "prompt", "max_tokens", "temperature", "seed", "ignore_eos", "return_token_ids")
 
 
@@ -31,21 +33,26 @@ class Workload:
 
     trajectories: int = 64
     turns: int = 8
-    first: tuple[int, int] = (256, 768)  # of the first prompt
-    answer: tuple[int, int] = (32, 128)  # new tokens of a turn
-    observation: tuple[int, int] = (64, 256)  # what the environment adds to the next prompt
+    # Of the first prompt.
+    first: tuple[int, int] = (256, 768)
+    # New tokens of a turn.
+    answer: tuple[int, int] = (32, 128)
+    # What the environment adds to the next prompt.
+    observation: tuple[int, int] = (64, 256)
     pause_s: tuple[float, float] = (0.0, 0.2)
     seed: int = 5
 
 
 @dataclass(frozen=True)
 class TurnPlan:
-    added: int  # tokens that the prompt has beyond the last prompt and its answer
+    # Tokens that the prompt has beyond the last prompt and its answer.
+    added: int
     answer: int
     pause_s: float
 
 
-Plan = Sequence[TurnPlan]  # one trajectory
+# One trajectory.
+Plan = Sequence[TurnPlan]
 
 
 def plans(workload: Workload) -> list[Plan]:

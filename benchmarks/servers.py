@@ -38,11 +38,16 @@ BLOCK = 16
 class Model:
     name: str
     directory: Path
-    vocabulary: int  # prompts draw ids below this
-    threads: int  # for engines that are told; vLLM binds its own
-    vllm_cores: str  # VLLM_CPU_OMP_THREADS_BIND
-    kv_gib: int  # the same KV budget for every engine
-    device: str = "cpu"  # of midstream's engine
+    # Prompts draw ids below this.
+    vocabulary: int
+    # For engines that are told; vLLM binds its own.
+    threads: int
+    # VLLM_CPU_OMP_THREADS_BIND.
+    vllm_cores: str
+    # The same KV budget for every engine.
+    kv_gib: int
+    # Of midstream's engine.
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Server(ABC):
     """A server process and what is under it."""
 
     name: str
-    grace_s = 5.0  # for processes under it to follow it
+    # For processes under it to follow it.
+    grace_s = 5.0
 
     def __init__(self, model: Model, folder: Path) -> None:
         self.model = model
@@ -284,7 +290,8 @@ class Transformers(Server):
         return {"OMP_NUM_THREADS": str(self.model.threads)}
 
     def ready(self) -> bool:
-        return "ready " in self.text()  # its last line
+        # Its last line.
+        return "ready " in self.text()
 
     def endpoints(self) -> dict[str, Endpoint]:
         return {"transformers": Endpoint(self.port, self.model.name)}

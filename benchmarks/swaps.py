@@ -42,9 +42,11 @@ from midstream.models.tiny_moe import write_tiny_moe
 
 PROMPT = 64
 STREAMS = {"10MB": 16, "1GB": 4}
-QUIET_TOKENS = 60  # of each stream, before and after a swap: what a step takes when nothing is loaded
+# Of each stream, before and after a swap: what a step takes when nothing is loaded.
+QUIET_TOKENS = 60
 HOST = "127.0.0.1"
-LONG = 3900  # tokens a stream would give; it is ended when enough is seen
+# Tokens a stream would give; it is ended when enough is seen.
+LONG = 3900
 
 
 class VllmDevelopment(Vllm):
@@ -71,7 +73,8 @@ class Streams:
         )
         self._requests = [request_bytes(load, rng, PROMPT, LONG) for _ in range(count)]
         self._streams: list[Stream] = []
-        self.times: list[list[float]] = []  # of each stream: when each token came
+        # Of each stream: when each token came.
+        self.times: list[list[float]] = []
         self.labels: list[list[str | None]] = []
 
     async def __aenter__(self) -> Streams:
@@ -255,9 +258,8 @@ def main() -> int:
     if "vllm" in options.engines and not VLLM_PYTHON.exists():
         parser.error(f"{VLLM_PYTHON} is missing; `make bench-swap` makes it")
     take_priority()
-    sys.setswitchinterval(
-        0.0005
-    )  # the thread that swaps must not keep the one that looks at the clock waiting
+    # The thread that swaps must not keep the one that looks at the clock waiting.
+    sys.setswitchinterval(0.0005)
     runs: dict[tuple[str, str], list[dict[str, list[float]]]] = {}
     kinds = {"midstream": (Midstream, midstream_swaps), "vllm": (VllmDevelopment, vllm_swaps)}
     with tempfile.TemporaryDirectory(prefix="bench-swap-") as folder:

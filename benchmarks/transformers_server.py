@@ -18,7 +18,8 @@ import uvloop
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-PAGE = 256  # the library's default
+# The library's default.
+PAGE = 256
 
 
 class Request(asyncio.Protocol):

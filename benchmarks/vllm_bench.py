@@ -54,7 +54,8 @@ def rollout(options: argparse.Namespace, folder: Path, result: dict[str, Any]) -
     ours = folder / "rollout"
     ours.mkdir()
     rounds = options.rounds or vllm_rollout.ROUNDS
-    about = heading(options, rounds)  # of what the servers load, whatever is committed while they run
+    # Of what the servers load, whatever is committed while they run.
+    about = heading(options, rounds)
     measured = vllm_rollout.run(ours, work, options.ways, rounds, options.swaps)
     result["rollout"] = {**about, "workload": asdict(work), **measured}
     save(options, result)
@@ -111,7 +112,8 @@ def arguments() -> argparse.Namespace:
     if not VLLM_PYTHON.exists():
         parser.error(f"{VLLM_PYTHON} is missing; `make bench-vllm` makes it")
     if options.write:
-        replaced(DOCUMENT.read_text(), RESULT, "")  # raises before anything is measured
+        # Raises before anything is measured.
+        replaced(DOCUMENT.read_text(), RESULT, "")
     return options
 
 
@@ -119,9 +121,8 @@ def main() -> int:
     options = arguments()
     result = older(options)
     take_priority()
-    sys.setswitchinterval(
-        0.0005
-    )  # the thread that swaps must not keep the one that looks at the clock waiting
+    # The thread that swaps must not keep the one that looks at the clock waiting.
+    sys.setswitchinterval(0.0005)
     began = time.monotonic()
     with without_autogroups(), tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
         for part in options.parts:

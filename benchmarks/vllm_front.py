@@ -38,19 +38,22 @@ ROUNDS = {"tiny-moe": 9, "dense-0.5b": 5}
 #: is in front takes nothing from it, and no barrier between its threads waits for a core that another process has.
 CORES = {"tiny-moe": "auto", "dense-0.5b": "0"}
 COLUMNS = (DIRECT, DIRECT_IDS, ROUTER, REPLICA, OURS)
+# What a loss is counted against, and its name in the result.
 BASES = {
     DIRECT: "direct",
     DIRECT_IDS: "direct_ids",
-}  # what a loss is counted against, and its name in the result
+}
 FIGURES = ("tokens_per_s", "ttft_ms_p50", "gap_ms_mean", "gap_ms_p99")
 IDLE_S = 5.0
-CLIENT_START_S = 0.2  # CPU of the load generator's start, which it does not count itself
+# CPU of the load generator's start, which it does not count itself.
+CLIENT_START_S = 0.2
 
 
 @dataclass(frozen=True)
 class Column:
     endpoint: Endpoint
-    front: int | None  # process in front of vLLM, with all under it; None: the server is asked directly
+    # Process in front of vLLM, with all under it; None: the server is asked directly.
+    front: int | None
 
 
 @dataclass

@@ -42,7 +42,8 @@ from midstream.models.tiny_moe import write_tiny_moe
 
 REPLICAS = 2
 ROUNDS = 3
-BLOCK = 128  # tokens that vLLM caches together on a CPU
+# Tokens that vLLM caches together on a CPU.
+BLOCK = 128
 KV_GIB = 1
 ARGS = ("--enforce-eager", "--max-model-len", str(CONTEXT), "--disable-log-stats")
 NO_SWAPS, NEW_SESSION, ALL = "no swaps", "swaps, new_session", "swaps, all"
@@ -183,7 +184,8 @@ async def measured(
 ) -> dict[str, Any]:
     all_plans = plans(work)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    for way in ways:  # no measurement
+    # No measurement.
+    for way in ways:
         warmed = await bench.run(way, plans(WARM), f"{os.getpid()}-warm-{ways.index(way)}", min(swaps, 1))
         if warmed.failures:
             raise RuntimeError(f"{way}: {warmed.failures[0]}")

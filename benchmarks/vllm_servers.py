@@ -23,7 +23,8 @@ from midstream.engine.vllm.arguments import MODULE, command_line, environment
 
 DIRECT, DIRECT_IDS = "vLLM /v1/completions", f"vLLM {GENERATE}"
 ROUTER, REPLICA, OURS = "vllm-router", "midstream's replica alone", "midstream"
-INNER_NAME = "midstream"  # of the model, in a vLLM that midstream starts
+# Of the model, in a vLLM that midstream starts.
+INNER_NAME = "midstream"
 
 
 class SharedVllm(Vllm):
@@ -42,7 +43,8 @@ class SharedVllm(Vllm):
         return environment({}, super().environment(), str(VLLM_PYTHON))
 
     def endpoints(self) -> dict[str, Endpoint]:
-        ids = {"logprobs": 0, "detokenize": False}  # as midstream asks
+        # As midstream asks.
+        ids = {"logprobs": 0, "detokenize": False}
         return {
             DIRECT: Endpoint(self.port, self.model.name, {}, {"logprobs": 0}),
             DIRECT_IDS: Endpoint(self.port, self.model.name, {}, ids, GENERATE),
@@ -105,7 +107,8 @@ class OverVllm(Midstream):
         assert self._process is not None
         found = []
         for pid in family(self._process.pid):
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            # It ended meanwhile.
+            with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
                 if MODULE in words:
                     found.append(int(words[words.index("--port") + 1]))

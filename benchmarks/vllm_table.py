@@ -15,7 +15,8 @@ from hardware import RESULTS
 from vllm_front import BASES, DIRECT, DIRECT_IDS, FIGURES, OURS
 from vllm_rollout import POLICIES
 
-GOAL = 3.0  # % lost at most
+# % lost at most.
+GOAL = 3.0
 NAMES = {
     "tokens_per_s": "throughput",
     "ttft_ms_p50": "first token",

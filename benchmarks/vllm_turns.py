@@ -33,7 +33,8 @@ class Target:
     port: int
     model: str
     headers: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # more body fields
+    # More body fields.
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 #: (place of the trajectory, its session key) -> where its next turn goes.
@@ -44,13 +45,17 @@ Route = Callable[[int, str], Target]
 class Turn:
     """What came of one turn. Tokens; seconds."""
 
-    number: int  # in its trajectory, from 0
+    # In its trajectory, from 0.
+    number: int
     prompt: int
     cached: int
     ids: list[int]
-    labels: list[tuple[str | None, int]]  # snapshots and how many tokens in a row each made
-    latency_s: float  # from the request's first byte to the last token
-    gaps_s: list[float]  # between tokens
+    # Snapshots and how many tokens in a row each made.
+    labels: list[tuple[str | None, int]]
+    # From the request's first byte to the last token.
+    latency_s: float
+    # Between tokens.
+    gaps_s: list[float]
 
     @property
     def crossed(self) -> int:
@@ -249,7 +254,8 @@ async def swap(
         made.append(
             {
                 "signalled_after_turns": point,
-                "ready_before_turns": progress.done,  # of them all: less than all, or the swap came too late
+                # Of them all: less than all, or the swap came too late.
+                "ready_before_turns": progress.done,
                 "signal_to_ready_s": round(time.perf_counter() - began, 3),
                 **{
                     name: [round(timing[name], 3) for timing in own]

@@ -17,8 +17,10 @@ def show(status: Status) -> None:
 
 
 with SnapshotPublisher(url, bucket) as publisher:
-    publisher.write_full(identity, checkpoint)  # weights first, configuration last, renamed into place
-    publisher.signal(identity, reset_prompt_cache="all")  # retried as long as a retry can help
+    # Weights first, configuration last, renamed into place.
+    publisher.write_full(identity, checkpoint)
+    # Retried as long as a retry can help.
+    publisher.signal(identity, reset_prompt_cache="all")
     final = publisher.wait_until_ready(identity, on_status=show)
 for replica in final.replicas:
     swap = replica.last_swap or {}

@@ -31,10 +31,12 @@ class PublishWeights(TrainerCallback):
             return
         self.wait()
         self.last = (
-            self.publisher.begin(  # copies the weights; encoding, upload and waiting go on beside training
+            # Copies the weights; encoding, upload and waiting go on beside training.
+            self.publisher.begin(
                 f"{self.run}/step-{state.global_step}",
                 model=kwargs["model"],
-                config_dir=self.served_model,  # the configuration is checked against the served model's
+                # The configuration is checked against the served model's.
+                config_dir=self.served_model,
                 dtype="bfloat16",
                 reset_prompt_cache="new_session",
             )

@@ -33,8 +33,10 @@ for turn in range(2):
         for choice in chunk.choices:
             text += choice.delta.content or ""
             if choice.logprobs is None:
-                continue  # the last chunk says why it ended
-            matrices = routes_of(choice, top_k=2)  # [tokens of this chunk, moe_layers, top_k]
+                # The last chunk says why it ended.
+                continue
+            # [tokens of this chunk, moe_layers, top_k].
+            matrices = routes_of(choice, top_k=2)
             routes.extend(matrices)
             snapshots.extend([snapshot_of(chunk.model)] * len(matrices))
         if chunk.usage and chunk.usage.prompt_tokens_details:

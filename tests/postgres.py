@@ -18,7 +18,8 @@ from pathlib import Path
 import psycopg
 
 PASSWORD = "hush-hush-4711"
-REQUIRED = "MIDSTREAM_TEST_POSTGRES"  # set in CI: a missing server is then a failure, not a skip
+# Set in CI: a missing server is then a failure, not a skip.
+REQUIRED = "MIDSTREAM_TEST_POSTGRES"
 START_S = 120.0
 
 
@@ -105,7 +106,8 @@ def _running(programs: Path, data: Path, root: Path, user: pwd.struct_passwd | N
                 yield port
                 return
         finally:
-            server.send_signal(signal.SIGINT)  # a fast shutdown
+            # A fast shutdown.
+            server.send_signal(signal.SIGINT)
             server.wait(120)
     raise AssertionError("somebody else took every port that was free")
 

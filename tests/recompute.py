@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-TIE = 3e-5  # of what a router compares: a rounding may choose the other expert
-TIES = 8  # tried for one sequence, at most
+# Of what a router compares: a rounding may choose the other expert.
+TIE = 3e-5
+# Tried for one sequence, at most.
+TIES = 8
 OWN_ROUTE = -1
 
 
@@ -61,7 +63,8 @@ class Expanded:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.until: int | None = None  # only read, up to here
+        # Only read, up to here.
+        self.until: int | None = None
 
     def begin(self) -> None:
         self._kept = {}
@@ -92,8 +95,10 @@ class Recomputer:
         self._loaded: dict[Path, Any] = {}
         self._expanded = Expanded()
         self._routers: dict[Path, list[Any]] = {}
-        self._noted: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # router, its logits, its choice
-        self._forced: torch.Tensor | None = None  # [tokens of this pass, moe_layers, top_k]
+        # Router, its logits, its choice.
+        self._noted: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        # [tokens of this pass, moe_layers, top_k].
+        self._forced: torch.Tensor | None = None
         self._checkpoints: dict[str, Path] = {}
         self.add(checkpoints)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 ACCESS_KEY, SECRET_KEY = "AKIATESTONLY0001", "a-secret/of+the=tests"
-KEYS_PER_PAGE = 50  # of a listing; S3 itself gives a thousand
+# Of a listing; S3 itself gives a thousand.
+KEYS_PER_PAGE = 50
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def s3_server(keys_per_page: int = KEYS_PER_PAGE) -> Iterator[S3Server]:
     )
     try:
         assert process.stderr is not None
-        for line in process.stderr:  # until it says that it listens
+        # Until it says that it listens.
+        for line in process.stderr:
             if running := re.search(r"Running on (http://127\.0\.0\.1:\d+)", line):
                 break
         else:

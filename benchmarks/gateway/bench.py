@@ -124,7 +124,8 @@ class Bench:
             chunks = round(whole_s / shape.interval_s) if shape.interval_s else loads.BURST_CHUNKS
             bed.pace(shape.interval_s, chunks)
         while bed.total("streams"):
-            time.sleep(0.01)  # those of the probe
+            # Those of the probe.
+            time.sleep(0.01)
         served = bed.total("requests")
         bed.begin(
             port,
@@ -216,7 +217,8 @@ def run(bench: Bench, shapes: Sequence[LoadShape]) -> dict[str, Any]:
             continue
         try:
             placed[name] = decisions(bench.bed, router, bench.files["1k"])
-        except (RouterFailed, OSError) as error:  # it does not cost the others their figures
+        # It does not cost the others their figures.
+        except (RouterFailed, OSError) as error:
             placed[name] = {"error": str(error)}
         say(f"  keys of {name}: {placed[name]}")
     return {

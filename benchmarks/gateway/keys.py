@@ -11,8 +11,10 @@ from gateway.routers import Router
 from gateway.tools import Bed
 
 KEYS = 10_000
-SETTLED_S = 1.5  # a router was told of a change so long ago
-RETURNED_S = 3.0  # and so long that a replica is back
+# A router was told of a change so long ago.
+SETTLED_S = 1.5
+# And so long that a replica is back.
+RETURNED_S = 3.0
 
 
 def homes(bed: Bed, port: int, request: Path) -> tuple[str, int]:

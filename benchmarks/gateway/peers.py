@@ -15,11 +15,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 VENVS = ROOT / ".venv-routers"
+# Smg and sglang-router share a module's name.
 PACKAGES = {
     "vllm-router": "0.1.17",
     "smg": "1.13.0",
     "sglang-router": "0.3.2",
-}  # smg and sglang-router share a module's name
+}
 DEBIAN = ("haproxy", "nginx")
 
 
@@ -50,11 +51,12 @@ def install(name: str) -> None:
         subprocess.run([*pip, f"{name}=={PACKAGES[name]}"], check=True)
         return
     root: list[str] = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    # 1: services are not started.
     quiet = {
         **os.environ,
         "DEBIAN_FRONTEND": "noninteractive",
         "RUNLEVEL": "1",
-    }  # 1: services are not started
+    }
     for command in (["update", "-q"], ["install", "-q", "-y", "--no-install-recommends", name]):
         subprocess.run([*root, "apt-get", *command], check=True, env=quiet, stdout=subprocess.DEVNULL)
 

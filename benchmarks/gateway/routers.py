@@ -48,13 +48,15 @@ class Router(ABC):
     """One router in front of `urls`, on `core`."""
 
     name: str
-    talks = False  # what it prints is for its supervisor, and no log
+    # What it prints is for its supervisor, and no log.
+    talks = False
 
     def __init__(self, folder: Path, urls: Sequence[str], core: int) -> None:
         self.folder, self.urls, self.core = folder, list(urls), core
         self.port, self.other_port = free_port(), free_port()
         self.log = folder / f"{self.name}.log"
-        self.out = set[int]()  # indexes of replicas it was told to leave out
+        # Indexes of replicas it was told to leave out.
+        self.out = set[int]()
         self.process: subprocess.Popen[bytes] | None = None
 
     @abstractmethod
@@ -164,7 +166,8 @@ class Midstream(Router):
 
     name = "midstream"
     talks = True
-    profile: str | None = None  # where a cProfile of it goes
+    # Where a cProfile of it goes.
+    profile: str | None = None
 
     def command(self) -> list[str]:
         profiled = ["-m", "cProfile", "-o", self.profile] if self.profile else []
@@ -200,10 +203,12 @@ class Midstream(Router):
             log_level="info",
         )
         (self.folder / "bucket").mkdir(exist_ok=True)
-        defaults = {**msgspec.to_builtins(spec), "settings": {}}  # also of a commit that has fewer settings
+        # Also of a commit that has fewer settings.
+        defaults = {**msgspec.to_builtins(spec), "settings": {}}
         self._say(msgspec.json.encode(defaults))
         assert self.process.stdout is not None
-        said = self.process.stdout.readline()  # it listens; a line said before that is not heard
+        # It listens; a line said before that is not heard.
+        said = self.process.stdout.readline()
         told = msgspec.json.decode(said, type=Listening) if said else Listening()
         if not told.port:
             raise RouterFailed(self.name)
@@ -269,7 +274,8 @@ class PythonPeer(Router):
                 ask(self.port, "DELETE", f"/workers/{known[url]}")
             elif index not in self.out and url not in known:
                 ask(self.port, "POST", "/workers", {"url": url})
-        deadline = time.monotonic() + GONE_S_MAX  # it drains in the background
+        # It drains in the background.
+        deadline = time.monotonic() + GONE_S_MAX
         while any(self.urls[index] in self.workers() for index in self.out):
             if time.monotonic() > deadline:
                 raise RouterFailed(f"{self.name} did not let go of a replica in {GONE_S_MAX:g} s")
@@ -287,7 +293,8 @@ class VllmRouter(PythonPeer):
     name = "vllm-router"
 
     def arguments(self) -> list[str]:
-        return ["--policy", "consistent_hash", "--log-level", "error"]  # "warning" logs every request
+        # "warning" logs every request.
+        return ["--policy", "consistent_hash", "--log-level", "error"]
 
     def apply(self) -> None:
         for index, url in enumerate(self.urls):
@@ -426,7 +433,8 @@ http {{
     def apply(self) -> None:
         self.path.write_text(self.config())
         os.kill(self.pid, signal.SIGHUP)
-        time.sleep(1.0)  # the new worker takes over; it says so nowhere
+        # The new worker takes over; it says so nowhere.
+        time.sleep(1.0)
         self.pin(self.core)
 
 

@@ -21,8 +21,10 @@ UNITS = {
     "paced": "paced chunk",
     "burst": "chunk in a burst",
 }
-LOG_BYTES_MAX = 100_000  # more is a line per request
-KEPT_UP = 0.98  # of the paced chunks
+# More is a line per request.
+LOG_BYTES_MAX = 100_000
+# Of the paced chunks.
+KEPT_UP = 0.98
 #: Load, peer, and the most that ours may be of it.
 GOALS = (
     ("1 KB", "vllm-router", 0.9),

@@ -27,7 +27,8 @@ from midstream.core.types import (
 
 HERE = Path(__file__).parent
 STATE_BYTES = 4096
-GLOBALS, PER_REPLICA = 8, 8  # words, as in mock.c
+# Words, as in mock.c.
+GLOBALS, PER_REPLICA = 8, 8
 COUNTERS = ("requests", "chunks", "connections", "streams", "resumable", "listeners")
 IN_FLIGHT_MARK = b"@INFLT@@"
 IN_FLIGHT_STAND_IN = 12345678
@@ -41,7 +42,8 @@ def build(folder: Path) -> None:
 
 def cpu_s(pid: int) -> float:
     """CPU time of a process, user and system, of threads that ended too. Raises OSError when it is gone."""
-    return time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(pid) gives
+    # What clock_getcpuclockid(pid) gives.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def tree(pid: int) -> list[int]:
@@ -50,7 +52,8 @@ def tree(pid: int) -> list[int]:
     while pids:
         found.append(pids.pop())
         for children in Path(f"/proc/{found[-1]}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            # A thread that ended meanwhile.
+            with contextlib.suppress(OSError):
                 pids += map(int, children.read_text().split())
     return found
 
@@ -69,7 +72,8 @@ def pin(pid: int, core: int) -> None:
     """Every thread of the process tree on one core."""
     for one in tree(pid):
         for thread in Path(f"/proc/{one}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            # It ended meanwhile.
+            with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(thread.name), {core})
 
 

@@ -100,7 +100,8 @@ def main() -> int:
     model = asked(args, "get_server_capabilities")["supported_models"][0]["model_name"]
     service = tinker.ServiceClient(base_url=args.url, api_key=args.api_key)
     client: Any = service.create_sampling_client(base_model=model)
-    client = client.result() if hasattr(client, "result") else client  # 0.38 makes it in the background
+    # 0.38 makes it in the background.
+    client = client.result() if hasattr(client, "result") else client
     return asyncio.run(run(args, client))
 
 

@@ -100,7 +100,8 @@ def test_costs_ratios_and_refusals_are_told() -> None:
     assert "- vllm-router wrote 2.3 MB of log." in text
     assert "- midstream wrote" not in text
     assert "- nginx is absent: is not installed." in text
-    assert "- vllm-router failed 11 requests." in text  # 4 at each placement and 3 of its keys
+    # 4 at each placement and 3 of its keys.
+    assert "- vllm-router failed 11 requests." in text
 
 
 def test_a_cell_is_the_median_of_its_rounds_and_the_sum_of_its_failures() -> None:

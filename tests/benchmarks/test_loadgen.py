@@ -32,11 +32,11 @@ def test_a_token_has_the_time_of_the_read_that_completed_its_event_wherever_read
     None
 ):
     first, second = event(-1.0), event(-2.0, -3.0)
-    parts = [first[:7], first[7:] + second, DONE, b""]  # an event over two chunks, two events in one
+    # An event over two chunks, two events in one.
+    parts = [first[:7], first[7:] + second, DONE, b""]
     raw = HEAD + b"".join(map(framed, parts))
-    ends = [
-        len(HEAD + b"".join(map(framed, parts[:n]))) - 2 for n in (2, 2, 3)
-    ]  # of the payloads, less the CRLF
+    # Of the payloads, less the CRLF.
+    ends = [len(HEAD + b"".join(map(framed, parts[:n]))) - 2 for n in (2, 2, 3)]
     for cut in range(1, len(raw)):
         times, carrying = token_times([1.0, 2.0], [raw[:cut], raw[cut:]])
         early = 1.0 if ends[0] <= cut else 2.0
@@ -88,7 +88,8 @@ async def against_a_server_with(tokens: int, load: dict[str, Any]) -> tuple[Any,
             writer.write(framed(event(-1.0)))
             await writer.drain()
         writer.write(framed(DONE) + framed(b""))
-        await reader.read()  # until the client leaves
+        # Until the client leaves.
+        await reader.read()
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:

@@ -191,7 +191,8 @@ def test_a_replicas_work_is_read_from_its_event_stream() -> None:
     assert work == Work(turns=3, prompt=1000, cached=600, answer=80, busy_s=2.75)
     assert work.computed == 480
     idle = ReplicaReport(replica="replica-1", boot="b", ready=True)
-    assert read_work([msgspec.json.encode(idle)]) == Work()  # it tells no measures before its first turn
+    # It tells no measures before its first turn.
+    assert read_work([msgspec.json.encode(idle)]) == Work()
 
 
 TURNS = [Turn(100, 0, 10, 0.2), Turn(160, 96, 5, 0.1)]

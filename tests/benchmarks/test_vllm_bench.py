@@ -91,12 +91,14 @@ def run_of(tokens_per_s: float, gap: float) -> dict[str, float]:
 
 def test_a_loss_is_taken_within_a_round_and_only_where_there_is_something_to_compare_with() -> None:
     runs = {
-        DIRECT: [run_of(100, 10), run_of(200, 5), run_of(100, 10)],  # a machine twice as fast for one round
+        # A machine twice as fast for one round.
+        DIRECT: [run_of(100, 10), run_of(200, 5), run_of(100, 10)],
         DIRECT_IDS: [run_of(110, 9)] * 3,
         OURS: [run_of(98, 10.1), run_of(196, 5.2), run_of(90, 12)],
     }
     lost = losses(runs, OURS)["direct"]
-    assert lost["tokens_per_s"] == [2.0, 2.0, 10.0]  # median, least, most
+    # Median, least, most.
+    assert lost["tokens_per_s"] == [2.0, 2.0, 10.0]
     assert lost["gap_ms_mean"] == [4.0, 1.0, 20.0]
     assert lost["ttft_ms_p50"] == [0.0, 0.0, 0.0]
     assert "gap_ms_p99" not in lost
@@ -148,7 +150,8 @@ def test_labels_must_be_there_and_in_the_order_of_the_swaps() -> None:
 
 
 def test_what_can_be_cached_are_the_whole_blocks_of_what_the_turn_before_computed() -> None:
-    assert possible_cached([PLAN]) == 512  # of 639: the last token of the answer was never an input
+    # Of 639: the last token of the answer was never an input.
+    assert possible_cached([PLAN]) == 512
     assert possible_cached([PLAN], block=1) == 639
     assert possible_cached([PLAN * 2]) == 512 + 768 + 1408
 
@@ -198,7 +201,8 @@ async def test_the_next_prompt_holds_the_answer_and_a_failed_turn_ends_its_traje
     assert len(bodies) == 2
     assert bodies[1]["prompt"][:5] == [*bodies[0]["prompt"], 7, 8]
     assert len(bodies[1]["prompt"]) == 8
-    await asyncio.wait_for(progress.reached(3), 120)  # whoever waits for turns that do not come goes on
+    # Whoever waits for turns that do not come goes on.
+    await asyncio.wait_for(progress.reached(3), 120)
     assert progress.done == 1
 
 
@@ -304,5 +308,6 @@ def test_the_document_holds_what_the_results_render_to() -> None:
     if path.exists():
         part = vllm_table.render(json.loads(path.read_text()))
         assert document.replaced(text, "vllm", part) == text
-    else:  # nothing stands there that was not measured
+    # Nothing stands there that was not measured.
+    else:
         assert "begin: vllm.json" not in text or document.replaced(text, "vllm", "") == text

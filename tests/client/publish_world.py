@@ -48,16 +48,19 @@ class World:
         (self.config / "config.json").write_text('{"model_type": "x"}')
         self.desired: str | None = None
         self.generation = 0
-        self.serving: Path | None = None  # whole files of `desired`
+        # Whole files of `desired`.
+        self.serving: Path | None = None
         self.signals: list[dict[str, Any]] = []
         self.hints: list[dict[str, Any]] = []
         self.refuse_deltas = False
-        self.fail: str | None = None  # this snapshot cannot be loaded
+        # This snapshot cannot be loaded.
+        self.fail: str | None = None
         self.error: str | None = None
         self.api_key: str | None = None
         self.away = False
         self.ledger: dict[str, Any] = {"desired_snapshot_identity": "base", "snapshots": []}
-        self.open = threading.Event()  # status is answered
+        # Status is answered.
+        self.open = threading.Event()
         self.open.set()
 
     def publisher(self, **kwargs: Any) -> SnapshotPublisher:

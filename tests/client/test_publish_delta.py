@@ -84,7 +84,8 @@ def test_a_directory_and_tensors_may_follow_each_other(world: World, tmp_path: P
         write_weights(checkpoint, weights(1))
         (checkpoint / "config.json").write_text('{"model_type": "x"}')
         assert publisher.publish("1", checkpoint).kind == "delta"
-        safetensors.numpy.save_file(weights(9), checkpoint / "model.safetensors")  # the trainer goes on
+        # The trainer goes on.
+        safetensors.numpy.save_file(weights(9), checkpoint / "model.safetensors")
         assert publisher.publish("2", weights(2), config_dir=world.config).kind == "delta"
     assert_served(world, "2", weights(2))
 
@@ -256,7 +257,8 @@ def test_training_goes_on_with_other_weights_while_a_snapshot_is_published(world
         world.open.clear()
         first = publisher.begin("1", live, config_dir=world.config)
         for values in live.values():
-            values += 1  # the next update
+            # The next update.
+            values += 1
         assert not first.done()
         with pytest.raises(TimeoutError):
             first.wait(0.01)

@@ -27,7 +27,8 @@ class Disk:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str]] = []
-        self.refuse: tuple[str, int] | None = None  # syncing a path that ends so fails with this
+        # Syncing a path that ends so fails with this.
+        self.refuse: tuple[str, int] | None = None
         real_sync, real_rename = os.fsync, os.rename
 
         def fsync(file: int) -> None:
@@ -76,7 +77,8 @@ def test_files_and_their_names_are_on_disk_before_the_signal(
         ("sync", "run/0"),
         ("rename", "run/0"),
         ("sync", "run"),
-        ("sync", "."),  # it had to be made
+        # It had to be made.
+        ("sync", "."),
         ("signal", ""),
     ]
     delta = disk.events[len(first) :]
@@ -122,7 +124,8 @@ def test_a_checkpoint_that_a_power_cut_may_have_spoilt_is_nobodys_parent(
 def test_a_work_directory_that_is_full_does_not_make_a_failure_of_what_is_served(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (world.work / "parent.new").mkdir(parents=True)  # in the way of what is to be written
+    # In the way of what is to be written.
+    (world.work / "parent.new").mkdir(parents=True)
     with world.publisher() as publisher:
         kinds = [publisher.publish(f"{i}", weights(i), config_dir=world.config).kind for i in range(2)]
     assert "will begin with a full snapshot" in caplog.text

@@ -103,10 +103,12 @@ class AffinityIsOld(Fault):
 class RecomputedKv(Fault):
     """What a server gives that computes a stream's KV again at a switch: a score of its tokens is what the stream said."""
 
-    PROMPT = 32  # tokens
+    # Tokens.
+    PROMPT = 32
 
     def __init__(self) -> None:
-        self._streams: dict[str, list[tuple[str, float]]] = {}  # of a prompt: each token's label and logprob
+        # Of a prompt: each token's label and logprob.
+        self._streams: dict[str, list[tuple[str, float]]] = {}
 
     def chunk(self, request: Json, chunk: Json, memory: Json) -> None:
         told = self._streams.setdefault(str(request.get("prompt")), [])

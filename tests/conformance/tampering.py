@@ -23,7 +23,8 @@ _PASSED_ON = ("content-type", "retry-after", "x-request-id", "x-midstream-replic
 class Fault:
     """Breaks nothing; what a subclass overrides, it breaks."""
 
-    done = True  # whether [DONE] is passed on
+    # Whether [DONE] is passed on.
+    done = True
 
     def request(self, path: str, headers: dict[str, str], body: Json) -> Response | None:
         """Change `headers` and `body` in place; a response is the answer, and nothing is asked upstream."""

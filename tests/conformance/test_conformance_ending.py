@@ -24,7 +24,8 @@ from midstream_conformance import target, traffic
 from midstream_conformance.target import Target
 
 HOT_LOAD = "/hot_load"
-API_KEY = "conformance-key"  # as in conftest.py
+# As in conftest.py.
+API_KEY = "conformance-key"
 
 
 def run(url: str, options: list[str], out: Path, *rows: str) -> tuple[int, dict[str, Any]]:
@@ -113,7 +114,8 @@ def test_the_first_interruption_also_while_it_puts_back_does_not_keep_it_from_th
         await putting.reached.wait()
         for _ in range(times):
             running.cancel()
-            for _ in range(3):  # turns of the loop in which it is heard
+            # Turns of the loop in which it is heard.
+            for _ in range(3):
                 await asyncio.sleep(0)
         putting.may.set()
         if times == 1:
@@ -154,7 +156,8 @@ class Deaf(Fault):
 def test_weights_that_cannot_be_put_back_are_no_success(
     server: Server, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with tampering(server.url, Deaf(heard=2)) as url:  # the checkpoint, and another variant
+    # The checkpoint, and another variant.
+    with tampering(server.url, Deaf(heard=2)) as url:
         code, found = run(url, options, tmp_path / "results.json", "hotload.ready")
     assert found["rows"][0]["verdict"] == "pass"
     assert (code, found["exit_code"], found["put_back"], found["left_on_snapshot"]) == (1, 1, False, None)
@@ -184,7 +187,8 @@ def test_a_transition_that_stays_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(target, "STREAM_S", 0.4)
-    monkeypatch.setattr(traffic, "LONGER", (1,))  # whoever is held off, the transition is set and set back
+    # Whoever is held off, the transition is set and set back.
+    monkeypatch.setattr(traffic, "LONGER", (1,))
     try:
         with tampering(server.url, NoWayBack(times)) as url:
             code, found = run(url, options, tmp_path / "results.json", "transitions.sync_425")

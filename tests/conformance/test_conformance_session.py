@@ -53,9 +53,11 @@ def test_asking_goes_on_until_every_replica_answered() -> None:
     [
         ("a", 1, 1),
         (None, 1, 1),
-        ("a", 2, 2 * SIGHTINGS),  # the other one is never seen
+        # The other one is never seen.
+        ("a", 2, 2 * SIGHTINGS),
         (None, 2, 2 * SIGHTINGS),
-        ("a", None, SIGHTINGS),  # nobody knows how many there are
+        # Nobody knows how many there are.
+        ("a", None, SIGHTINGS),
     ],
 )
 def test_asking_ends_where_replicas_cannot_be_told_apart(
@@ -171,7 +173,8 @@ def test_a_transition_that_cannot_be_set_back_is_a_failure_and_tried_again() -> 
         with pytest.raises(Failed, match="not now"):
             await sync_row(session)
         assert session.target.transition == "SYNC"
-        await sync_row(session)  # what is there already is not changed, nor taken for what was there before
+        # What is there already is not changed, nor taken for what was there before.
+        await sync_row(session)
         return await session.restore_transition()
 
     assert asyncio.run(ask()) == "ASYNC"
@@ -213,7 +216,8 @@ class Replicas:
         self.server = Scripted()
         self.signals: list[str] = []
         self.refuse = False
-        self.rows: list[tuple[str, str, str | None]] | None = None  # instead of being ready at once
+        # Instead of being ready at once.
+        self.rows: list[tuple[str, str, str | None]] | None = None
         self.server.on["POST", HOT_LOAD_PATH] = self._signal
         self.server.on["GET", HOT_LOAD_PATH] = self._status
 
@@ -242,7 +246,8 @@ def test_a_switch_that_was_cut_short_is_undone_at_the_end(snapshots: tuple[Repli
     async def run() -> str | None:
         same = await made.serve("same")
         head = await made.ready("head")
-        there.rows = [(same, "downloading", head)] * 2  # and still ready, on the one before
+        # And still ready, on the one before.
+        there.rows = [(same, "downloading", head)] * 2
         await made.signal(head)
         with pytest.raises(Failed, match="was not ready"):
             await made.wait(head)

@@ -80,12 +80,15 @@ def test_what_counts_as_a_difference(one: SnapshotCheck, other: SnapshotCheck, w
     ("checks", "accused"),
     [
         ([check(), check(), check()], []),
-        ([check(), check(BAD)], ["r1"]),  # of two, the earlier one is right
-        ([check(BAD), check(), check()], ["r0"]),  # else the majority
+        # Of two, the earlier one is right.
+        ([check(), check(BAD)], ["r1"]),
+        # Else the majority.
+        ([check(BAD), check(), check()], ["r0"]),
         ([check(BAD), check(), check(BAD), check()], ["r1", "r3"]),
         ([check(), None, check(BAD)], ["r2"]),
         ([check(), check(weights="x"), check()], ["r1"]),
-        ([check(), check(BAD, generation=2)], []),  # of other files under the same name
+        # Of other files under the same name.
+        ([check(), check(BAD, generation=2)], []),
         ([check(), check(BAD, snapshot="z")], []),
         ([check(BAD)], []),
         ([check(), check(BAD), check((-9.0, -9.0))], ["r1", "r2"]),
@@ -284,7 +287,8 @@ def test_a_replica_that_found_other_bytes_before_the_ledger_knew_them_loads_agai
         ([check(weights="k:w"), check(weights="k:w")], {}, ["k:w"]),
         ([check(weights="k:w"), check(weights="other:x")], {}, ["k:w", "other:x"]),
         ([check(weights="k:w"), check(weights="k:w")], {"k": "w"}, []),
-        ([check(weights="k:w"), None], {}, []),  # one may still say something else
+        # One may still say something else.
+        ([check(weights="k:w"), None], {}, []),
         ([check(weights="k:w"), check(weights="k:w", generation=2)], {}, []),
         ([check(weights=None), check(weights=None)], {}, []),
     ],

@@ -34,16 +34,24 @@ def turn(index: int) -> Turn:
 @pytest.mark.parametrize(
     ("reports", "staged", "last", "overdue", "whose"),
     [
-        ([Stage.FETCHING, Stage.STAGED, Stage.STAGED], {1, 2}, None, False, 1),  # nobody waits for the slow one
-        ([Stage.STAGED, Stage.STAGED, Stage.STAGED], {0, 1, 2}, 1, False, 1),  # it was let go, and has not moved yet
-        ([Stage.STAGED, Stage.STAGED, Stage.STAGED], {0, 1, 2}, 1, True, 0),  # it is not reached: another one
-        ([Stage.FETCHING, Stage.STAGED], {1}, 1, True, 1),  # there is no other
-        ([Stage.STAGED, Stage.COMMITTING], {0}, None, False, 1),  # after a restart it shows who has it
-        ([Stage.STAGED, Stage.CHECKING], {0}, 1, False, 1),  # until it is proved
+        # Nobody waits for the slow one.
+        ([Stage.FETCHING, Stage.STAGED, Stage.STAGED], {1, 2}, None, False, 1),
+        # It was let go, and has not moved yet.
+        ([Stage.STAGED, Stage.STAGED, Stage.STAGED], {0, 1, 2}, 1, False, 1),
+        # It is not reached: another one.
+        ([Stage.STAGED, Stage.STAGED, Stage.STAGED], {0, 1, 2}, 1, True, 0),
+        # There is no other.
+        ([Stage.FETCHING, Stage.STAGED], {1}, 1, True, 1),
+        # After a restart it shows who has it.
+        ([Stage.STAGED, Stage.COMMITTING], {0}, None, False, 1),
+        # Until it is proved.
+        ([Stage.STAGED, Stage.CHECKING], {0}, 1, False, 1),
         ([Stage.STAGED, Stage.IDLE], {0}, 1, False, 0),
         ([Stage.STAGED, Stage.ERROR], {0}, 1, False, 0),
-        ([Stage.STAGED, Stage.FETCHING], {0}, 1, False, 0),  # a newer signal took it back
-        ([Stage.STAGED, Stage.STAGED], {1}, None, False, 1),  # the first is staged for what nobody wants any more
+        # A newer signal took it back.
+        ([Stage.STAGED, Stage.FETCHING], {0}, 1, False, 0),
+        # The first is staged for what nobody wants any more.
+        ([Stage.STAGED, Stage.STAGED], {1}, None, False, 1),
         ([Stage.FETCHING, Stage.IDLE], set(), None, False, None),
         ([], set(), 1, False, None),
     ],
@@ -85,7 +93,8 @@ class Replica:
     inbox: list[Desired] = field(default_factory=list)
     seen: ReplicaReport | None = None
     failing: bool = False
-    in_vain: int = 0  # held attempts in a row that were given up, as the driver counts them
+    # Held attempts in a row that were given up, as the driver counts them.
+    in_vain: int = 0
 
     def step(self) -> None:
         machine = self.machine
@@ -140,7 +149,8 @@ class Fleet:
         self.replicas = [Replica(f"r{i}") for i in range(count)]
         self.generation = 0
         self.state = DeploymentState(None)
-        self.since: dict[str, int] = {}  # the last one signalled is the last
+        # The last one signalled is the last.
+        self.since: dict[str, int] = {}
         self.turn: Turn | None = None
         self.first: frozenset[str] = frozenset()
 

@@ -60,10 +60,10 @@ class FakeReplica:
 
     def __init__(self, name: str, bucket: Bucket) -> None:
         self.name, self.bucket, self.boots = name, bucket, 0
-        self.spoilt = 0  # so many of the next loads leave other weights in the engine
-        self.swaps: list[
-            tuple[int, int, int, ResetPromptCache]
-        ] = []  # boot, generation before, after, policy
+        # So many of the next loads leave other weights in the engine.
+        self.spoilt = 0
+        # Boot, generation before, after, policy.
+        self.swaps: list[tuple[int, int, int, ResetPromptCache]] = []
         self.reboot()
 
     def reboot(self) -> None:
@@ -136,7 +136,8 @@ class FakeReplicaSet:
         self.drop = dict.fromkeys((r.name for r in replicas), 0)
         self.sent: list[tuple[str, str, int]] = []
         self.hold: asyncio.Event | None = None
-        self.looks = 0  # how often those who wait for a snapshot were told to look again
+        # How often those who wait for a snapshot were told to look again.
+        self.looks = 0
         self._boots: dict[str, str] = {}
         self._callback: Callable[[], None] = lambda: None
 
@@ -180,7 +181,8 @@ class World:
         self.broken, self.poison = self.bucket.broken, self.bucket.poison
         self.replicas = [FakeReplica(f"replica-{i}", self.bucket) for i in range(replicas)]
         self.time = 1.0
-        self.signals: list[tuple[int, ResetPromptCache]] = []  # generation, policy
+        # Generation, policy.
+        self.signals: list[tuple[int, ResetPromptCache]] = []
         self.ledger: Ledger | None = None
         self.restart_gateway()
 
@@ -291,9 +293,11 @@ def test_the_order_of_signals_is_the_ledgers_whoever_signalled(tmp_path: Path) -
     assert here.reconciler.order.newest(()) == 1, "v2 is ready nowhere"
     here.calm()
     assert (here.reconciler.order.newest(()), here.set.looks) == (2, looks)
-    here.reconciler.order.learn([Signalled("v3", 4, False)])  # signalled here
+    # Signalled here.
+    here.reconciler.order.learn([Signalled("v3", 4, False)])
     assert here.ledger is not None
-    for identity in ("v1", "v3"):  # the first of them by another gateway
+    # The first of them by another gateway.
+    for identity in ("v1", "v3"):
         here.run(here.ledger.signal(DEPLOYMENT, Signal(identity=identity, url="file:///bucket/x")))
     here.time += 2
     here.reconcile()
@@ -851,7 +855,8 @@ class Convergence(RuleBasedStateMachine):
         elif machine.serving != BASE_SNAPSHOT:
             assert tries or failure(state, report, state.desired) is not None
             assert view.admitted
-        elif state.ever_ready:  # it goes on trying
+        # It goes on trying.
+        elif state.ever_ready:
             assert self.world.reconciler._stuck[replica.name].signal == state.desired.generation
         else:
             assert tries or failure(state, report, state.desired) is not None

@@ -73,7 +73,8 @@ def commands_naming(path: Path) -> list[str]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # it has ended
+        # It has ended.
+        except OSError:
             continue
         if str(path) in command:
             found.append(command)

@@ -44,7 +44,8 @@ class World:
         self.model = object()
         self.started: dict[int, int] = {}
         self.ended: dict[int, int] = {}
-        self.while_loading = 0  # groups of the next step that end before a publication does
+        # Groups of the next step that end before a publication does.
+        self.while_loading = 0
         self.moved = threading.Condition()
         self.last_step = 0
 
@@ -72,7 +73,8 @@ class World:
 
     def update(self, batch):
         step = batch[0].step
-        with self.moved:  # training takes long enough for rollouts that were started to begin
+        # Training takes long enough for rollouts that were started to begin.
+        with self.moved:
             assert step == self.last_step or self.moved.wait_for(
                 lambda: self.started.get(step + 1, 0) >= 2, 10
             )
@@ -91,11 +93,13 @@ class World:
             if identity == self.refused:
                 raise PublishError("no room")
             on_status(Status((ReplicaStatus("base", True, "downloading", identity),)))
-            with self.moved:  # it goes on until enough rollouts were in flight beside it
+            # It goes on until enough rollouts were in flight beside it.
+            with self.moved:
                 self.moved.wait_for(lambda: self.sampled_beside(identity) >= self.while_loading, 10)
                 self.events.append(f"near {identity}")
             on_status(Status((ReplicaStatus("base", True, "staging", identity),)))
-            with self.moved:  # what is left starts before it serves
+            # What is left starts before it serves.
+            with self.moved:
                 self.moved.wait_for(lambda: self.started.get(self.step_beside(identity), 6) == 6, 10)
             self.serving = identity
             self.events.append(f"ready {identity}")
@@ -150,12 +154,14 @@ def test_a_third_of_the_next_groups_start_with_training_and_the_rest_once_public
 
 def test_groups_follow_one_another_until_a_replica_is_about_to_switch_and_then_the_rest_starts_at_once():
     world = World()
-    world.while_loading = 4  # the two early ones and two of the others
+    # The two early ones and two of the others.
+    world.while_loading = 4
     run(world)
     for step in (0, 1):
         began, near, ready = (world.events.index(f"{w} step-{step + 1}") for w in ("begin", "near", "ready"))
         running = [0]
-        late = {f"{step + 1}/{g}" for g in (2, 3, 4, 5)}  # the early ones run beside them
+        # The early ones run beside them.
+        late = {f"{step + 1}/{g}" for g in (2, 3, 4, 5)}
         for what, _, group in (event.partition(" ") for event in world.events[began:near]):
             running.append(running[-1] + ((what == "start") - (what == "end") if group in late else 0))
         assert max(running) == 1
@@ -188,7 +194,8 @@ def test_a_row_has_the_numbers_of_its_batch_and_only_pauses_of_its_own_swap():
 def test_tokens_sampled_before_the_last_update_count_as_older():
     rows = run(World(), steps=3).rows
     assert rows[0].older_snapshot_share == 0.0
-    assert 1 / 3 <= rows[1].older_snapshot_share <= 1.0  # a third started under the snapshot before
+    # A third started under the snapshot before.
+    assert 1 / 3 <= rows[1].older_snapshot_share <= 1.0
 
 
 def test_a_step_whose_rollouts_all_failed_ends_the_run_with_the_reason():

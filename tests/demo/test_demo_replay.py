@@ -72,7 +72,8 @@ def test_a_turn_that_crossed_a_swap_is_scored_by_each_snapshot_over_the_kv_of_th
     labels = ["base"] * 5 + ["next"] * 8
     turn = make_turn(model, PROMPT, TOKENS, labels)
     ids = torch.tensor([turn.sequence])
-    boundary = len(PROMPT) - 1 + 5  # the first input position whose pass the new snapshot made
+    # The first input position whose pass the new snapshot made.
+    boundary = len(PROMPT) - 1 + 5
     with torch.no_grad():
         before = model(ids[:, :boundary], use_cache=True)
         after = other(ids[:, boundary:-1], past_key_values=before.past_key_values)
@@ -130,7 +131,8 @@ def test_positions_without_a_route_take_the_models_own(model):
             model(ids)
     assert torch.equal(tap.taken[:5], (own[:5] + 1) % 8)
     assert (tap.taken >= 0).all()
-    assert torch.equal(tap.taken[5:, 0], own[5:, 0])  # the first layer's inputs do not depend on routes
+    # The first layer's inputs do not depend on routes.
+    assert torch.equal(tap.taken[5:, 0], own[5:, 0])
 
 
 def test_padding_of_routes_is_own_route(model):

@@ -51,7 +51,8 @@ def test_the_summary_has_every_promised_key_with_the_numbers_of_the_rows(summary
     assert summary["affinity_share"] == 1.0
     assert summary["kl_own_routes"] == pytest.approx((4e-3 * 100 + 8e-3 * 300) / 400)
     assert summary["kl_replayed_routes"] == pytest.approx(3e-4)
-    assert summary["pause_ms_p50"] == 2.5  # of 1, 3, 2, 10
+    # Of 1, 3, 2, 10.
+    assert summary["pause_ms_p50"] == 2.5
     assert summary["pause_ms_max"] == 10.0
     assert summary["cached_prompt_share"] == 150 / 400
     assert summary["seconds"] == 12.5
@@ -116,7 +117,8 @@ def test_the_report_is_one_file_that_fetches_nothing(rows, summary):
     assert "step-2" in html
     assert "torch 2.13" in html
     for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
-        ElementTree.fromstring(svg)  # well-formed
+        # Well-formed.
+        ElementTree.fromstring(svg)
 
 
 def test_the_report_and_the_summary_are_written_beside_each_other(rows, summary, tmp_path):

@@ -67,7 +67,8 @@ def test_on_policy_the_loss_is_the_mean_advantage_and_minibatches_do_not_change_
 ):
     trainers = [Trainer(tiny_model(), TrainerOptions(minibatch=size)) for size in (1, 4)]
     losses = [trainer.update(rollouts) for trainer in trainers]
-    assert losses == pytest.approx([0.0, 0.0], abs=1e-5)  # equal lengths, so advantages cancel
+    # Equal lengths, so advantages cancel.
+    assert losses == pytest.approx([0.0, 0.0], abs=1e-5)
     for one, four in zip(*(t.model.parameters() for t in trainers), strict=True):
         assert torch.allclose(one.grad, four.grad, atol=1e-6)
     before = load(tiny_model()).parameters()

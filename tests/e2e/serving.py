@@ -71,9 +71,8 @@ def on_device(folder: Path) -> tuple[str, ...]:
 @contextlib.contextmanager
 def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A `midstream` command, its standard error in `log`; at the end it and whatever it left are stopped."""
-    env = {
-        name: value for name, value in os.environ.items() if name != "MIDSTREAM_TEST_CLUSTER"
-    }  # it is on none
+    # It is on none.
+    env = {name: value for name, value in os.environ.items() if name != "MIDSTREAM_TEST_CLUSTER"}
     with log.open("w") as errors:
         process = subprocess.Popen(
             command(*arguments), stdout=subprocess.PIPE, stderr=errors, text=True, env=env

@@ -22,7 +22,8 @@ from serving import Server, serve
 
 from midstream.client import SnapshotPublisher, decode_routing_matrix, snapshot_of
 
-PROMPT = 96  # tokens
+# Tokens.
+PROMPT = 96
 ATTEMPTS = 4
 Policy = str | bool | dict[str, int]
 _number = itertools.count()
@@ -38,7 +39,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
 @pytest.fixture
 def swap(server: Server, tiny_model: Callable[..., Path]) -> Iterator[Callable[[Policy | None], str]]:
     """swap(policy): a new snapshot serves when it returns. None: the signal does not say."""
-    checkpoints = [tiny_model(seed=1), tiny_model(seed=2)]  # written before any stream
+    # Written before any stream.
+    checkpoints = [tiny_model(seed=1), tiny_model(seed=2)]
     with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
 
         def to_next(policy: Policy | None) -> str:
@@ -125,7 +127,8 @@ TWO_SWAPS: list[tuple[Policy, Policy, tuple[int, int, int]]] = [
     ({"max_age": 1}, {"max_age": 1}, ALL),
     ({"max_age": 2}, {"max_age": 2}, HIT),
     ("none", {"max_age": 1}, ALL),
-    ({"max_age": 0}, "none", HIT),  # the limit is that of the snapshot that serves
+    # The limit is that of the snapshot that serves.
+    ({"max_age": 0}, "none", HIT),
     ("new_session", {"max_age": 2}, ONLY_OLD),
     ({"max_age": 5}, "new_session", ONLY_OLD),
     ({"max_age": 5}, "all", ALL),
@@ -150,7 +153,8 @@ def test_mixed_policies_with_requests_between_the_swaps(server: Server, swap: Ca
     assert cached(server, prompt, old) == 0
     table: list[tuple[Policy, int, int, int]] = [
         # policy, found by the old session, by the later one, without session; asked in this order
-        ("new_session", PROMPT, 0, PROMPT),  # the later one has just cached it for those like itself
+        # The later one has just cached it for those like itself.
+        ("new_session", PROMPT, 0, PROMPT),
         ("none", PROMPT, PROMPT, PROMPT),
         ("new_session", PROMPT, PROMPT, 0),
         ("all", 0, PROMPT, PROMPT),
@@ -193,7 +197,8 @@ class Stream(threading.Thread):
         try:
             with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
                 data = b""
-                for received in answer.iter_bytes():  # lines of text would also be cut at U+0085 and its like
+                # Lines of text would also be cut at U+0085 and its like.
+                for received in answer.iter_bytes():
                     *events, data = (data + received).split(b"\n\n")
                     for event in events:
                         if event.startswith(b"data: {"):
@@ -216,9 +221,8 @@ class Stream(threading.Thread):
         self.finish = choice["finish_reason"] or self.finish
 
 
-IN_FLIGHT: list[
-    tuple[Policy, bool]
-] = [  # policy, whether the next turn of its session finds what it computed
+# Policy, whether the next turn of its session finds what it computed.
+IN_FLIGHT: list[tuple[Policy, bool]] = [
     ("all", False),
     ("new_session", True),
     ("none", True),
@@ -242,10 +246,12 @@ def test_a_stream_in_flight_keeps_its_kv_and_its_next_turn_follows_the_policy(
         stream.join()
         assert (stream.finish, stream.cached, len(stream.tokens)) == ("length", PROMPT, 3800)
         if after in stream.labels:
-            break  # otherwise it ended before the swap
+            # Otherwise it ended before the swap.
+            break
     crossed = stream.labels.index(after)
     assert stream.labels == [before] * crossed + [after] * (3800 - crossed)
-    at = PROMPT + crossed - 1  # the pass that gave the first new label consumed the last old token
+    # The pass that gave the first new label consumed the last old token.
+    at = PROMPT + crossed - 1
     assert stream.kv == [(before, 0, at), (after, at, PROMPT + 3799)], "its KV was recomputed"
     turn = prompt + stream.tokens[:1200]
     assert cached(server, turn, session) == (len(turn) // 16 * 16 if found else 0)
@@ -263,7 +269,8 @@ def test_a_stream_that_began_under_an_age_limit_keeps_its_kv_beyond_it(
         stream.join()
         assert stream.finish == "length"
         if after in stream.labels:
-            break  # otherwise it ended before the swap
+            # Otherwise it ended before the swap.
+            break
     assert stream.kv[0][:2] == (before, 0)
     assert stream.kv[0][2] >= PROMPT
     assert len(stream.kv) == 2

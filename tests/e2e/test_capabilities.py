@@ -47,9 +47,11 @@ def test_what_this_model_and_these_settings_cannot_is_not_declared_and_refused_b
     tmp_path: Path,
 ) -> None:
     model, config = tmp_path / "plain", tmp_path / "settings.toml"
-    write_tiny_moe(model, dtype="float32")  # modules in float32: a bit may depend on the batch
+    # Modules in float32: a bit may depend on the batch.
+    write_tiny_moe(model, dtype="float32")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["decoder"] = {"type": "Fuse"}  # of which llguidance knows nothing
+    # Of which llguidance knows nothing.
+    tokenizer["decoder"] = {"type": "Fuse"}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     config.write_text('[embedded]\nkernels = "torch"\n')
     with serve(
@@ -75,7 +77,8 @@ def test_what_this_model_and_these_settings_cannot_is_not_declared_and_refused_b
                 f"{param}: this deployment's engine (embedded {__version__}) does not constrain answers to a schema,"
                 " or not with this model's tokenizer (feature grammars)"
             )
-        assert ask(tools=[TOOL], seed=1).status_code == 200  # a seed is taken, only not promised
+        # A seed is taken, only not promised.
+        assert ask(tools=[TOOL], seed=1).status_code == 200
         routed = ask(logprobs=True, include_routing_matrix=True)
         assert routed.status_code == 200
         assert routed.json()["choices"][0]["logprobs"]["content"][0]["routing_matrix"]

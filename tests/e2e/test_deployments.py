@@ -18,7 +18,8 @@ from serving import Server, descendants, serve
 
 A = "accounts/local"
 DEFAULT, B = f"{A}/deployments/default", f"{A}/deployments/b"
-WITHIN_S = 400.0  # seconds, where nothing else runs; machines that run tests are busy
+# Seconds, where nothing else runs; machines that run tests are busy.
+WITHIN_S = 400.0
 POLL_S = 0.5
 
 

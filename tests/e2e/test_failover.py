@@ -20,11 +20,14 @@ from serving import Server, descendants, serve
 STREAMS = 32
 TOKENS = 300
 FEW = 8
-LONG = 1000  # tokens of few streams: they are faster
+# Tokens of few streams: they are faster.
+LONG = 1000
 ATTEMPTS = 4
 NAMES = ("replica-0", "replica-1", "replica-2")
-UNDER_WAY = 12  # chunks of every stream that have come when something happens
-DEADLINE_S = 400.0  # of a busy machine
+# Chunks of every stream that have come when something happens.
+UNDER_WAY = 12
+# Of a busy machine.
+DEADLINE_S = 400.0
 TOOLS = [
     {
         "type": "function",
@@ -303,7 +306,8 @@ def test_an_unseeded_stream_keeps_the_seed_it_was_given(served: Server) -> None:
             "stream": True,
             "ignore_eos": True,
         }
-        for _ in range(ATTEMPTS):  # see disturbed()
+        # See disturbed().
+        for _ in range(ATTEMPTS):
             stream, seed = await killed_under(served, http, body)
             if stream.resumed:
                 break

@@ -29,7 +29,8 @@ def served(tmp_path: Path) -> Iterator[Server]:
 def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):  # the dead worker's part of it
+        # The dead worker's part of it.
+        with contextlib.suppress(httpx.TransportError):
             if holds():
                 return
     raise AssertionError("it did not come to be")
@@ -97,11 +98,13 @@ def test_processes_on_one_port_look_like_one_and_one_that_dies_is_replaced(serve
     homes: dict[str, set[str]] = {key: set() for key in KEYS}
     for _ in range(3):
         for key in KEYS:
-            with contextlib.closing(fresh(served)) as client:  # each connection goes to one of the processes
+            # Each connection goes to one of the processes.
+            with contextlib.closing(fresh(served)) as client:
                 homes[key].add(turn(client, served, key))
     assert all(len(found) == 1 for found in homes.values()), homes
     assert {home for found in homes.values() for home in found} == {"replica-0", "replica-1"}
-    until(lambda: completed(served) == 3 * len(KEYS))  # whoever counted it
+    # Whoever counted it.
+    until(lambda: completed(served) == 3 * len(KEYS))
     clients = [fresh(served) for _ in range(24)]
     before = process_of(served, "gateway-1")
     try:
@@ -123,7 +126,8 @@ def test_processes_on_one_port_look_like_one_and_one_that_dies_is_replaced(serve
     until(lambda: completed(served) == 5 * len(KEYS) + len(clients) - lost)
     first = process_of(served, "gateway-0")
     os.kill(first, signal.SIGKILL)
-    with contextlib.closing(fresh_of_the_living(served)) as client:  # none of them is the first
+    # None of them is the first.
+    with contextlib.closing(fresh_of_the_living(served)) as client:
         assert all({turn(client, served, key)} == homes[key] for key in KEYS)
     until(lambda: process_of(served, "gateway-0") not in (0, first) and workers(served) == 2)
     with contextlib.closing(fresh(served)) as client:

@@ -30,7 +30,8 @@ api_keys = [
   {{ key = "{KEYS["observe"]}", scopes = ["observe"] }},
 ]
 """
-CONNECTIONS = 12  # of both processes, most likely
+# Of both processes, most likely.
+CONNECTIONS = 12
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,8 @@ def test_the_command_line_says_which_scope_its_key_lacks(
     assert "lacks the scope 'publish' or 'observe' on any deployment" in err
     code, out, err = midstream(server, "publish", *arguments)
     assert (code, "served by 2 replicas" in out) == (0, True), err
-    code, out, err = midstream(server, "publish", "status")  # without the numbers of /metrics
+    # Without the numbers of /metrics.
+    code, out, err = midstream(server, "publish", "status")
     assert code == 0, err
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [
         ["replica-0", "step-1"],

@@ -17,9 +17,11 @@ from serving import Server
 
 pytestmark = pytest.mark.fast
 
-DEADLINE_S = 200.0  # of a busy machine
+# Of a busy machine.
+DEADLINE_S = 200.0
 ATTEMPTS = 4
-LONG = 4000  # tokens
+# Tokens.
+LONG = 4000
 CHAT: list[Any] = [{"role": "user", "content": "Say something."}]
 
 
@@ -96,7 +98,8 @@ def test_logprobs_routes_token_ids_and_echo_are_aligned(client: openai.OpenAI, s
     assert warm is not None
     assert warm.prompt_tokens_details is not None
     assert warm.prompt_tokens_details.cached_tokens == len(prompt) // 16 * 16
-    assert choices[1]["logprobs"] == choices[0]["logprobs"]  # warm equals cold, bit for bit
+    # Warm equals cold, bit for bit.
+    assert choices[1]["logprobs"] == choices[0]["logprobs"]
 
 
 def test_turns_of_a_session_stay_on_one_replica_and_reuse_its_cache(
@@ -182,7 +185,8 @@ def left_early(server: Server, body: dict[str, Any]) -> float:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request_and_frees_its_blocks(server: Server, stream: bool) -> None:
     body = {"model": server.model, "prompt": "gone", "max_tokens": LONG, "stream": stream, "ignore_eos": True}
-    for _ in range(ATTEMPTS):  # it may be through before one has seen it begin
+    # It may be through before one has seen it begin.
+    for _ in range(ATTEMPTS):
         if (generated := left_early(server, body)) < LONG:
             break
     assert generated < LONG, "nobody wanted the rest"

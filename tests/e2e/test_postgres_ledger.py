@@ -15,7 +15,8 @@ from serving import Server, serve
 
 from midstream.client import SnapshotPublisher
 
-WITHIN_S = 400.0  # of a busy machine
+# Of a busy machine.
+WITHIN_S = 400.0
 DEPLOYMENT = "/v1/accounts/local/deployments/default"
 
 

@@ -33,7 +33,8 @@ def http(served: Server) -> Iterator[httpx.Client]:
 def process(server: Server, module: str, name: str = "") -> int:
     """The pid of the server's child that runs a module; of several, the one that has a snapshot cache of that name."""
     for pid in server.children():
-        with contextlib.suppress(OSError):  # it has ended
+        # It has ended.
+        with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if module.encode() in words and (not name or holds_cache_of(pid, name)):
                 return pid
@@ -42,7 +43,8 @@ def process(server: Server, module: str, name: str = "") -> int:
 
 def holds_cache_of(pid: int, name: str) -> bool:
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # it is closed
+        # It is closed.
+        with contextlib.suppress(OSError):
             if f"/snapshots/{name}" in str(link.readlink()):
                 return True
     return False
@@ -107,7 +109,8 @@ def test_a_gateway_that_is_killed_keeps_every_session_where_it_was(
     assert set(before.values()) == {"replica-0", "replica-1"}
     kill(process(served, "midstream.launch.gateway"))
     until(lambda: reachable(http))
-    until(lambda: usable(http) == 2)  # requests of unknown sessions wait only so long for a replica
+    # Requests of unknown sessions wait only so long for a replica.
+    until(lambda: usable(http) == 2)
     answers = {key: turn(http, served, key) for key in KEYS}
     assert {a.status_code for a in answers.values()} == {200}
     assert {key: a.headers["x-midstream-replica"] for key, a in answers.items()} == before
@@ -119,7 +122,8 @@ def test_only_the_sessions_of_a_killed_replica_move_and_it_takes_new_ones_when_i
 ) -> None:
     before = homes(http, served)
     pid = process(served, "midstream.launch.replica", "replica-1")
-    os.kill(served.process.pid, signal.SIGSTOP)  # it would start the replica again
+    # It would start the replica again.
+    os.kill(served.process.pid, signal.SIGSTOP)
     try:
         kill(pid)
         until(lambda: usable(http) == 1)

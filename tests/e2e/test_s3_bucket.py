@@ -43,7 +43,8 @@ def test_snapshots_are_hot_loaded_from_s3_and_no_credential_is_shown(
         label, tokens = served(server)
         assert label == f"{server.model}@step-2"
         publisher.publish("step-3", tiny_model(seed=2), kind="full")
-        assert served(server) == (f"{server.model}@step-3", tokens)  # the delta gave the very weights
+        # The delta gave the very weights.
+        assert served(server) == (f"{server.model}@step-3", tokens)
         assert tokens != full
         assert delta.kind == "delta"
         publisher.write_full("step-4", tiny_model(seed=3))

@@ -112,7 +112,8 @@ def test_bytes_changed_in_the_bucket_are_never_served_under_the_old_name(
     assert all(f"{now} instead of {meant}" in row["error"] for row in rows[first]["replicas"])
     assert {file["name"]: file["digest"] for file in rows[first]["files"]}[WEIGHTS] == meant
 
-    overwrite(server.bucket / first / WEIGHTS)  # as it was
+    # As it was.
+    overwrite(server.bucket / first / WEIGHTS)
     serve_everywhere(publisher, first)
     assert {label.rpartition("@")[2] for label, _ in answers(server).values()} == {first}
 

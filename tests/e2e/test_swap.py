@@ -25,7 +25,8 @@ from midstream.trainer.replay import RouterTap
 
 torch.set_num_threads(1)
 ATTEMPTS = 4
-TOLERANCE = 1e-4 if DEVICE == "cpu" else 1e-3  # nats, of a float32 model
+# Nats, of a float32 model.
+TOLERANCE = 1e-4 if DEVICE == "cpu" else 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,10 @@ class Rollout(threading.Thread):
         self.server, self.prompt, self.seed = server, prompt, seed
         self.max_tokens, self.session = max_tokens, session
         self.started = threading.Event()
-        self.tokens: list[tuple[int, float, str]] = []  # generated: id, logprob, label
-        self.routes: list[np.ndarray] = []  # of input positions 0.., prompt included
+        # Generated: id, logprob, label.
+        self.tokens: list[tuple[int, float, str]] = []
+        # Of input positions 0.., prompt included.
+        self.routes: list[np.ndarray] = []
         self.finish: str | None = None
         self.replica = ""
         self.error: Exception | None = None
@@ -92,7 +95,8 @@ class Rollout(threading.Thread):
             if entry.get("routing_matrix"):
                 self.routes.append(decode_routing_matrix(entry["routing_matrix"], top_k=2))
             if entry["sampling_logprob"] is None:
-                continue  # an echoed prompt token
+                # An echoed prompt token.
+                continue
             self.tokens.append((entry["token_id"], entry["logprob"], label))
             self.started.set()
         self.finish = choice.finish_reason or self.finish
@@ -114,7 +118,8 @@ def recompute(rollout: Rollout, models: dict[str, Any]) -> list[float]:
         end = start
         while end < len(labels) and labels[end] == labels[start]:
             end += 1
-        stop = len(rollout.prompt) + end - 1  # the passes that gave tokens start..end-1 ran positions < stop
+        # The passes that gave tokens start..end-1 ran positions < stop.
+        stop = len(rollout.prompt) + end - 1
         model, tap = models[labels[start]]
         with torch.no_grad(), tap.forcing(routes[position:stop]):
             output = model(torch.tensor([ids[position:stop]]), past_key_values=cache, use_cache=True)
@@ -146,7 +151,8 @@ def test_streams_cross_swaps_and_every_token_is_what_its_label_says(
             labels = [label for _, _, label in rollout.tokens]
             assert labels == sorted(labels, key=list(models).index), "a label went backwards"
         if all({label for _, _, label in rollout.tokens} == set(models) for rollout in rollouts):
-            break  # otherwise a stream was through before the last swap
+            # Otherwise a stream was through before the last swap.
+            break
         before, before_model = second, seeds[2]
     for rollout in rollouts:
         assert {label for _, _, label in rollout.tokens} == set(models), (
@@ -269,7 +275,8 @@ def test_files_overwritten_under_the_same_name_are_loaded_when_that_is_said(
         put(server, "again", tiny_model(seed=seed))
         publisher.signal("again", overwrite=seed == 11)
         publisher.wait_until_ready("again", timeout_s=150)
-        said.append([greedy() for _ in range(4)])  # without a session: both replicas answer
+        # Without a session: both replicas answer.
+        said.append([greedy() for _ in range(4)])
     assert all(answer == said[0][0] for answer in said[0])
     assert all(answer == said[1][0] for answer in said[1])
     assert said[0][0] != said[1][0]
@@ -311,7 +318,8 @@ def process_of(server: Server, name: str) -> int:
     """The pid of a supervised child, which carries its name on its command line."""
     found = []
     for pid in server.children():
-        with contextlib.suppress(OSError):  # it has ended
+        # It has ended.
+        with contextlib.suppress(OSError):
             if name in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
                 found.append(pid)
     (pid,) = found
@@ -327,7 +335,8 @@ def test_a_stop_lets_streams_finish_and_leaves_no_child(
         rollout.start()
         rollout.started.wait()
         children = server.children()
-        assert len(children) == 4  # gateway, Tinker front, replica, engine
+        # Gateway, Tinker front, replica, engine.
+        assert len(children) == 4
         assert server.stop() == 0
         rollout.join()
         assert rollout.error is None

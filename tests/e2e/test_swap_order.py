@@ -27,7 +27,8 @@ def test_one_replica_at_a_time_is_closed_and_their_weights_agree(
             body = {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
             with httpx.Client(base_url=server.url, timeout=60) as mine:
                 while not stop.is_set():
-                    for _ in range(20):  # a door may close while a request is on its way to it
+                    # A door may close while a request is on its way to it.
+                    for _ in range(20):
                         statuses.append(mine.post("/v1/completions", json=body).status_code)
                         if statuses[-1] != 425:
                             break

@@ -30,24 +30,27 @@ from midstream.snapshots.arc2.encode import encode_delta
 torch.set_num_threads(1)
 
 STREAMS, SWAPS = 64, of_tier(fast=18, test=18, all=30)
-LAST = (
-    STREAMS + STREAMS // 4
-)  # turns that end after the last swap: some of them find all of the turn before in the cache
-TURN, LONGEST = 160, 1200  # tokens generated in a turn, tokens at which a rollout ends and another begins
+# Turns that end after the last swap: some of them find all of the turn before in the cache.
+LAST = STREAMS + STREAMS // 4
+# Tokens generated in a turn, tokens at which a rollout ends and another begins.
+TURN, LONGEST = 160, 1200
 POLICIES: tuple[Any, ...] = ("all", "none", "new_session", {"max_age": 2}, True, False, {"max_age": 0})
-ERROR = 2e-4  # of a logprob; another snapshot's are off by more than 0.05 somewhere in every turn
+# Of a logprob; another snapshot's are off by more than 0.05 somewhere in every turn.
+ERROR = 2e-4
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 
 
 @dataclass
 class Turn:
     prompt: list[int]
-    known_routes: list[
-        tuple[np.ndarray, str] | None
-    ]  # of input positions, as earlier turns reported them, with labels
-    tokens: list[tuple[int, float, str]] = field(default_factory=list)  # id, logprob, label
-    routes: list[np.ndarray] = field(default_factory=list)  # of the passes that gave the tokens
-    kv: list[str] = field(default_factory=list)  # snapshot that computed the KV of each position
+    # Of input positions, as earlier turns reported them, with labels.
+    known_routes: list[tuple[np.ndarray, str] | None]
+    # Id, logprob, label.
+    tokens: list[tuple[int, float, str]] = field(default_factory=list)
+    # Of the passes that gave the tokens.
+    routes: list[np.ndarray] = field(default_factory=list)
+    # Snapshot that computed the KV of each position.
+    kv: list[str] = field(default_factory=list)
     cached: int = 0
     finish: str | None = None
 

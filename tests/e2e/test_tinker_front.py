@@ -97,7 +97,8 @@ def gateway(server: Server) -> int:
 
 def process(server: Server, module: str) -> int:
     for pid in server.children():
-        with contextlib.suppress(OSError):  # it has ended
+        # It has ended.
+        with contextlib.suppress(OSError):
             if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return 0
@@ -210,7 +211,8 @@ def test_workers_over_tls_pass_to_it_and_no_key_is_logged(
 def test_a_stop_answers_polls_and_leaves_nothing(
     tmp_path: Path, tiny_model: Callable[..., Path], config: Path
 ) -> None:
-    model = tiny_model(max_positions=32768)  # it is not through with the sample before the stop
+    # It is not through with the sample before the stop.
+    model = tiny_model(max_positions=32768)
     arguments = ("--model", str(model), "--config", str(config), "--replicas", "1")
     with (
         serve(tmp_path / "state", *arguments) as server,
@@ -228,9 +230,11 @@ def test_a_stop_answers_polls_and_leaves_nothing(
                 "POST", "/api/v1/retrieve_future", json.dumps({"request_id": request_id}), headers
             )
             if tokens == 1:
-                with polling.getresponse() as answer:  # its connection is open from end to end
+                # Its connection is open from end to end.
+                with polling.getresponse() as answer:
                     answer.read()
-        tinker.post("session_heartbeat", session_id="session_0")  # asked later, so the poll is there
+        # Asked later, so the poll is there.
+        tinker.post("session_heartbeat", session_id="session_0")
         assert server.stop() == 0
         assert polling.getresponse().status == 410
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

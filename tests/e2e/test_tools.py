@@ -66,7 +66,8 @@ def test_a_forced_call_fits_its_schema_plain_and_streamed(
     entries = data["logprobs"]["content"]
     assert [e["token_id"] for e in entries] == data["token_ids"] == data["raw_output"]["completion_token_ids"]
     assert all(e["routing_matrix"] and e["logprob"] < 0 for e in entries)
-    assert entries[0]["sampling_logprob"] == 0.0  # the only token that is allowed there
+    # The only token that is allowed there.
+    assert entries[0]["sampling_logprob"] == 0.0
 
     with client.chat.completions.stream(**asked) as stream:
         final = stream.get_final_completion().choices[0]
@@ -97,9 +98,8 @@ def test_a_conversation_with_calls_goes_on_from_the_cache(client: openai.OpenAI,
     ]
     second = turn([*USER, message.model_dump(), *results])
     assert [a.choices[0].finish_reason for a in (first, second)] == ["tool_calls"] * 2
-    known = (
-        first.usage.prompt_tokens + first.usage.completion_tokens - 1
-    )  # the last token's KV was not needed
+    # The last token's KV was not needed.
+    known = first.usage.prompt_tokens + first.usage.completion_tokens - 1
     assert second.usage.prompt_tokens_details.cached_tokens == known // 16 * 16
 
 

@@ -37,7 +37,8 @@ def until(holds: Callable[[], Any]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.05)  # a poll
+        # A poll.
+        time.sleep(0.05)
 
 
 def usable(server: Server) -> list[str]:
@@ -81,9 +82,8 @@ def test_sessions_are_in_one_place_for_both_gateways_and_outlive_either(tmp_path
                 sticky = {key: (replica, "sticky") for key, (replica, _) in first.items()}
                 assert homes(other) == sticky
             with serve(tmp_path / "third", *options) as third:
-                until(
-                    lambda: sorted(usable(third)) == names
-                )  # a new session waits only so long for a replica
+                # A new session waits only so long for a replica.
+                until(lambda: sorted(usable(third)) == names)
                 assert homes(third) == sticky
                 drained = names[0]
                 path = f"/v1/{third.deployment}/replicas/{drained}"

@@ -20,7 +20,8 @@ from midstream.client import SnapshotPublisher, snapshot_of
 DRAIN_S = 300.0
 DEADLINE_S = 150.0
 ATTEMPTS = 4
-LONG = 3000  # tokens
+# Tokens.
+LONG = 3000
 ENDLESS = 30_000
 
 
@@ -85,7 +86,8 @@ class Stream(threading.Thread):
             ) as answer:
                 self.replica = answer.headers.get("x-midstream-replica", "")
                 rest = b""
-                for data in answer.iter_bytes():  # a text may hold what httpx takes for the end of a line
+                # A text may hold what httpx takes for the end of a line.
+                for data in answer.iter_bytes():
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
                         self._take(line)
@@ -148,7 +150,8 @@ def test_requests_are_served_by_what_they_ask_for_from_the_signal_on(
 ) -> None:
     step = steps.put()
     publisher.signal(step)
-    for session in range(6):  # right after the signal: they wait for the swap
+    # Right after the signal: they wait for the swap.
+    for session in range(6):
         headers = wanting(min_snapshot=step) | {"x-session-id": f"early-{session}"}
         assert label(ask(http, server, headers)) == step
     publisher.wait_until_ready(step, timeout_s=150)
@@ -214,7 +217,8 @@ def test_a_replica_waits_for_its_pinned_stream_while_the_other_one_switches(
         assert {label(answer) for answer in either} <= {before, step}
         assert refused.status_code == 409, refused.text
         if waited:
-            break  # otherwise the stream ended before one had looked
+            # Otherwise the stream ended before one had looked.
+            break
     assert waited
     assert at[pinned.replica] == before
     assert (pinned.replica, before, "staged") in [

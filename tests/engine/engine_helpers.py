@@ -36,7 +36,8 @@ class Collected:
     tokens: list[TokenRecord] = field(default_factory=list)
     prompt: list[TokenRecord] = field(default_factory=list)
     cached: int | None = None
-    kv: list[tuple[str, int, int]] = field(default_factory=list)  # as told last
+    # As told last.
+    kv: list[tuple[str, int, int]] = field(default_factory=list)
     finish: str | None = None
     error: str | None = None
 

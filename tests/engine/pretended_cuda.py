@@ -49,7 +49,8 @@ def _called(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             others = [each for each in given if not isinstance(each, OnDevice) and each.ndim]
             if others:
                 raise DevicesMixed(f"{name}: tensors of {DEVICE} and of the CPU, {[e.shape for e in others]}")
-        if name == "histc":  # of integers there is none on a CPU
+        # Of integers there is none on a CPU.
+        if name == "histc":
             return on_device(func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype))
         result = func(*args, **kwargs)
         there = bool(ours) if to is None else to.type == DEVICE.type
@@ -93,7 +94,8 @@ class PretendedCuda(TorchFunctionMode):
 
 def placed(module: Any, _device: str) -> Any:
     """As loading.py places a module."""
-    seen: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # a tied one has several places
+    # A tied one has several places.
+    seen: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:

@@ -243,7 +243,8 @@ def test_after_a_switch_some_steps_run_before_anything_else_does(monkeypatch: py
     assert core.log == ["commit", "step", "done", *["step"] * (CALM_STEPS - 1), "job", "job", "step"]
     worker._staged = "newer"
     worker._handle(m.Commit(3, "newer"))
-    core.idle = True  # nobody waits for a step
+    # Nobody waits for a step.
+    core.idle = True
     worker._begin_jobs()
     assert core.log[-2:] == ["commit", "job"]
 

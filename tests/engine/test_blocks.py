@@ -10,7 +10,8 @@ from tiers import examples
 
 from midstream.engine.embedded.blocks import HISTORIES_MAX, NO_BLOCK, BlockPool, OutOfBlocks, Prefix
 
-Path = tuple[tuple[bytes, tuple[int, ...]], ...]  # tokens and epochs, block by block
+# Tokens and epochs, block by block.
+Path = tuple[tuple[bytes, tuple[int, ...]], ...]
 
 
 def path_of(prefix: Prefix) -> Path:
@@ -56,9 +57,8 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.references.get(block) or block in self.tree.values():
             return parent
         epochs = (epoch,) * 4
-        attached = (
-            parent.parent is None or parent.kept
-        )  # one that was removed is so for good, whatever its path
+        # One that was removed is so for good, whatever its path.
+        attached = parent.parent is None or parent.kept
         assert parent.parent is None or not parent.kept or self.tree[path_of(parent)] == parent.block
         path = (*path_of(parent), (bytes([tokens]), epochs))
         beside = sorted(p for p in self.tree if p[:-1] == path[:-1] and p[-1][0] == path[-1][0])

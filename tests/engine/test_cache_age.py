@@ -19,7 +19,8 @@ from midstream.engine.embedded.scheduler import URGENT_TOKENS
 
 torch.set_num_threads(1)
 
-PROMPT = [random.Random(3).randrange(256) for _ in range(64)]  # four whole blocks
+# Four whole blocks.
+PROMPT = [random.Random(3).randrange(256) for _ in range(64)]
 
 
 def asked(
@@ -89,7 +90,8 @@ def test_what_stands_on_old_kv_is_as_old_as_that(core: EngineCore, tiny_model: C
     rollout = run(core, [crossing], swap)["crossing", 0]
     assert {record.snapshot for record in rollout.tokens} == {"base", "step-1"}
     whole = PROMPT + [record.token_id for record in rollout.tokens]
-    assert cached(core, "prompt", 0) == 0  # recomputed, and found from now on
+    # Recomputed, and found from now on.
+    assert cached(core, "prompt", 0) == 0
     assert cached(core, "prompt again", 0) == 64
     assert cached(core, "whole", 0, prompt=whole) == 64
     assert cached(core, "whole again", 0, prompt=whole) == 128

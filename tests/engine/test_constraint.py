@@ -78,8 +78,10 @@ def test_constrained_choices_match_and_free_ones_beside_them_are_not_changed(
     assert got.pop(("free", 0)).tokens == alone.tokens
     for choice in got.values():
         assert_matches_the_schema(choice)
-    assert len({tuple(r.token_id for r in got["1", i].tokens) for i in range(3)}) == 3  # a random stream each
-    assert len({tuple(r.token_id for r in got["2", i].tokens) for i in range(3)}) == 1  # greedy
+    # A random stream each.
+    assert len({tuple(r.token_id for r in got["1", i].tokens) for i in range(3)}) == 3
+    # Greedy.
+    assert len({tuple(r.token_id for r in got["2", i].tokens) for i in range(3)}) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -144,7 +146,8 @@ def test_a_stop_token_is_allowed_exactly_where_the_grammar_accepts() -> None:
     assert allowed(m) == [ord("b")]
     assert not m.accept(ord("b"))
     assert allowed(m) == [ord("c"), EOS]
-    other = matcher('start: "a"', stops=(65, 66))  # a request's own stop tokens take the place of the model's
+    # A request's own stop tokens take the place of the model's.
+    other = matcher('start: "a"', stops=(65, 66))
     assert not other.accept(ord("a"))
     assert allowed(other) == [65, 66]
 
@@ -187,7 +190,8 @@ def test_a_matcher_that_fails_on_the_way_ends_its_request_and_no_other(
         if step == 5:
             (broken, _) = (seq for seq in core.scheduler.running if seq.request.request_id == "bad")
             assert broken.matcher is not None
-            broken.matcher.accept(ord("?"))  # as if the library gave up on a limit of its own
+            # As if the library gave up on a limit of its own.
+            broken.matcher.accept(ord("?"))
 
     got = run(core, [constrained("bad", n=2), constrained("good")], after_step=break_one)
     errors = [got["bad", i].error for i in range(2)]

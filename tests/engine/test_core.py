@@ -175,7 +175,8 @@ def test_an_echo_after_a_swap_is_scored_by_the_snapshot_it_is_labelled_with(
     assert {r.snapshot for r in before.prompt[1:]} == {BASE_SNAPSHOT}
     assert {r.snapshot for r in after.prompt[1:]} == {"step-1"}
     assert_equals_reference(reference(new), prompt, after)
-    tail = run(core, [request("tail", prompt, echo=32)])["tail", 0]  # starts on a block boundary
+    # Starts on a block boundary.
+    tail = run(core, [request("tail", prompt, echo=32)])["tail", 0]
     assert [(r.logprob, r.route, r.snapshot) for r in tail.prompt] == [
         (r.logprob, r.route, r.snapshot) for r in after.prompt[-32:]
     ]
@@ -214,7 +215,8 @@ def test_a_turn_that_continues_a_rollout_finds_its_generated_tokens_cached_with_
     first = run(core, [request("t1", prompt, max_tokens=40)])["t1", 0]
     second_prompt = prompt + [r.token_id for r in first.tokens] + [10, 11, 12]
     second = run(core, [request("t2", second_prompt)])["t2", 0]
-    assert second.cached == 64  # 79 tokens have KV: four full blocks
+    # 79 tokens have KV: four full blocks.
+    assert second.cached == 64
     assert_equals_reference(reference(model), second_prompt, second)
 
 
@@ -296,7 +298,8 @@ def test_after_a_preemption_a_kept_logprob_still_comes_with_the_route_of_its_own
     core.set_staged(core.stage(tiny_model(seed=1, dtype="bfloat16")))
     core.commit("step-1")
     core.scheduler._preempt(core.scheduler.running[0])
-    for block in [core.pool.allocate() for _ in range(core.pool.available)]:  # evicts what is cached
+    # Evicts what is cached.
+    for block in [core.pool.allocate() for _ in range(core.pool.available)]:
         core.pool.release(block)
     while not core.idle:
         events += core.step()
@@ -305,7 +308,8 @@ def test_after_a_preemption_a_kept_logprob_still_comes_with_the_route_of_its_own
     echoed = run(core, [request("echo", ids, max_tokens=0)])["echo", 0].prompt
     for position in range(1, len(ids)):
         again = echoed[position]
-        if again.logprob == reported[position].logprob:  # kept, not computed again
+        # Kept, not computed again.
+        if again.logprob == reported[position].logprob:
             assert (again.route, again.snapshot) == (reported[position].route, reported[position].snapshot)
     assert {r.snapshot for r in echoed[1:]} == {"step-1"}
 
@@ -360,10 +364,11 @@ def test_staging_leaves_the_default_dtype_alone_and_gives_the_serving_dtypes(
     done.set()
     watcher.join()
     assert seen == {torch.float32}
+    # inv_freq.
     assert {dtype for _, dtype in core.runner.model.shapes.values()} == {
         torch.bfloat16,
         torch.float32,
-    }  # inv_freq
+    }
     for model in models:
         assert model.shapes == core.runner.model.shapes
 
@@ -442,14 +447,16 @@ def test_kv_of_a_forward_pass_that_was_not_finite_is_never_reused(
     (prompt,) = prompts(1, 64, 65)
     core.set_staged(core.stage(tiny_model(seed=1)))
     core.commit("broken")
-    decoder: Any = core.runner.model.decoder  # past what staging checks
+    # Past what staging checks.
+    decoder: Any = core.runner.model.decoder
     if isinstance(decoder, CpuDecoder):
         decoder.layers[0].input_norm.fill_(float("nan"))
     else:
         decoder.module.model.layers[0].input_layernorm.weight.fill_(float("nan"))
     failed = run(core, [request("r", prompt, echo=0)])["r", 0]
     assert failed.error == "snapshot broken gave a logit that is not finite"
-    core.set_staged(core.stage(tiny_model()))  # checked before it serves, beside broken weights
+    # Checked before it serves, beside broken weights.
+    core.set_staged(core.stage(tiny_model()))
     core.commit("good")
     again = run(core, [request("again", prompt, echo=0)])["again", 0]
     assert again.cached == 0

@@ -32,7 +32,8 @@ def test_no_step_and_no_hot_load_mixes_devices(
 ) -> None:
     monkeypatch.setattr(device, "is_cuda", lambda _: False)
     monkeypatch.setattr(loading, "_placed", placed)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))  # transformers asks
+    # Transformers asks.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     first, second = (write_model(family, tmp_path / str(seed), seed) for seed in (0, 1))
     with PretendedCuda():
         core = EngineCore(first, SETTINGS)

@@ -97,7 +97,8 @@ def test_a_corrupted_tensor_of_the_serving_model_changes_the_digest_and_the_cana
     assert bad[0] != good[0]
     assert bad[1] != good[1]
     with torch.inference_mode():
-        largest.view(torch.uint8).fill_(255)  # not a number, in any format
+        # Not a number, in any format.
+        largest.view(torch.uint8).fill_(255)
     scored = run(core, [request("d", range(32), max_tokens=0, salt=b"d")])["d", 0]
     assert scored.error == "snapshot base gave a logit that is not finite"
 

@@ -91,7 +91,8 @@ def test_what_follows_the_emitted_tokens_is_what_would_have_followed(
     undisturbed = whole(model, asked)
     ids = [tuple(record.token_id for record in choice.tokens) for choice in undisturbed]
     for cut in (0, 1, 2, 15, 16, 17, min(map(len, ids)) - 1):
-        cuts = [max(cut - index, 0) for index in range(asked.n)]  # choices are not all as far
+        # Choices are not all as far.
+        cuts = [max(cut - index, 0) for index in range(asked.n)]
         after = resumed(model, asked, [ids[i][:at] for i, at in enumerate(cuts)])
         for at, choice, expected in zip(cuts, after, undisturbed, strict=True):
             assert_same(choice.tokens, expected.tokens[at:], model)

@@ -17,7 +17,8 @@ from midstream.engine.embedded.core import EngineCore
 
 torch.set_num_threads(1)
 
-PROMPT = [random.Random(5).randrange(256) for _ in range(100)]  # six whole blocks and a piece
+# Six whole blocks and a piece.
+PROMPT = [random.Random(5).randrange(256) for _ in range(100)]
 Spans = list[tuple[str, int, int]]
 
 
@@ -76,7 +77,8 @@ def test_a_score_from_before_a_preemption_is_not_kept_beside_kv_that_was_compute
     (stream,) = core.scheduler.running
     newest = len(stream.tokens) - 1
     core.scheduler._preempt(stream)
-    for block in [core.pool.allocate() for _ in range(core.pool.available)]:  # nothing of it is found again
+    # Nothing of it is found again.
+    for block in [core.pool.allocate() for _ in range(core.pool.available)]:
         core.pool.release(block)
     while not core.idle:
         core.step()

@@ -31,8 +31,10 @@ from midstream.replica.swap.namespaces import Namespaces, cache_salt
 torch.set_num_threads(1)
 
 TOKENS = int(os.environ.get("STORM_TOKENS", "500"))
-ERROR = {"cpu": 2e-4, "cuda": 1e-3}  # of a logprob, nats
-OPEN = 8  # requests at a time
+# Of a logprob, nats.
+ERROR = {"cpu": 2e-4, "cuda": 1e-3}
+# Requests at a time.
+OPEN = 8
 POLICIES: tuple[tuple[Any, int | None], ...] = (
     *[("none", None)] * 4,
     *[("none", 0)] * 2,
@@ -105,7 +107,8 @@ class Storm:
     def __init__(self, core: EngineCore, models: Sequence[LoadedModel], seed: int) -> None:
         self.core, self.models = core, models
         self.rng = random.Random(seed)
-        self.serving = {"base": 0}  # which model each snapshot is
+        # Which model each snapshot is.
+        self.serving = {"base": 0}
         self.namespaces = Namespaces()
         self.streams: list[Stream] = []
         self.open: dict[tuple[str, int], Stream] = {}
@@ -269,10 +272,10 @@ def _error(passes: Passes, position: int, record: TokenRecord, error: float) -> 
     return 0.0
 
 
-Made = tuple[
-    EngineCore, list[LoadedModel], list[Path]
-]  # the last two: three models, the first of which serves
-Engines = Callable[[str, int, str], Made]  # of a family, on a device
+# The last two: three models, the first of which serves.
+Made = tuple[EngineCore, list[LoadedModel], list[Path]]
+# Of a family, on a device.
+Engines = Callable[[str, int, str], Made]
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from midstream.engine.embedded.blocks import HISTORIES_MAX, BlockPool, Prefix
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
 
 SIZE = 2
-Chain = tuple[int | None, int, int]  # the chain before, token, epoch
+# The chain before, token, epoch.
+Chain = tuple[int | None, int, int]
 
 
 def new_scheduler(blocks: int, *, batch: int = 64) -> Scheduler:
@@ -73,8 +74,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.scheduler = new_scheduler(12, batch=5)
         self.chains: list[Chain] = []
-        self.ids: dict[Chain, int] = {}  # of each chain there ever was
-        self.slots: dict[int, int] = {}  # which chain each holds the end of
+        # Of each chain there ever was.
+        self.ids: dict[Chain, int] = {}
+        # Which chain each holds the end of.
+        self.slots: dict[int, int] = {}
         self.asked: list[Sequence] = []
 
     @rule(

@@ -159,11 +159,13 @@ def test_an_architecture_with_attention_we_do_not_know_is_refused(tmp_path: Path
         write_model("qwen2", tmp_path), attn_implementation=IMPLEMENTATION
     )
     for layer in module.model.layers:
-        layer.self_attn.scaling = 3.0  # as the plain forward reads it ...
+        # As the plain forward reads it ...
+        layer.self_attn.scaling = 3.0
         forward = layer.self_attn.forward
 
         def odd(*args: Any, attention: Any = layer.self_attn, original: Any = forward, **kwargs: Any) -> Any:
-            attention.scaling = 0.1 if "midstream_batch" in kwargs else 3.0  # ... and as ours does
+            # ... and as ours does.
+            attention.scaling = 0.1 if "midstream_batch" in kwargs else 3.0
             return original(*args, **kwargs)
 
         layer.self_attn.forward = odd

@@ -81,7 +81,8 @@ def test_an_engine_whose_socket_breaks_says_so_in_one_line_at_most(
             arrived = ours.recv(1 << 20)
             assert arrived
         if unread:
-            select.select([ours], [], [])  # it reports on its own clock
+            # It reports on its own clock.
+            select.select([ours], [], [])
         ours.close()
         said = process.communicate(timeout=60)[1].splitlines()
     assert process.returncode == 0
@@ -197,7 +198,8 @@ def test_an_engine_that_does_not_load_in_time_is_ended_and_the_reason_names_the_
     tiny_model: Callable[..., Path],
 ) -> None:
     async def main() -> None:
-        engine = EmbeddedEngine(tiny_model(), EngineSettings(load_s_max=0.01))  # an interpreter takes longer
+        # An interpreter takes longer.
+        engine = EmbeddedEngine(tiny_model(), EngineSettings(load_s_max=0.01))
         with pytest.raises(EngineDied, match=r"not loaded within 0\.01 s \(load_s_max\)"):
             await engine.start()
         assert engine.pid is None
@@ -261,7 +263,8 @@ def test_events_that_have_arrived_of_a_choice_that_is_ended_are_not_given(
     async def body(engine: EmbeddedEngine) -> None:
         stream = engine.generate(request("r", [1, 2], n=2, max_tokens=2000, echo=0))
         await anext(stream)
-        await engine.stage("step-1", tiny_model())  # steps go on: their events wait for the iterator
+        # Steps go on: their events wait for the iterator.
+        await engine.stage("step-1", tiny_model())
         engine.end_choice("r", 1)
         assert {event.index async for event in stream} == {0}
 
@@ -289,7 +292,8 @@ def test_swapping_again_and_again_does_not_grow_the_process(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     size = 2 * model.num_parameters()
     model.save_pretrained(tmp_path)
-    held: list[float] = []  # models
+    # Models.
+    held: list[float] = []
 
     async def body(engine: EmbeddedEngine) -> None:
         for number in range(16):

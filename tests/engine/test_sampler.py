@@ -95,7 +95,8 @@ def test_penalties_and_bias_change_the_choice_but_not_the_raw_logprob() -> None:
         ({"repetition_penalty": 10.0, "history": [0], "prompt_len": 1}, 1),
         ({"presence_penalty": 1.5, "history": [4, 0], "prompt_len": 1}, 1),
         ({"frequency_penalty": 0.6, "history": [0, 0, 0], "prompt_len": 1}, 1),
-        ({"presence_penalty": 5.0, "history": [0], "prompt_len": 1}, 0),  # prompt tokens do not count
+        # Prompt tokens do not count.
+        ({"presence_penalty": 5.0, "history": [0], "prompt_len": 1}, 0),
     ]
     for params, expected in cases:
         got = draw(temperature=0.0, **params)

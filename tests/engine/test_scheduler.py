@@ -75,7 +75,8 @@ def test_a_sequence_preempted_for_one_before_it_is_in_no_later_place_of_the_same
     for name in ("old", "young"):
         scheduler.add(sequence(name, 16, max_tokens=30))
     assert step(scheduler) == [("old", 16), ("young", 16)]
-    works = scheduler.plan()  # both need a second block, one is left
+    # Both need a second block, one is left.
+    works = scheduler.plan()
     assert [(w.seq.request.request_id, w.size) for w in works] == [("old", 1)]
     assert [s.request.request_id for s in scheduler.waiting] == ["young"]
     assert isinstance(works[0], Work)
@@ -122,7 +123,8 @@ def test_an_urgent_prompt_does_not_wait_behind_a_sequence_that_is_preempted_afte
         scheduler.add(sequence(name, 64))
     assert step(scheduler) == [("old", 64), ("young", 64)]
     scheduler.add(sequence("canary", 20, max_tokens=0, urgent=True))
-    assert step(scheduler) == [("old", 1)]  # the last block went to it
+    # The last block went to it.
+    assert step(scheduler) == [("old", 1)]
     assert [s.request.request_id for s in scheduler.waiting] == ["canary", "young"]
     assert step(scheduler) == [("old", 1), ("canary", 8)]
     scheduler.pool.check()

@@ -195,11 +195,13 @@ def ties_of(kernels: str, logits: torch.Tensor, draws: int = 40, **params: Any) 
     [
         ({}, {0: 0, 1: 0, 2: 0, 3: 0}),
         ({"top_p": 0.8}, {0: 0, 1: 0, 2: 0}),
-        ({"top_p": 0.75}, {0: NEAR_TOP_P, 1: NEAR_TOP_P}),  # one fewer or one more may be kept
+        # One fewer or one more may be kept.
+        ({"top_p": 0.75}, {0: NEAR_TOP_P, 1: NEAR_TOP_P}),
         ({"top_p": 0.749999}, {0: NEAR_TOP_P, 1: NEAR_TOP_P}),
         ({"top_p": 0.750001}, {0: NEAR_TOP_P, 1: NEAR_TOP_P, 2: NEAR_TOP_P}),
         ({"top_k": 2}, {0: 0, 1: 0}),
-        ({"top_k": 3, "top_p": 0.75}, {0: 0, 1: 0}),  # of the three, 0.83
+        # Of the three, 0.83.
+        ({"top_k": 3, "top_p": 0.75}, {0: 0, 1: 0}),
         ({"min_p": 0.4}, {0: 0, 1: 0}),
         ({"min_p": 0.499999}, {0: NEAR_MIN_P, 1: NEAR_MIN_P}),
         ({"min_p": 0.500001}, {0: NEAR_MIN_P}),

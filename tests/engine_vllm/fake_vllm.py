@@ -24,7 +24,8 @@ import numpy as np
 from midstream.core.types import TokenRecord
 
 BLOCK = 4
-VOCAB, LAYERS, DENSE, EXPERTS, TOP_K = 260, 3, 0, 8, 2  # hidden layers, and which of them has no experts
+# Hidden layers, and which of them has no experts.
+VOCAB, LAYERS, DENSE, EXPERTS, TOP_K = 260, 3, 0, 8, 2
 MAX_MODEL_LEN = 512
 GENERATE = "/inference/v1/generate"
 PATHS = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version", GENERATE)
@@ -93,11 +94,15 @@ class FakeRequest:
     body: dict[str, Any]
     writer: asyncio.StreamWriter
     tokens: list[int] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)  # of each
-    reused: list[int] = field(default_factory=list)  # loads that computed the blocks found in the cache
+    # Of each.
+    versions: list[str] = field(default_factory=list)
+    # Loads that computed the blocks found in the cache.
+    reused: list[int] = field(default_factory=list)
     placed: bool = False
-    over: bool = False  # everything was written
-    gone: bool = False  # the client closed the connection
+    # Everything was written.
+    over: bool = False
+    # The client closed the connection.
+    gone: bool = False
     lie: Callable[[list[dict[str, Any]]], list[dict[str, Any]] | None] = lambda spans: spans
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -220,7 +225,8 @@ class FakeRequest:
 
     def scored(self) -> dict[str, Any]:
         """What a request for prompt_logprobs is answered with."""
-        self.placed = True  # computed anew, whatever is cached
+        # Computed anew, whatever is cached.
+        self.placed = True
         new = self.sample(1)
         weights = self.fake.weights
         assert weights is not None
@@ -245,20 +251,28 @@ class FakeVllm:
         self.url = ""
         self.paused = False
         self.version = "default"
-        self.weights: int | None = 0  # None: half loaded
+        # None: half loaded.
+        self.weights: int | None = 0
         self.loads = 0
         self.routes = True
-        self.cut = 0  # bytes in an HTTP chunk; 0: whole events
+        # Bytes in an HTTP chunk; 0: whole events.
+        self.cut = 0
         self.healthy = True
-        self.hold_scores = False  # until gate of the request is set
-        self.refuse: tuple[int, dict[str, Any]] | None = None  # what GENERATE answers instead
+        # Until gate of the request is set.
+        self.hold_scores = False
+        # What GENERATE answers instead.
+        self.refuse: tuple[int, dict[str, Any]] | None = None
         self.calls: list[str] = []
-        self.requests: list[FakeRequest] = []  # streams
+        # Streams.
+        self.requests: list[FakeRequest] = []
         self.scores: list[FakeRequest] = []
         self.cache: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.before: dict[str, Callable[[], None]] = {}  # path to what happens when its next call comes
-        self.after: dict[str, Callable[[], None]] = {}  # ... when it is done and not answered yet
-        self.gates: dict[str, asyncio.Event] = {}  # path to what its next call waits for before it is done
+        # Path to what happens when its next call comes.
+        self.before: dict[str, Callable[[], None]] = {}
+        # ... when it is done and not answered yet.
+        self.after: dict[str, Callable[[], None]] = {}
+        # Path to what its next call waits for before it is done.
+        self.gates: dict[str, asyncio.Event] = {}
         self._faults: dict[str, deque[str | None]] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -276,7 +290,8 @@ class FakeVllm:
 
     def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
         found = []
-        for end in range(BLOCK, len(tokens), BLOCK):  # the last token is always computed
+        # The last token is always computed.
+        for end in range(BLOCK, len(tokens), BLOCK):
             load = self.cache.get((salt, tuple(tokens[:end])))
             if load is None:
                 break
@@ -354,7 +369,8 @@ class FakeVllm:
                 return
             _answer(writer, status, "<html>" if fault == "odd" else answer)
         await writer.drain()
-        await reader.read()  # the client closes
+        # The client closes.
+        await reader.read()
 
     def _do(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         match path:

@@ -43,7 +43,8 @@ def test_what_an_attached_server_is_and_where_a_boot_begins(tmp_path: Path) -> N
     async def main() -> None:
         fake = FakeVllm()
         await fake.start()
-        fake.paused, fake.weights, fake.version = True, 7, "3:left-behind"  # by one who died in a switch
+        # By one who died in a switch.
+        fake.paused, fake.weights, fake.version = True, 7, "3:left-behind"
         engine = VllmEngine(write_model(tmp_path), VllmSettings(), tmp_path / "cache", url=fake.url)
         info = await engine.start()
         assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (MAX_MODEL_LEN, VOCAB, (258,))
@@ -356,7 +357,8 @@ def test_counts(tmp_path: Path) -> None:
                     request.to_the_end()
                 await reading.ended()
                 cached = [e.cached_tokens for e in reading.events if e.cached_tokens is not None]
-                assert sorted(cached) == ([0, 8] if name == "first" else [8, 8])  # whichever is sent first
+                # Whichever is sent first.
+                assert sorted(cached) == ([0, 8] if name == "first" else [8, 8])
             waiting, (_,) = await begun(engine, fake, asking("third", n=1))
             stats = engine.stats()
             assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generated_tokens) == (20, 8, 12)
@@ -381,9 +383,11 @@ def test_equal_salts_share_and_others_do_not_nor_do_two_boots(tmp_path: Path) ->
 
             salts = [await salt(), await salt(salt=b"a"), await salt(salt=b"b"), await salt(salt=b"\0a")]
             assert len(set(salts)) == len(salts)
-            assert await salt(salt=b"a", kv_age_max=0) == salts[1]  # nothing there is old yet
+            # Nothing there is old yet.
+            assert await salt(salt=b"a", kv_age_max=0) == salts[1]
             assert await salt(salt=b"a") == salts[1]
-            await engine.start()  # anew: what the server has in its cache is of another boot
+            # Anew: what the server has in its cache is of another boot.
+            await engine.start()
             assert await salt(salt=b"a") not in salts
 
     asyncio.run(main())
@@ -614,7 +618,8 @@ def test_what_is_staged_and_what_replaces_it(tmp_path: Path, monkeypatch: pytest
             monkeypatch.setattr(engine._staging, "put", slow)
             staging = asyncio.create_task(engine.stage("step-2", two))
             await until(lambda: slow_targets)
-            engine.drop_staged()  # while it is being staged
+            # While it is being staged.
+            engine.drop_staged()
             gate.set()
             with pytest.raises(StagingFailed):
                 await staging

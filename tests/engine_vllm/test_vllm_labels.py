@@ -179,9 +179,11 @@ def test_provenance_of_kv(tmp_path: Path) -> None:
             # Behind a switch vLLM may preempt it and compute any of its KV again, or find it where others left theirs.
             unknown = [((UNKNOWN, 0, 13),), ((UNKNOWN, 0, 15),)]
             assert kv(await crossing.ended()) == [(("base", 0, 12),), *unknown]
-            three.to_the_end()  # its prompt may have been computed before, or in part
+            # Its prompt may have been computed before, or in part.
+            three.to_the_end()
             assert kv(await queued.ended())[-1] == ((UNKNOWN, 0, 15),)
-            after, (four,) = await ask("after")  # finds what others left under this salt
+            # Finds what others left under this salt.
+            after, (four,) = await ask("after")
             four.to_the_end()
             assert {span[0][0] for span in kv(await after.ended())} == {UNKNOWN}
             assert four.reused != []

@@ -304,7 +304,8 @@ def test_a_body_says_every_sampling_parameter_itself() -> None:
         "stop_token_ids": [258],
         "ignore_eos": True,
         "detokenize": False,
-        "logprobs": 4,  # one more: see alternatives
+        # One more: see alternatives.
+        "logprobs": 4,
     }
     assert body["token_ids"] == list(PROMPT)
     assert (body["model"], body["cache_salt"], body["stream"]) == ("m", "s", True)
@@ -316,7 +317,8 @@ def test_filters_that_are_off_are_said_to_be_off() -> None:
         "sampling_params"
     ]
     assert (params["top_p"], params["top_k"], params["min_p"], params["temperature"]) == (1.0, 0, 0.0, 0.0)
-    assert "seed" not in params  # greedy
+    # Greedy.
+    assert "seed" not in params
 
 
 def test_log_probabilities_are_asked_for_only_when_wanted() -> None:

@@ -49,7 +49,8 @@ def test_experts_are_packed_once_by_every_load(packs_on_reload: bool) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)  # without vLLM it changes nothing
+    # Without vLLM it changes nothing.
+    spec.loader.exec_module(module)
     assert hasattr(module, WORKER.partition(".")[2])
     kind = method(packs_on_reload)
     module._pack_after_reload(kind)

@@ -32,7 +32,8 @@ def test_no_request_finds_kv_that_is_older_than_it_takes(tmp_path: Path, ops: li
 
     async def main() -> None:
         async with attached(tmp_path) as (engine, fake):
-            waiting: list[tuple[Reading, int]] = []  # and how many choices
+            # And how many choices.
+            waiting: list[tuple[Reading, int]] = []
             first_load = fake.loads
 
             def live() -> list[FakeRequest]:
@@ -71,10 +72,12 @@ def test_no_request_finds_kv_that_is_older_than_it_takes(tmp_path: Path, ops: li
                     await serve()
                 else:
                     _, namespace, prompt, age, many, emitted = op
-                    mark = (number + 1) / 1000  # the request's bound is found by what it carries to vLLM
+                    # The request's bound is found by what it carries to vLLM.
+                    mark = (number + 1) / 1000
                     more = {"emitted": tuple((1,) * emitted for _ in range(1 + many))} if emitted else {}
                     bounds[mark] = age
-                    if emitted:  # no penalty goes with emitted tokens
+                    # No penalty goes with emitted tokens.
+                    if emitted:
                         mark = 0.0
                         bounds[mark] = 0
                         age = 0

@@ -48,9 +48,8 @@ def good(rows: int = 4) -> np.ndarray:
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=[s["name"] for s in SAMPLES])
 def test_what_vllm_encodes_is_the_route_of_the_pass_that_scored_the_token(sample: dict[str, Any]) -> None:
-    scored = range(
-        sample["start"] + 1, sample["prompt"] + sample["generated"]
-    )  # positions, the last one included
+    # Positions, the last one included.
+    scored = range(sample["start"] + 1, sample["prompt"] + sample["generated"])
     routes = decode_routes(
         sample["data"],
         replace(

@@ -18,7 +18,8 @@ def test_nothing_older_than_the_bound_and_nothing_of_another_namespace_is_found(
     requests: list[tuple[bytes, int | None, bool, int]],
 ) -> None:
     salts = Salts(b"boot", namespaces_max=2)
-    computed: dict[str, list[tuple[bytes, int]]] = {}  # under each salt: by whom, in which epoch
+    # Under each salt: by whom, in which epoch.
+    computed: dict[str, list[tuple[bytes, int]]] = {}
     now = 0
     for namespace, age_max, passing, switches in requests:
         now += switches
@@ -33,8 +34,10 @@ def test_nothing_older_than_the_bound_and_nothing_of_another_namespace_is_found(
 def test_a_cache_is_kept_as_long_as_its_oldest_part_is_not_too_old() -> None:
     salts = Salts(b"boot")
     used = [salts.of(b"a", now, age_max)[0] for now, age_max in enumerate([0, 1, None, None, 3, 3, 6])]
-    assert used[0] == used[1] == used[2] == used[3]  # 1 switch ago, then of any age
-    assert used[4] != used[3]  # 4 switches old
+    # 1 switch ago, then of any age.
+    assert used[0] == used[1] == used[2] == used[3]
+    # 4 switches old.
+    assert used[4] != used[3]
     assert used[4] == used[5] == used[6]
 
 

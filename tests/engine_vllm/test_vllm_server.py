@@ -30,10 +30,12 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
     folder.mkdir()
     fake = Fake(folder)
     yield fake
-    if (folder / "pids").exists():  # a test that failed leaves nothing behind, either
+    # A test that failed leaves nothing behind, either.
+    if (folder / "pids").exists():
         for name in ("keeper", "server", "core", "worker"):
             pid = fake.pids()[name]
-            if running(pid) and pid != os.getpid():  # the keeper of an attached one is this process
+            # The keeper of an attached one is this process.
+            if running(pid) and pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -102,7 +104,8 @@ class TestStart:
             assert given["argv"][2:5] == ["vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
             assert given["argv"][-2:] == ["--dtype", "float32"]
             assert given["env"]["VLLM_SERVER_DEV_MODE"] == "1"
-            assert given["env"]["DO_NOT_TRACK"] == "0"  # the user's settings win
+            # The user's settings win.
+            assert given["env"]["DO_NOT_TRACK"] == "0"
             assert server.headers == "authorization: Bearer secret\r\n"
             assert not any(b"secret" in command_of(pid) for pid in fake.pids().values())
 
@@ -127,7 +130,8 @@ class TestStart:
             server = make(fake)
             starting = asyncio.create_task(server.start())
             await asyncio.to_thread(until, (fake.folder / "pids").exists, "the server runs")
-            for _ in range(3):  # it is asked, and refuses the connection
+            # It is asked, and refuses the connection.
+            for _ in range(3):
                 await asyncio.sleep(server_module.START_POLL_S)
                 assert not starting.done()
             (fake.folder / "wait").unlink()
@@ -140,7 +144,8 @@ class TestStart:
 
     def test_one_that_never_comes_up_is_given_up(self, fake: Fake) -> None:
         (fake.folder / "wait").touch()
-        said = failing(make(fake, load_s_max=6.0))  # by then it runs
+        # By then it runs.
+        said = failing(make(fake, load_s_max=6.0))
         assert "not ready within 6 s (vllm.load_s_max)" in said
         all_gone(fake)
 
@@ -198,8 +203,10 @@ class TestStart:
             ):
                 pass
             with server_module.socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind(("127.0.0.1", port))  # without SO_REUSEADDR
-            with server_module.socket.create_server(("127.0.0.1", port)):  # with it, as vLLM
+                # Without SO_REUSEADDR.
+                other.bind(("127.0.0.1", port))
+            # With it, as vLLM.
+            with server_module.socket.create_server(("127.0.0.1", port)):
                 server_module.socket.create_connection(("127.0.0.1", port)).close()
 
 
@@ -275,7 +282,8 @@ class TestEnd:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"ready\n"
             until((fake.folder / "pids").exists, "the server runs")
-            if group:  # as the supervisor does
+            # As the supervisor does.
+            if group:
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 process.kill()
@@ -352,7 +360,8 @@ class TestAttach:
     def attached(self, fake: Fake) -> Iterator[Callable[..., str]]:
         """attached(*flags, **env) -> the URL of a server that others run."""
         running_ones = []
-        ports = contextlib.ExitStack()  # nobody else is given them meanwhile
+        # Nobody else is given them meanwhile.
+        ports = contextlib.ExitStack()
 
         def start(*flags: str, name: str = "theirs", scale_out: bool = True, **env: str) -> str:
             port = ports.enter_context(server_module._reserve()).getsockname()[1]
@@ -374,7 +383,8 @@ class TestAttach:
 
         async def check(server: VllmServer) -> None:
             assert (server.url, server.pid) == (url, None)
-            assert server.served_name == "theirs"  # what it calls its model
+            # What it calls its model.
+            assert server.served_name == "theirs"
             assert server.returns_routes
             server.kill()
 
@@ -508,7 +518,8 @@ class TestArguments:
         packages = tmp_path / "lib" / "python3.11" / "site-packages"
         packages.mkdir(parents=True)
         library.touch()
-        assert "LD_PRELOAD" not in environment({}, {}, python)  # not vLLM for CPUs
+        # Not vLLM for CPUs.
+        assert "LD_PRELOAD" not in environment({}, {}, python)
         (packages / "vllm-0.32.0+cpu.dist-info").mkdir()
         assert environment({}, {}, python)["LD_PRELOAD"] == str(library)
         assert environment({"LD_PRELOAD": "/x.so"}, {}, python)["LD_PRELOAD"] == f"{library}:/x.so"

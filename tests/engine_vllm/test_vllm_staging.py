@@ -131,7 +131,8 @@ def test_what_a_dead_one_left_is_removed(shm: Path, snapshot: Path, tmp_path: Pa
         left = Path(process.stdout.readline().strip())
         living = Staging(tmp_path / "living", shm)
         kept = put(living, snapshot)
-        assert files(left) == files(kept) == files(snapshot)  # it lives
+        # It lives.
+        assert files(left) == files(kept) == files(snapshot)
         process.kill()
     Staging(tmp_path / "another", shm)
     assert not left.parent.exists()
@@ -181,7 +182,8 @@ def test_no_room_after_all(
         written += 1
         if written > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, data[:1000])  # a short write is no mistake
+        # A short write is no mistake.
+        return real(fd, data[:1000])
 
     real = os.write
     monkeypatch.setattr(module.os, "write", full)

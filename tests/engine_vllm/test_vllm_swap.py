@@ -109,7 +109,8 @@ def test_a_snapshot_that_vllm_refuses_leaves_the_old_one(tmp_path: Path, broken:
                 await engine.commit("bad")
             assert (fake.weights, fake.version, fake.paused) == (0, "0:base", False)
             three.step(1)
-            await swap(engine, tmp_path, 1)  # and the next one loads
+            # And the next one loads.
+            await swap(engine, tmp_path, 1)
             for request in (one, two, three):
                 request.to_the_end()
             await reading.ended()
@@ -119,7 +120,8 @@ def test_a_snapshot_that_vllm_refuses_leaves_the_old_one(tmp_path: Path, broken:
             await engine.stage("bad", write_weights(tmp_path / "bad", -1))
             with pytest.raises(StagingFailed):
                 await engine.commit("bad")
-            assert fake.weights == 1  # what served, not the base
+            # What served, not the base.
+            assert fake.weights == 1
 
     asyncio.run(main())
 
@@ -217,7 +219,8 @@ def test_nothing_overtakes_a_switch(tmp_path: Path) -> None:
                 for calling in (engine.resume(), engine.pause(), engine.commit("step-1"))
             ]
             calls = list(fake.calls)
-            fresh, (request,) = await begun(engine, fake, asking("fresh"))  # the loop ran meanwhile
+            # The loop ran meanwhile.
+            fresh, (request,) = await begun(engine, fake, asking("fresh"))
             assert fake.calls == calls
             gate.set()
             await committing

@@ -25,7 +25,8 @@ API_KEY = "fw-key-of-acme"
 VENV = Path(__file__).parents[2] / ".venv-fireworks"
 SCRIPTS = Path(__file__).parent / "client"
 WEIGHTS = "model.safetensors"
-TOP_K = 2  # experts per token of the built-in model
+# Experts per token of the built-in model.
+TOP_K = 2
 
 
 @dataclass

@@ -189,7 +189,8 @@ def test_async_rollouts_cross_a_hot_load_without_a_retry(
         assert not [m for m in got["messages"] if "not ready" in m]
         swaps = [replica["midstream"]["last_swap"] for replica in got["status"]["replicas"]]
         if crossed := sum(swap["streams_crossed"] for swap in swaps) >= 8:
-            break  # otherwise one ended before the swap
+            # Otherwise one ended before the swap.
+            break
     assert crossed
 
 
@@ -222,6 +223,7 @@ def test_sync_rollouts_finish_on_the_old_weights_and_new_ones_are_retried_after_
                 assert rollout["inference_logprobs"] == pytest.approx(logprobs, abs=1e-4)
             assert_served(got["late"][-1], after)
             if held_off := [m for m in got["messages"] if "HTTP 425" in m]:
-                break  # otherwise the early ones ended before the swap
+                # Otherwise the early ones ended before the swap.
+                break
             before = after
     assert held_off, "no rollout was held off"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fireworks_helpers import Endpoint, score
 
-BUILT_IN = "accounts/acme/models/tiny-moe"  # can be deployed, though another model is served
+# Can be deployed, though another model is served.
+BUILT_IN = "accounts/acme/models/tiny-moe"
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway, Timeouts
 
 NAMES = ServedNames("accounts/local/models/tiny-moe", "accounts/local/deployments/default")
-DEADLINE_S = 120  # of a busy machine
+# Of a busy machine.
+DEADLINE_S = 120
 GATEWAY_OPTIONS = ("replica_token", "front_path")
 TIMEOUTS = ("head_s", "body_window_s", "retiring_idle_s", "unreachable_s")
 

@@ -34,7 +34,8 @@ class Holder:
         self.sessions = Sessions(on_change=self._change)
         self.mock = MockReplica(self._handle)
         self.boot = "b1"
-        self.broken = False  # it is heard, and fails every request
+        # It is heard, and fails every request.
+        self.broken = False
         self.speaks = asyncio.Event()
         self.speaks.set()
         self._changed = asyncio.Event()

@@ -33,7 +33,8 @@ class Gateways(RuleBasedStateMachine):
         self.held = {name: self._sessions() for name in REPLICAS}
         self.usable = [dict.fromkeys(REPLICAS, True) for _ in GATEWAYS]
         self.boots = dict.fromkeys(REPLICAS, 0)
-        self.begun: set[tuple[int, str]] = set()  # streams whose first line was told
+        # Streams whose first line was told.
+        self.begun: set[tuple[int, str]] = set()
         self.tables: list[SessionTable] = []
         self.feeds: list[dict[str, Feed]] = []
         for gateway in GATEWAYS:
@@ -97,9 +98,8 @@ class Gateways(RuleBasedStateMachine):
         if home is not None and home != other and self.usable[gateway][home]:
             with self.held[other].turn(session, 0):
                 pass
-            placed = (
-                self.tables[gateway]._homes[session][1] > 0
-            )  # else its home is one that served it in passing
+            # Else its home is one that served it in passing.
+            placed = self.tables[gateway]._homes[session][1] > 0
             self._told(gateway, other)
             assert self.tables[gateway].home(session) == home or not placed
 

@@ -40,7 +40,8 @@ def test_a_request_and_its_response_pass_with_the_headers_set(path: str) -> None
             assert request.body == b'{"a":1}'
             assert len(request.headers.pop("x-request-id")) > 16
             assert request.headers.pop("x-midstream-resumable") == "1"
-            assert int(request.headers.pop("x-midstream-placed")) > 1.7e12  # milliseconds
+            # Milliseconds.
+            assert int(request.headers.pop("x-midstream-placed")) > 1.7e12
             assert request.headers == {
                 "host": "test",
                 "content-length": "7",
@@ -150,7 +151,8 @@ def test_one_byte_at_a_time_passes_both_ways() -> None:
             head = await read_head(client.reader)
             assert head.headers["x-midstream-route-reason"] == "new"
             body = reply.partition(b"\r\n\r\n")[2]
-            assert await client.reader.readexactly(len(body)) == body  # framing and trailers untouched
+            # Framing and trailers untouched.
+            assert await client.reader.readexactly(len(body)) == body
             assert stage.mocks[0].requests[0].body == b'{"user":"u1"}'
             client.send(request)
             assert (await read_head(client.reader)).headers["x-midstream-route-reason"] == "sticky"
@@ -227,7 +229,8 @@ def test_a_slow_client_blocks_the_replica_and_not_the_gateways_memory() -> None:
                 except TimeoutError:
                     blocked = True
                     await peer.writer.drain()
-                    blocked = False  # it was only slow
+                    # It was only slow.
+                    blocked = False
                 sent += 1
             peer.end_stream()
 
@@ -238,7 +241,8 @@ def test_a_slow_client_blocks_the_replica_and_not_the_gateways_memory() -> None:
             [connection] = stage.gateway.service.clients
             while connection.writable or not blocked:
                 assert sent < total / 4, "the replica's writes must block long before the body is through"
-                await asyncio.sleep(0.01)  # a poll
+                # A poll.
+                await asyncio.sleep(0.01)
             assert sent < total / 4
             assert connection._transport.get_write_buffer_size() < 2**20
             for _ in range(total):

@@ -187,7 +187,8 @@ def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(
         before = other.deployments.known(B)
         assert before is not None
         await one.ledger.update_deployment(B, deleting=True)
-        await one.run()  # which removes it: it has no replica
+        # Which removes it: it has no replica.
+        await one.run()
         assert one.deployments.known(B) is None
         await create("n")
         await one.ledger.update_deployment(B, replicas_min=1, replicas_max=1)

@@ -150,7 +150,8 @@ def test_an_engine_that_reuses_what_it_likes_takes_only_signals_that_forbid_noth
 def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play) -> None:
     async def work(server: Server) -> None:
         assert "midstream" not in await server.model()
-        server.report(0, None)  # heard of, its engine not started
+        # Heard of, its engine not started.
+        server.report(0, None)
         assert "midstream" not in await server.model()
 
         server.report(0, card("routes"), max_model_len=4096)
@@ -174,7 +175,8 @@ def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play)
         assert {*engine["features"], *engine["lacks"]} == set(ENGINE_FEATURES)
         assert len(engine["features"]) == len(ENGINE_FEATURES) - 3
 
-        server.replicas.views[0].report = None  # lost
+        # Lost.
+        server.replicas.views[0].report = None
         assert (await server.model())["midstream"]["engine"]["kind"] == "embedded"
 
     play(work)

@@ -62,7 +62,8 @@ def test_a_prompt_that_all_rollouts_begin_with_does_not_crowd_them_on_few_replic
             system = text("the same for all ", 3000)
             for number in range(24):
                 replica, _ = await ask(stage, chat(system, f"question {number}"), f"key {number}")
-                next(view for view in stage.views if view.name == replica).in_flight += 1  # it goes on
+                # It goes on.
+                next(view for view in stage.views if view.name == replica).in_flight += 1
             assert sum(stage.in_flight()) == 24
             assert max(stage.in_flight()) <= 5, stage.in_flight()
             assert min(stage.in_flight()) >= 2, stage.in_flight()

@@ -200,14 +200,16 @@ def body_of_a_client_that_leaves(framed: Callable[[bytes], bytes]) -> list[list[
 
     async def main() -> None:
         async with staged(respond_ok) as stage:
-            client = socket.socket()  # that keeps no copy of what it sends
+            # That keeps no copy of what it sends.
+            client = socket.socket()
             client.setblocking(False)
             await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", stage.port))
             before = resident_bytes()
             await asyncio.get_running_loop().sock_sendall(client, body)
             await holds(stage, 59_000_000)
             with_body = resident_bytes()
-            gc.disable()  # a connection and its parser refer to each other: that must not keep the body
+            # A connection and its parser refer to each other: that must not keep the body.
+            gc.disable()
             client.close()
             await until(lambda: stage.gateway.service.budget.held_bytes == 0)
             rounds.append([before, with_body, resident_bytes()])

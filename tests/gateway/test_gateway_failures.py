@@ -33,7 +33,8 @@ def test_a_dead_replica_is_replaced_and_its_session_stays_where_it_moved() -> No
             assert moved.headers["x-midstream-route-reason"] == "moved"
             refuge = moved.headers["x-midstream-replica"]
             assert refuge != first.headers["x-midstream-replica"]
-            await stage.mocks[home].start(stage.mocks[home].port)  # it comes back: nobody moves back
+            # It comes back: nobody moves back.
+            await stage.mocks[home].start(stage.mocks[home].port)
             again = await stage.ask(post(headers=SESSION))
             assert again.headers["x-midstream-replica"] == refuge
             assert again.headers["x-midstream-route-reason"] == "sticky"
@@ -65,9 +66,8 @@ def test_refused_everywhere_is_503_after_each_replica_was_tried_once() -> None:
             for mock in stage.mocks:
                 mock.stop()
             client = await stage.connect()
-            for _ in range(
-                2
-            ):  # the connection survives; the second request finds no replica that may be alive
+            # The connection survives; the second request finds no replica that may be alive.
+            for _ in range(2):
                 client.send(post(headers="x-request-id: r1\r\n"))
                 answer = await client.message()
                 assert answer.status == 503
@@ -99,7 +99,8 @@ def test_a_stale_pooled_connection_is_replaced_without_leaving_the_replica() -> 
     async def main() -> None:
         async def once(request: Message, peer: Peer) -> None:
             peer.respond(request.body)
-            if request.body == b"1":  # closes when the second request of the connection comes
+            # Closes when the second request of the connection comes.
+            if request.body == b"1":
                 await peer.message()
                 peer.abort()
 
@@ -172,10 +173,14 @@ def test_a_stream_that_dies_between_events_ends_with_an_error_event_and_no_final
 @pytest.mark.parametrize(
     "sent",
     [
-        b"9\r\ndata:",  # inside a chunk
-        b"b\r\ndata: 1\n\n\r\n",  # inside a chunk that looks like its end
-        b"8\r\ndata: 1\n\r\n",  # a whole chunk, but inside an event
-        b"9\r\ndata: 1\n\n\r\n5",  # inside a chunk's size
+        # Inside a chunk.
+        b"9\r\ndata:",
+        # Inside a chunk that looks like its end.
+        b"b\r\ndata: 1\n\n\r\n",
+        # A whole chunk, but inside an event.
+        b"8\r\ndata: 1\n\r\n",
+        # Inside a chunk's size.
+        b"9\r\ndata: 1\n\n\r\n5",
     ],
 )
 def test_a_stream_that_dies_inside_an_event_just_breaks(sent: bytes) -> None:
@@ -219,7 +224,8 @@ def test_a_plain_response_that_dies_breaks_the_connection(version: str, framing:
 @pytest.mark.parametrize(
     "response",
     [
-        b"HTTP/1.1 200 OK\r\n\r\nsome bytes, then the end",  # an end that looks like a crash
+        # An end that looks like a crash.
+        b"HTTP/1.1 200 OK\r\n\r\nsome bytes, then the end",
         b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
         b"nonsense\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
@@ -240,7 +246,8 @@ def test_a_response_that_cannot_be_framed_is_an_error(response: bytes) -> None:
 def test_bytes_after_the_end_of_a_response_reach_nobody() -> None:
     async def main() -> None:
         head_arrived = asyncio.Event()
-        length = 2**20  # enough not to be held until it is whole
+        # Enough not to be held until it is whole.
+        length = 2**20
         extra = b"x" * length + b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
         async def handler(request: Message, peer: Peer) -> None:

@@ -107,7 +107,8 @@ def test_a_request_that_kills_replicas_reaches_two_of_them(warm: bool) -> None:
             for _ in range(10 if warm else 0):
                 await stage.ask(post())
             assert [mock.connections for mock in stage.mocks] == [int(warm)] * 5
-            for _ in range(3):  # also when it comes again
+            # Also when it comes again.
+            for _ in range(3):
                 answer = await stage.ask(post(b"poison"))
                 assert (answer.status, answer.error["code"]) == (422, "request_lost_replicas")
                 assert answer.headers["x-should-retry"] == "false"
@@ -121,7 +122,8 @@ def test_a_stale_connection_to_a_living_replica_is_no_lost_send() -> None:
     async def main() -> None:
         async def stale(request: Message, peer: Peer) -> None:
             peer.respond()
-            await peer.message()  # the second request of a connection ends it
+            # The second request of a connection ends it.
+            await peer.message()
             peer.abort()
 
         async with staged(stale, stale, stale) as stage:

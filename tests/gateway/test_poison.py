@@ -51,7 +51,8 @@ def test_one_loss_is_nobodys_fault_and_the_second_one_is_if_nothing_else_was_los
     suspects = Suspects()
     assert not suspects.lost(key(b"x"), lives("r0"), company=False)
     assert (known(suspects, b"x"), refused(suspects, b"x")) == (True, False)
-    assert not suspects.lost(key(b"x"), lives("r0"), company=False)  # the same life of the same replica
+    # The same life of the same replica.
+    assert not suspects.lost(key(b"x"), lives("r0"), company=False)
     assert suspects.lost(key(b"x"), lives("r1"), company=False)
     assert refused(suspects, b"x")
     assert refused(suspects, b"x", tenant="b") is False
@@ -64,9 +65,12 @@ def test_requests_that_are_lost_together_are_refused_at_the_third_loss_only() ->
     suspects = Suspects()
     for body in (b"x", b"y"):
         assert not suspects.lost(key(body), lives("r0"), company=False)
-    assert not suspects.lost(key(b"x"), lives("r1"), company=True)  # y is still on r1
-    assert not suspects.lost(key(b"y"), lives("r1"), company=False)  # x was
-    suspects.forget(key(b"y"))  # it was answered: it was not the cause
+    # Y is still on r1.
+    assert not suspects.lost(key(b"x"), lives("r1"), company=True)
+    # X was.
+    assert not suspects.lost(key(b"y"), lives("r1"), company=False)
+    # It was answered: it was not the cause.
+    suspects.forget(key(b"y"))
     assert suspects.lost(key(b"x"), lives("r2"), company=True)
     assert refused(suspects, b"x")
 

@@ -33,7 +33,8 @@ def deployments() -> Deployments:
         (f"{A}/deployments/b", "b"),
         ("b", "b"),
         (f"{A}/deployments/d@s1", "d"),
-        (f"{A}/models/tiny-moe", "default"),  # d has it too, but the default one comes first
+        # D has it too, but the default one comes first.
+        (f"{A}/models/tiny-moe", "default"),
         ("tiny-moe@s1", "default"),
         (" default ", "default"),
     ],

@@ -192,7 +192,8 @@ def test_a_report_outlives_its_broken_stream_only_for_the_grace_period() -> None
             await watched.until(lambda: watched.view.report is not None)
             server.drop()
             await watched.until(lambda: watched.view.report is None)
-            await server.connected.wait()  # connected again, but nothing was said
+            # Connected again, but nothing was said.
+            await server.connected.wait()
 
     run(main)
 
@@ -322,7 +323,8 @@ def test_a_replica_that_joins_is_heard_and_one_that_is_gone_is_not() -> None:
             assert [(v.name, v.index, v.report is None) for v in watched.set.views] == [
                 ("replica-1", 0, False)
             ]
-            watched.set.refused(gone)  # the data path may still say so
+            # The data path may still say so.
+            watched.set.refused(gone)
             watched.set.set_members([("replica-1", watched.set.views[0].url)], {"replica-1"})
             assert watched.set.views == ()
             assert watched.set.leaving[0].report is not None, "one that leaves is still heard"

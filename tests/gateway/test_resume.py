@@ -16,7 +16,8 @@ from midstream.proxy.resume import GATHERED_BYTES_MAX, UNFINISHED_BYTES_MAX, Res
 SESSION = "x-multi-turn-session-id: s1\r\n"
 OPENING = '{"id":"x","created":1,"seed":7,"prompts":"d"}'
 BODY = b'{"model": "m",  "stream":true, "n": 1.0}'
-EVENTS = 5  # of a whole stream
+# Of a whole stream.
+EVENTS = 5
 DONE = b"data: [DONE]\n\n"
 
 
@@ -145,7 +146,8 @@ def test_wherever_a_stream_breaks_its_client_gets_every_event_once() -> None:
     ends = [0]
     for data in WRITES:
         ends.append(ends[-1] + len(data))
-    broken: list[bytes] = []  # what the next stream consists of
+    # What the next stream consists of.
+    broken: list[bytes] = []
 
     async def handler(request: Message, peer: Peer) -> None:
         if "/replica/resume" in request.start:
@@ -171,7 +173,8 @@ def test_wherever_a_stream_breaks_its_client_gets_every_event_once() -> None:
 
     def check(stage: Stage, had: int) -> None:
         requests = [request for mock in stage.mocks for request in mock.requests]
-        if had == 0:  # begun again
+        # Begun again.
+        if had == 0:
             assert [request.body for request in requests] == [BODY] * 2
             return
         [asked] = resumes(stage)
@@ -314,7 +317,8 @@ def test_a_pooled_connection_that_went_stale_is_no_loss() -> None:
         async def handler(request: Message, peer: Peer) -> None:
             calls.append(request.start.split()[1])
             if calls[-1] == "/replica/resume" and calls.count(calls[-1]) == 1:
-                peer.abort()  # as an idle connection is lost just when it is used
+                # As an idle connection is lost just when it is used.
+                peer.abort()
             elif calls[-1] == "/replica/resume":
                 go_on(request, peer)
             elif request.body == b"{}":
@@ -374,13 +378,15 @@ def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> Non
             else:
                 begin(peer)
                 peer.send(WRITES[0] + WRITES[1][:-3])
-                await peer.closed()  # which is how a stopped process looks
+                # Which is how a stopped process looks.
+                await peer.closed()
 
         async with staged(handler, handler, unreachable_s=0.0) as stage:
             asked = asyncio.create_task(answer(stage))
             await stage.mocks[0].asked(1)
             [request] = stage.gateway.proxy.upstream(stage.views[0]).requests
-            for _ in range(1000):  # turns of the loop
+            # Turns of the loop.
+            for _ in range(1000):
                 if request.answered:
                     break
                 await asyncio.sleep(0)

@@ -41,20 +41,23 @@ def body(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
 
+# The replica says that it has another model.
 CASES = [
     (b'{"model":"other"}', "", "b"),
     (b'{"x":{"model":"tiny-moe"},"model":"accounts/local/models/other@s1"}', "", "b"),
     (b'{"mod\\u0065l":"accounts/local/deployments/b"}', "", "b"),
     (b'{"messages":[{"content":"\\"model\\": \\"other\\""}],"model":"tiny-moe"}', "", "default"),
     (b'{"messages":[{"model":"other"}]}', "", "default"),
-    (b'{"model":"other","model":"tiny-moe"}', "", "default"),  # a parser takes the last one
-    (b"not json", "", "default"),  # the replica says what is wrong with it
+    # A parser takes the last one.
+    (b'{"model":"other","model":"tiny-moe"}', "", "default"),
+    # The replica says what is wrong with it.
+    (b"not json", "", "default"),
     (b'{"model":7}', "", "default"),
     (
         b'{"model":"tiny-moe"}',
         "fireworks-deployment: b\r\n",
         "b",
-    ),  # the replica says that it has another model
+    ),
     (b'{"model":"nobody"}', "fireworks-model: other\r\n", "b"),
 ]
 
@@ -148,7 +151,8 @@ def test_a_session_that_a_swap_kept_out_begins_where_the_door_is_open() -> None:
             first = await stage.ask(post(headers="X-Session-ID: s\r\n"))
             assert (first.status, first.headers["retry-after"]) == (425, "1")
             home = int(first.headers["x-midstream-replica"][-1])
-            usable(stage.views[home], admitting=False)  # its report comes after the refusal
+            # Its report comes after the refusal.
+            usable(stage.views[home], admitting=False)
             stage.mocks[1 - home].handler = respond_ok
             for reason in ("new", "sticky"):
                 again = await stage.ask(post(headers="X-Session-ID: s\r\n"))

@@ -69,6 +69,8 @@ def who(
 ORDER = order_of("v1", "v2", "v3", "v4", ready=["v1", "v2", "v3"])
 
 
+# Signalled by nobody, and it serves.
+# It serves somewhere: newer than what was ready.
 @pytest.mark.parametrize(
     ("constraint", "serving", "taken_by"),
     [
@@ -78,7 +80,7 @@ ORDER = order_of("v1", "v2", "v3", "v4", ready=["v1", "v2", "v3"])
             VersionConstraint(snapshot="elsewhere"),
             "v1 elsewhere",
             "elsewhere",
-        ),  # signalled by nobody, and it serves
+        ),
         (VersionConstraint(min_snapshot="v2"), "base v1 v2 v3 elsewhere", "v2 v3"),
         (VersionConstraint(min_snapshot="base"), "base v1 elsewhere", "base v1"),
         (VersionConstraint(min_snapshot="elsewhere"), "v1 elsewhere", "elsewhere"),
@@ -87,7 +89,7 @@ ORDER = order_of("v1", "v2", "v3", "v4", ready=["v1", "v2", "v3"])
             VersionConstraint(max_staleness=0),
             "v2 v3 v4",
             "v4",
-        ),  # it serves somewhere: newer than what was ready
+        ),
         (VersionConstraint(max_staleness=1), "base v1 v2 v3 elsewhere", "v2 v3"),
         (VersionConstraint(max_staleness=3), "base v1 v2 v3", "base v1 v2 v3"),
         (VersionConstraint(min_snapshot="v2", max_staleness=1), "v1 v2 v3", "v2 v3"),
@@ -102,23 +104,28 @@ def test_a_replica_may_take_a_request_when_all_it_asks_for_holds(
     assert who(constraint, ORDER, *serving.split()) == taken_by.split()
 
 
+# v3 was ready on a replica that is gone.
+# But it may be waited for.
 @pytest.mark.parametrize(
     ("constraint", "serving", "verdict"),
     [
-        (VersionConstraint(min_snapshot="v4"), "v3", Verdict("wait", 10.0)),  # what is desired will come
+        # What is desired will come.
+        (VersionConstraint(min_snapshot="v4"), "v3", Verdict("wait", 10.0)),
         (VersionConstraint(snapshot="v4"), "v3", Verdict("wait", 10.0)),
         (
             VersionConstraint(max_staleness=0),
             "v1",
             Verdict("wait", 10.0),
-        ),  # v3 was ready on a replica that is gone
-        (VersionConstraint(min_snapshot="v9"), "v3", Verdict("wait", 10.0)),  # its signal may be on the way
-        (VersionConstraint(snapshot="v2"), "v1 v3", Verdict("refuse")),  # it takes a signal for that
+        ),
+        # Its signal may be on the way.
+        (VersionConstraint(min_snapshot="v9"), "v3", Verdict("wait", 10.0)),
+        # It takes a signal for that.
+        (VersionConstraint(snapshot="v2"), "v1 v3", Verdict("refuse")),
         (
             VersionConstraint(snapshot="v2", wait_s=30),
             "v1 v3",
             Verdict("wait", 30.0),
-        ),  # but it may be waited for
+        ),
         (VersionConstraint(snapshot="v2", min_snapshot="v3"), "v2 v3", Verdict("refuse")),
         (VersionConstraint(snapshot="v1", max_staleness=0), "v1 v3", Verdict("refuse")),
         (VersionConstraint(min_snapshot="v4", wait_s=0), "v3", Verdict("refuse")),
@@ -165,7 +172,8 @@ def test_nobody_who_is_usable_or_untried_is_no_matter_of_snapshots() -> None:
 def test_the_last_signal_of_a_snapshot_gives_it_its_place() -> None:
     order = order_of("v1", "v2", "v3", ready=["v1", "v2"])
     assert (order.desired, who(VersionConstraint(min_snapshot="v2"), order, "v1", "v2")) == ("v3", ["v2"])
-    order.learn([Signalled("v1", 4, False)])  # rolled back
+    # Rolled back.
+    order.learn([Signalled("v1", 4, False)])
     assert (order.desired, who(VersionConstraint(min_snapshot="v2"), order, "v1", "v2")) == (
         "v1",
         ["v1", "v2"],
@@ -294,7 +302,8 @@ class Versioned:
 
     def __init__(self, snapshot: str) -> None:
         self.snapshot = snapshot
-        self.constraint = NOTHING  # what bodies ask for
+        # What bodies ask for.
+        self.constraint = NOTHING
         self.admitted: list[Admitted | None] = []
 
     async def __call__(self, request: Message, peer: Peer) -> None:
@@ -445,7 +454,8 @@ def test_the_end_of_a_wait_that_was_not_in_vain_changes_nothing() -> None:
             serve(stage, 0, "v1")
             asked = asyncio.create_task(served(stage, asking(min_snapshot="v2", snapshot_wait=1)))
             await waiting(stage)
-            asyncio.get_running_loop().call_later(1.01, over.set)  # after the request's own deadline
+            # After the request's own deadline.
+            asyncio.get_running_loop().call_later(1.01, over.set)
             serve(stage, 0, "v2")
             assert await asked == ("replica-0", "v2")
             assert len(stage.mocks[0].requests) == 1
@@ -465,7 +475,8 @@ def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
             await waiting(stage, 0)
             assert stage.metrics.requests["completions", 499] == 1
             serve(stage, 0, "v2")
-            assert await stage.ask(asking(snapshot="v1"))  # nothing is sent for who left
+            # Nothing is sent for who left.
+            assert await stage.ask(asking(snapshot="v1"))
             assert not stage.mocks[0].requests
 
     run(main)
@@ -496,7 +507,8 @@ def test_a_session_stays_at_home_which_is_waited_for_and_moves_only_for_one_requ
             assert await served(stage, asking(session="s")) == (home, "v1")
             serve(stage, here, "v3", stage=SwapStage.ERROR, target="v2")
             mocks[here].snapshot = "v3"
-            unhurried = asking(session="s", snapshot="v2")  # which does not come to its home any more
+            # Which does not come to its home any more.
+            unhurried = asking(session="s", snapshot="v2")
             assert await served(stage, unhurried) == (f"replica-{away}", "v2")
 
     run(main)
@@ -507,7 +519,8 @@ def test_a_replica_that_serves_something_else_by_now_is_judged_by_what_it_says()
         mock = Versioned("v2")
         async with staged(mock) as stage:
             tell(stage, "v1", "v2", ready=["v1"])
-            serve(stage, 0, "v1")  # its report is late
+            # Its report is late.
+            serve(stage, 0, "v1")
             assert await served(stage, asking(min_snapshot="v1")) == ("replica-0", "v2")
             assert mock.admitted == [Admitted("v1"), Admitted("v2", body=True)]
             assert stage.metrics.retries == {"other_snapshot": 1}

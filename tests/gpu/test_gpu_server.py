@@ -70,7 +70,8 @@ def test_streams_cross_a_full_snapshot_and_a_delta_and_every_token_is_what_its_l
                 name: load(directory) for name, directory in zip((full, delta), directories, strict=True)
             }
             if all({label for _, _, label in rollout.tokens} == set(models) for rollout in rollouts):
-                break  # otherwise a stream was through before the last swap
+                # Otherwise a stream was through before the last swap.
+                break
             before, before_model = delta, models[delta]
     figure(swaps=swaps)
     for rollout in rollouts:

@@ -132,7 +132,8 @@ def test_a_replica_is_wanted_while_a_replaced_gateway_has_requests_on_it() -> No
         [one] = bed.members
         one.says("a", "b")
         one.on_retiring(7, line("a", "b"))
-        one.says("a")  # its successor has nothing on b
+        # Its successor has nothing on b.
+        one.says("a")
         assert bed.wanted[-1] == ["a", "b"], "the replaced one has a stream there"
         one.on_retiring(7, line("a"))
         assert bed.wanted[-1] == ["a"]
@@ -151,7 +152,8 @@ def test_a_replica_is_wanted_while_any_gateway_wants_it() -> None:
         assert (one.name, two.name) == ("gateway-0", "gateway-1")
         one.says("a", "b")
         two.says("a", "b")
-        one.says("a")  # it has nothing on b any more
+        # It has nothing on b any more.
+        one.says("a")
         assert bed.wanted[-1] == ["a", "b"], "the other one may have a stream there"
         two.says("a", "c")
         assert bed.wanted[-1] == ["a", "c"]
@@ -170,13 +172,16 @@ def test_a_gateway_that_is_lost_holds_nothing_up_and_comes_back_into_what_there_
         two.says("a", "b")
         two.says("a")
         assert bed.wanted[-1] == ["a", "b"]
-        one.ends.set()  # with its streams
+        # With its streams.
+        one.ends.set()
         await until(lambda: bed.wanted[-1] == ["a"])
-        one.says("a", "b")  # said before its end, and heard after it
+        # Said before its end, and heard after it.
+        one.says("a", "b")
         assert bed.wanted[-1] == ["a"]
         two.says("a", "c")
         assert bed.wanted[-1] == ["a", "c"]
-        one.says("a", "c", "d")  # as it is up again, its list may be there before that is known
+        # As it is up again, its list may be there before that is known.
+        one.says("a", "c", "d")
         assert bed.wanted[-1] == ["a", "c"]
         one.may_start.set()
         await until(lambda: bed.wanted[-1] == ["a", "c", "d"])
@@ -300,7 +305,8 @@ def test_what_a_gateway_counted_stays_counted_once_when_it_ends_or_is_replaced()
         one.ends.set()
         await until(lambda: two.siblings.listening == 0)
         assert two.siblings.tally.requests == [("completions", 200, 5)]
-        one.says("a", report=counted("b1", 6))  # said before its end, and heard after it
+        # Said before its end, and heard after it.
+        one.says("a", report=counted("b1", 6))
         one.may_start.set()
         await until(lambda: not one.may_start.is_set())
         assert two.siblings.tally.requests == [("completions", 200, 5)]

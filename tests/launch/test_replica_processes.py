@@ -65,7 +65,8 @@ class Scene:
         )
 
     async def _make(self, wanted: WantedReplica) -> Child:
-        mark = self.path / wanted.name  # who runs notes its pid: two at once would be seen
+        # Who runs notes its pid: two at once would be seen.
+        mark = self.path / wanted.name
         code = f"mark_own_pid({str(mark)!r})\n{self.codes.get(wanted.name, LISTEN)}"
         return Child(wanted.name, "scripted_replica", Script(code), host="h", movable=True)
 
@@ -258,7 +259,8 @@ def test_one_that_died_and_cannot_be_started_again_says_why_until_it_can(scene) 
         assert here.processes.running().replicas[0].url == URL, "it is a member of its deployment still"
         (here.path / "broken").unlink()
         await until_error_is(None)
-        await here.until(a_0="http://h:8")  # somebody else may have its port by now
+        # Somebody else may have its port by now.
+        await here.until(a_0="http://h:8")
 
     scene(work)
 

@@ -103,7 +103,8 @@ def test_a_host_that_is_not_well_is_waited_for_and_is_no_failure() -> None:
         assert (here.processes.failure("a"), here.processes.waiting("a")) == (None, {"a-0"})
         await here.until(lambda: here.shown() == {"a-0": (URL, None)})
         child.starts = [HostUnwell("a-0: node 10.0.0.8 died"), StartFailed("a-0: no memory")]
-        child.end.set_result("died")  # supervised by now: that is another way
+        # Supervised by now: that is another way.
+        child.end.set_result("died")
         await here.until(lambda: here.shown() == {"a-0": (URL, "a-0: node 10.0.0.8 died")})
         assert (here.processes.failure("a"), here.processes.waiting("a")) == (None, {"a-0"})
         await here.until(lambda: here.shown() == {"a-0": (URL, "a-0: no memory")})
@@ -166,7 +167,8 @@ def test_one_that_changes_twice_while_the_first_ends_waits_for_that() -> None:
         await here.until(lambda: here.shown() == {"a-0": (URL, None)})
         first.may_stop.clear()
         here.want("a-0", model="2")
-        await asyncio.sleep(0)  # it waits for the first
+        # It waits for the first.
+        await asyncio.sleep(0)
         here.want("a-0", model="3")
         for _ in range(20):
             await asyncio.sleep(0)

@@ -16,7 +16,8 @@ def test_a_server_does_not_say_whom_to_ask_before_it_can_be_asked(tmp_path: Path
 
     async def main() -> None:
         restarts = Restarts(path, restart)
-        said_at_once = path.read_bytes()  # the signal that asks is not handled yet
+        # The signal that asks is not handled yet.
+        said_at_once = path.read_bytes()
         restarts.ask()
         while b'"restarts":1' not in path.read_bytes():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -74,7 +74,8 @@ class Handle:
         self.actor = actor
         self.lost: Exception | None = None
         self.failing: dict[str, Exception] = {}
-        self._gate = gate  # the actor's methods run when it is set
+        # The actor's methods run when it is set.
+        self._gate = gate
         self._loop = loop
         self._calls: list[tuple[str, concurrent.futures.Future[Any]]] = []
 
@@ -133,12 +134,16 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.threads: set[threading.Thread] = set()
-        self.groups: dict[str, Group] = {}  # that are there
-        self.names: list[str] = []  # of all that ever were
+        # That are there.
+        self.groups: dict[str, Group] = {}
+        # Of all that ever were.
+        self.names: list[str] = []
         self.handles: list[Handle] = []
-        self.failing: dict[str, Exception] = {}  # what the next call of a function fails with
+        # What the next call of a function fails with.
+        self.failing: dict[str, Exception] = {}
         self.state = "PENDING"
-        self.placed = asyncio.Event()  # the actors are up
+        # The actors are up.
+        self.placed = asyncio.Event()
         self.placed.set()
         self.creating: Callable[[], None] = lambda: None
         self.start_fails: Exception | None = None

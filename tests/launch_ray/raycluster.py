@@ -26,9 +26,11 @@ READY = re.compile(
     r"midstream ready on (https?://[^(]+) \((\d+) replicas, model (\S+), deployment (\S+)\)(.*)"
 )
 DEADLINE_S = 120.0
-STORE_BYTES = 80 * 2**20  # the least that Ray takes
+# The least that Ray takes.
+STORE_BYTES = 80 * 2**20
 MARK = "MIDSTREAM_TEST_CLUSTER"
-HEAD = "127.0.0.2"  # not 127.0.0.1, which Ray replaces by the machine's own address
+# Not 127.0.0.1, which Ray replaces by the machine's own address.
+HEAD = "127.0.0.2"
 
 
 def until(holds: Callable[[], Any], what: Callable[[], str], within_s: float = DEADLINE_S) -> Any:
@@ -48,7 +50,8 @@ class Nodes:
 
         # Telemetry and dashboard stay off; a dead node is noticed within a few seconds instead of a minute.
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        self.mark = os.environ[MARK] = secrets.token_hex(8)  # all processes of the cluster inherit it
+        # All processes of the cluster inherit it.
+        self.mark = os.environ[MARK] = secrets.token_hex(8)
         logging.getLogger("ray").setLevel(logging.ERROR)
         health = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
         health |= {"health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
@@ -119,7 +122,8 @@ class RayServer:
     log: Path
     state_dir: Path
     url: str = ""
-    urls: list[str] = field(default_factory=list)  # of its gateways
+    # Of its gateways.
+    urls: list[str] = field(default_factory=list)
     places: dict[str, str] = field(default_factory=dict)
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60.0, trust_env=False))
 

@@ -13,7 +13,8 @@ from raycluster import RayServer
 
 TOKENS = 2000
 STREAMS = 16
-UNDER_WAY = 8  # events of every stream that have come when something happens
+# Events of every stream that have come when something happens.
+UNDER_WAY = 8
 
 
 @dataclass

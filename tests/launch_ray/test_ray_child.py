@@ -167,7 +167,8 @@ def test_where_it_could_not_start_keeps_its_room_until_another_group_has_some(cl
         with pytest.raises(StartFailed):
             await child().start()
         cluster.answer = Listening(port=7)
-        again = child()  # ReplicaProcesses makes a new one for each attempt
+        # ReplicaProcesses makes a new one for each attempt.
+        again = child()
         await again.start()
         first, second = cluster.names
         calls = [call for call in cluster.calls if call.split()[0] in ("create", "wait", "remove")]

@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.variant, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayServer]:
     path = tmp_path_factory.mktemp("gateways")
-    database = f"sqlite:///{path / 'ledger.db'}"  # that all nodes reach, being one machine
+    # That all nodes reach, being one machine.
+    database = f"sqlite:///{path / 'ledger.db'}"
     nodes.add(6, gate=1)
     nodes.add(7, gate=1)
     with serving(
@@ -105,7 +106,8 @@ def test_the_loss_of_a_gateways_node_is_no_loss_to_the_other(server: RayServer, 
         assert (home(turn), turn.headers["x-midstream-route-reason"]) == (homes[session], "sticky")
     until(lambda: "gateway-0: waits for {CPU: 0.5, gate: 1}" in server.text(), server.text)
     server.url = server.urls[1]
-    server.scale(1, gateway=1)  # which the lost one would not have let go
+    # Which the lost one would not have let go.
+    server.scale(1, gateway=1)
     until(lambda: set(replicas(server, 1)) == {"replica-0"}, server.state)
     until(lambda: nodes.node_of("replica-1") is None, server.state)
     nodes.add(8, gate=1)

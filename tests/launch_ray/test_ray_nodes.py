@@ -54,7 +54,8 @@ def test_a_missing_mount_is_named_and_not_filled_with_the_built_in_model(
     with pytest.raises(ConfigError, match=f"there is no model in {mount}"):
         on_node(spec("replica-0", mount, tmp_path / "state"), "10.0.0.7", 0, ())
     built_in = tmp_path / "state" / "models" / "tiny-moe"
-    with pytest.raises(ConfigError, match=f"there is no model in {built_in}"):  # nothing was written really
+    # Nothing was written really.
+    with pytest.raises(ConfigError, match=f"there is no model in {built_in}"):
         on_node(spec("replica-0", built_in, tmp_path / "state"), "10.0.0.7", 0, ())
     assert made == [built_in]
 
@@ -133,7 +134,8 @@ def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
     monkeypatch.setattr(ray, "remote", unwell)
     launcher.remove_caches("b-replica-0", set())
     monkeypatch.setattr(ray, "nodes", list)
-    launcher.remove_caches("b-replica-0", set())  # no node is left
+    # No node is left.
+    launcher.remove_caches("b-replica-0", set())
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
     assert "the head is gone" in caplog.text
 

@@ -58,7 +58,8 @@ def test_a_replica_that_has_no_room_says_so_and_starts_when_there_is(nodes: Node
 def test_a_gateway_that_is_an_actor_is_replaced_also_on_another_node(
     nodes: Nodes, tmp_path: Path, free_port: int
 ) -> None:
-    database = f"sqlite:///{tmp_path / 'ledger.db'}"  # that all nodes reach, being one machine
+    # That all nodes reach, being one machine.
+    database = f"sqlite:///{tmp_path / 'ledger.db'}"
     arguments = ("--replicas", "1", "--no-tinker", "--database", database, "--port", str(free_port))
     nodes.add(6, gate=1)
     nodes.add(7, gate=1)

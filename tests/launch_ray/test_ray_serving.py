@@ -15,7 +15,8 @@ from raycluster import Nodes, RayServer, kill, serving, until
 from raystreams import STREAMS, TOKENS, ask, streamed
 
 STRANGE = (
-    "snapshots/127.0.0.4/gone-replica-0"  # a cache on a node, of a deployment that nobody knows any more
+    # A cache on a node, of a deployment that nobody knows any more.
+    "snapshots/127.0.0.4/gone-replica-0"
 )
 GROUPS = """
 import sys
@@ -175,7 +176,8 @@ def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
     server.wait_serving("replica-0", "replica-1")
     assert nodes.node_of("replica-0") not in (None, lost, left)
     assert len(set(snapshots(server).values())) == 1, "it serves what the other one does"
-    nodes.add(lost, slots=1)  # for the tests after this one
+    # For the tests after this one.
+    nodes.add(lost, slots=1)
 
 
 def test_a_server_that_stops_leaves_nothing_on_the_cluster(

@@ -52,7 +52,8 @@ def test_what_a_replica_serves_first_goes_with_the_snapshot_from_then_on(url: st
         first = await ledger.signal(DEPLOYMENT, signal())
         assert first.desired.content is None
         await ledger.learn_content(DEPLOYMENT, found())
-        await ledger.learn_content(DEPLOYMENT, found(files=OTHER))  # of a slower replica
+        # Of a slower replica.
+        await ledger.learn_content(DEPLOYMENT, found(files=OTHER))
         await ledger.signal(DEPLOYMENT, signal("b"))
         back = await ledger.signal(DEPLOYMENT, signal())
         assert (back.changed, back.desired.content) == (True, ONE)
@@ -73,7 +74,8 @@ def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
         delta = signal("b", previous="a", compression="arc_v2", content=OTHER)
         sent = (await ledger.signal(DEPLOYMENT, delta)).desired
         assert [(link.snapshot, link.content) for link in sent.files] == [("a", None), ("b", OTHER)]
-        await ledger.learn_content(DEPLOYMENT, found())  # loaded only now
+        # Loaded only now.
+        await ledger.learn_content(DEPLOYMENT, found())
         again = (await ledger.state(DEPLOYMENT)).desired
         assert again is not None
         assert [link.content for link in again.files] == [ONE, OTHER]
@@ -106,7 +108,8 @@ def test_other_files_under_a_served_name_are_refused_unless_they_are_said_to_rep
         assert (await ledger.state(DEPLOYMENT)).weights == {}
         again = await ledger.signal(DEPLOYMENT, replace(changed, overwrite=True))
         assert not again.changed, "the same signal, sent again"
-        await ledger.learn_content(DEPLOYMENT, found())  # from a replica that serves the old files still
+        # From a replica that serves the old files still.
+        await ledger.learn_content(DEPLOYMENT, found())
         state = await ledger.state(DEPLOYMENT)
         assert state.desired is not None
         assert state.desired.content == other.get("content")
@@ -178,7 +181,8 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
             await ledger.learn_weights(DEPLOYMENT, check(text))
         assert (await ledger.state(DEPLOYMENT)).weights == {"a": {"k": "w", "other": "y"}}
         await ledger.signal(DEPLOYMENT, signal(fingerprint="copied again"))
-        await ledger.learn_weights(DEPLOYMENT, check("third:z"))  # of before these files
+        # Of before these files.
+        await ledger.learn_weights(DEPLOYMENT, check("third:z"))
         state = await ledger.state(DEPLOYMENT)
         assert state.weights == {"a": {"k": "w", "other": "y"}}, "the bytes are held to be the same"
         await ledger.reset_ledger(DEPLOYMENT)

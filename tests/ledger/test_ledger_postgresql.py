@@ -200,7 +200,8 @@ def test_a_database_that_says_nothing_any_more_holds_up_nobody(
         with pytest.raises(LedgerUnavailable):
             await ledger.state(DEPLOYMENT)
 
-    on_ledger(url, work)  # and closes it while the database is silent
+    # And closes it while the database is silent.
+    on_ledger(url, work)
 
 
 def test_one_reading_sees_one_moment(postgres_url: str) -> None:

@@ -102,7 +102,8 @@ def test_what_is_no_ledger_is_a_configuration_error(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:
-    full = 2  # in SQLite's words: every commit waits for the disk
+    # In SQLite's words: every commit waits for the disk.
+    full = 2
     with opened(sqlite_url(tmp_path / "ledger.sqlite")) as ledger, ledger._database.write() as db:
         assert db.execute(sa.text("PRAGMA synchronous")).scalar_one() == full
 

@@ -143,12 +143,14 @@ def test_logits_have_spread_and_routes_differ_between_tokens_and_between_precisi
     logits, routes = forward(model.float())
     probabilities = logits.softmax(-1)
     entropy = -(probabilities * probabilities.log()).sum(-1).mean().item()
-    assert 4.8 < entropy < 5.45  # log(264) = 5.58
+    # log(264) = 5.58.
+    assert 4.8 < entropy < 5.45
     for layer in range(4):
         share = torch.bincount(routes[:, layer].reshape(-1), minlength=8) / routes[:, layer].numel()
         assert share.min() > 0.02
         assert share.max() < 0.4
-    assert len(set(map(tuple, routes.reshape(len(routes), -1).tolist()))) > 200  # of 512 tokens
+    # Of 512 tokens.
+    assert len(set(map(tuple, routes.reshape(len(routes), -1).tolist()))) > 200
     differs = (routes != half_routes).any(-1).any(-1).float().mean().item()
     assert 0.02 < differs < 0.2
 

@@ -31,9 +31,12 @@ from catalogue import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
-TEST_S_MAX = 120  # of one test; those that kill take seconds
-LISTED_S_MAX = 900.0  # of a mutation's own tests
-WHOLE_S_MAX = 3600.0  # of a whole tier
+# Of one test; those that kill take seconds.
+TEST_S_MAX = 120
+# Of a mutation's own tests.
+LISTED_S_MAX = 900.0
+# Of a whole tier.
+WHOLE_S_MAX = 3600.0
 TIERS = {"fast": "test-fast", "test": "test"}
 
 #: Failures that say nothing of a guarantee: the mutated code is no code, or time ran out.

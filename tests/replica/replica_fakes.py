@@ -40,7 +40,8 @@ from midstream.replica.text.chat import TextModel
 
 MODEL = "accounts/local/models/tiny"
 DEPLOYMENT = "accounts/local/deployments/default"
-HE, IM_START, IM_END = 256, 257, 258  # a merged token and two special ones; below 256, token i is byte i
+# A merged token and two special ones; below 256, token i is byte i.
+HE, IM_START, IM_END = 256, 257, 258
 TEMPLATE = (
     "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{ raise_exception('no tools here') }}{%- endif -%}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{%- endfor -%}"
@@ -105,8 +106,10 @@ class FakeEngine(Engine):
         )
         self.reply: tuple[int, ...] = ids(reply)
         self.serving = BASE_SNAPSHOT
-        self.tells_kv = False  # when asked to
-        self.kv_with: dict[int, tuple[tuple[str, int, int], ...]] = {}  # told with a token, by its number
+        # When asked to.
+        self.tells_kv = False
+        # Told with a token, by its number.
+        self.kv_with: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self.staged: str | None = None
         self.calls: list[str] = []
         self.requests: list[GenerateRequest] = []
@@ -118,17 +121,22 @@ class FakeEngine(Engine):
         self.die_after: int | None = None
         self.stop_short = False
         self.starts = 0
-        self.replies: dict[int, tuple[int, ...]] = {}  # of a choice that says something of its own
-        self.ended: set[tuple[str, int]] = set()  # choices that are over, by themselves or by end_choice
+        # Of a choice that says something of its own.
+        self.replies: dict[int, tuple[int, ...]] = {}
+        # Choices that are over, by themselves or by end_choice.
+        self.ended: set[tuple[str, int]] = set()
         self.end_choice_calls: list[tuple[str, int]] = []
-        self.made_of: dict[tuple[str, int], int] = {}  # tokens generated of one choice
-        self.stage_ticks = self.commit_ticks = 0  # loop ticks that each takes
-        self.switches: list[str] = []  # what the engine has switched to
+        # Tokens generated of one choice.
+        self.made_of: dict[tuple[str, int], int] = {}
+        # Loop ticks that each takes.
+        self.stage_ticks = self.commit_ticks = 0
+        # What the engine has switched to.
+        self.switches: list[str] = []
         self.canaries: list[GenerateRequest] = []
-        self.canary: dict[
-            str, list[float]
-        ] = {}  # a snapshot's log-probability at each check, the last one for good
-        self.digests: dict[str, str | None] = {}  # of a snapshot; else a digest of its name
+        # A snapshot's log-probability at each check, the last one for good.
+        self.canary: dict[str, list[float]] = {}
+        # Of a snapshot; else a digest of its name.
+        self.digests: dict[str, str | None] = {}
         self.check_gate = asyncio.Event()
         self.check_gate.set()
         self.closed = False
@@ -139,7 +147,8 @@ class FakeEngine(Engine):
         self.stage_gate.set()
         self.refuse_stage = False
         self.allowed = allowed
-        self.made: dict[str, int] = {}  # request id to tokens generated of each choice
+        # Request id to tokens generated of each choice.
+        self.made: dict[str, int] = {}
         self.start_gate = asyncio.Event()
         self.start_gate.set()
         self._moved = asyncio.Event()

@@ -504,7 +504,8 @@ def test_a_stream_across_a_swap_labels_every_chunk_and_the_plain_answer_its_span
 
 def test_choices_that_cross_a_swap_each_have_their_spans(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
-        here.engine.replies = {1: (IM_END,)}  # is over before the swap
+        # Is over before the swap.
+        here.engine.replies = {1: (IM_END,)}
         body = {"model": MODEL, "prompt": [65], "max_tokens": 5, "n": 3}
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "A"}], "max_tokens": 5, "n": 3}
         plain = asyncio.create_task(here.http.post("/v1/completions", json=body))
@@ -525,7 +526,8 @@ def test_choices_that_cross_a_swap_each_have_their_spans(tmp_path: Path) -> None
         labels: dict[int, list[str]] = {0: [], 1: [], 2: []}
         for event in sse((await stream).text)[:-1]:
             labels[event["choices"][0]["index"]].append(event["model"].rpartition("@")[2])
-        finished = ["base"] * 2 + ["v1"] * 4  # one chunk per token, and one that ends the choice
+        # One chunk per token, and one that ends the choice.
+        finished = ["base"] * 2 + ["v1"] * 4
         assert labels == {0: finished, 1: ["base"] * 2, 2: finished}
 
     play(tmp_path, lambda: FakeEngine(allowed=2), scenario)
@@ -567,7 +569,8 @@ def test_tokens_reach_the_client_while_the_generation_goes_on(tmp_path: Path) ->
         async with here.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = (line.removeprefix("data: ") async for line in answer.aiter_lines() if line)
             assert json.loads(await anext(lines))["choices"][0]["text"] == "he"
-            here.engine.allow(2)  # only now may the second token be made
+            # Only now may the second token be made.
+            here.engine.allow(2)
             assert json.loads(await anext(lines))["choices"][0]["text"] == "l"
 
     play(tmp_path, lambda: FakeEngine(allowed=1), scenario)

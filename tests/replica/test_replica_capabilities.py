@@ -72,7 +72,8 @@ def test_what_the_engine_lacks_is_refused_with_the_field_the_engine_and_the_feat
     tmp_path: Path, feature: str, param: str, path: str, more: dict[str, Any], words: str
 ) -> None:
     async def scenario(here: Running) -> None:
-        here.replica.gate.set(Door.CLOSED)  # whoever waits for it would get a 425 in the end
+        # Whoever waits for it would get a 425 in the end.
+        here.replica.gate.set(Door.CLOSED)
         for stream in (False, True):
             answer = await here.http.post(path, json={**fields(path, more), "stream": stream})
             error = answer.json()["error"]
@@ -125,7 +126,8 @@ def test_a_dense_model_is_called_dense_whatever_its_engine_can_do(tmp_path: Path
 
 def test_the_report_carries_the_card_once_the_engine_was_started(tmp_path: Path) -> None:
     engine = an_engine("routes")
-    engine.info = msgspec.structs.replace(engine.info, grammars=False)  # for want of a tokenizer
+    # For want of a tokenizer.
+    engine.info = msgspec.structs.replace(engine.info, grammars=False)
 
     async def scenario(here: Running) -> None:
         report = here.replica.report()

@@ -140,7 +140,8 @@ def test_what_takes_too_long_is_stopped_and_remembered_and_the_next_one_compiles
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
         assert checks.problem(json_grammar(SLOW), begun=True) == TOO_LONG
-        assert checks._child is None  # it was not asked again
+        # It was not asked again.
+        assert checks._child is None
         assert checks.problem(json_grammar(TREE), begun=True) is None
     finally:
         checks.close()
@@ -157,7 +158,8 @@ def test_the_grammars_of_one_request_have_a_bound_together_and_stop_when_its_cli
         return Verdict(None, 1.5)
 
     monkeypatch.setattr(checks, "_ask", slow)
-    for _ in range(2):  # what is remembered counts, too, so that the answer does not depend on when one asks
+    # What is remembered counts, too, so that the answer does not depend on when one asks.
+    for _ in range(2):
         leave = Leave()
         problem = checks.of_request(leave.check)
         said = [problem(f"tool {i}", begun=True) for i in range(5)]

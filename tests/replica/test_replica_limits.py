@@ -185,9 +185,8 @@ def test_an_echo_without_logprobs_asks_the_engine_for_no_records(tmp_path: Path)
         assert [request.prompt_records for request in here.engine.requests] == [3, 0]
         for choice in (with_records, without):
             del choice["logprobs"], choice["raw_output"]["completion_logprobs"]
-        scored_by = with_records.pop(
-            "prompt_snapshots"
-        )  # without log-probabilities there is nothing to say it of
+        # Without log-probabilities there is nothing to say it of.
+        scored_by = with_records.pop("prompt_snapshots")
         assert scored_by == [{"snapshot": "base", "start": 0, "end": 3}]
         assert without == with_records
         assert without["text"] == "ABChel"
@@ -210,7 +209,8 @@ def test_an_engine_that_dies_under_several_prompts_is_reported_once(tmp_path: Pa
             self._announce()
             try:
                 await self.until(lambda: len(self.requests) == 3 and request is self.requests[0])
-            except asyncio.CancelledError:  # as an engine that finds out while it cleans up
+            # As an engine that finds out while it cleans up.
+            except asyncio.CancelledError:
                 raise EngineDied("killed by the test") from None
             async for _ in super()._events(request):
                 raise EngineDied("killed by the test")

@@ -25,7 +25,8 @@ def test_who_reuses_prompt_prefixes_after_a_swap(
     namespaces.commit(policy)
     assert (namespaces.admit(OLD) == before) is same_session_reuses
     assert (namespaces.admit(NEW) == before) is new_session_reuses
-    assert (namespaces.admit(None) == before) is new_session_reuses  # no session: like a new one
+    # No session: like a new one.
+    assert (namespaces.admit(None) == before) is new_session_reuses
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,8 @@ def test_the_least_recently_used_session_is_forgotten_first() -> None:
     first = namespaces.admit(("", "a"))
     namespaces.admit(("", "b"))
     namespaces.admit(("", "a"))
-    namespaces.admit(("", "c"))  # b goes
+    # B goes.
+    namespaces.admit(("", "c"))
     namespaces.commit("new_session")
     assert repr(namespaces) == "Namespaces(current=1, sessions=2)"
     assert namespaces.admit(("", "a")) == first
@@ -89,7 +91,8 @@ def test_a_session_that_has_not_been_seen_for_an_hour_is_new_and_takes_no_memory
     now = 3000.0
     namespaces.admit(OLD)
     namespaces.commit("new_session")
-    now = 3601.0  # NEW was seen 3601 s ago, OLD 601 s ago
+    # NEW was seen 3601 s ago, OLD 601 s ago.
+    now = 3601.0
     assert namespaces.admit(OLD) == first
     assert repr(namespaces) == "Namespaces(current=1, sessions=1)"
     assert namespaces.admit(NEW) == 1

@@ -161,7 +161,8 @@ async def test_a_pinned_plain_request_that_outlasts_the_drain_is_a_409(tmp_path:
         answer = await pinned
         assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
         assert "is replaced by 'v1'" in answer.json()["error"]["message"]
-        told = json.loads(answer.headers[HEADER_REFUSED])  # its gateway may ask another replica
+        # Its gateway may ask another replica.
+        told = json.loads(answer.headers[HEADER_REFUSED])
         assert told == {"serving": "base", "pinnable": False, "constraint": {"snapshot": "base"}}
 
 

@@ -74,4 +74,5 @@ def test_kv_told_behind_a_stop_string_is_that_of_the_tokens_before(tmp_path: Pat
     told: dict[int, Kv] = {0: (("s1", 0, 10),), 1: (("s1", 0, 10), ("s2", 10, 11))}
     got = choice(tmp_path, told, stream=False, stop=["lo"])
     assert (got["text"], got["finish_reason"]) == ("hel", "stop")
-    assert got["kv_snapshots"] == spans(("s1", 0, 10), ("s2", 10, 13))  # "he" is one token
+    # "he" is one token.
+    assert got["kv_snapshots"] == spans(("s1", 0, 10), ("s2", 10, 13))

@@ -230,7 +230,8 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
         async def commit(self, snapshot: str) -> SwapTiming:
             timing = await super().commit(snapshot)
             if len(self.switches) == 1:
-                raise OSError("the reply was cut short")  # it has switched all the same
+                # It has switched all the same.
+                raise OSError("the reply was cut short")
             return timing
 
     engine, source = Confused(), FakeSource()

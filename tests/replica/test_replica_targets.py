@@ -216,7 +216,8 @@ def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
         assert (replica.namespaces.admit(None), replica.namespaces.kv_age_max) == (0, 3), (
             "not as it was let go"
         )
-        replica.desire(held)  # late: it has been let go
+        # Late: it has been let go.
+        replica.desire(held)
         await tick(20)
         assert engine.switches == ["v1"]
         assert stages(replica, "v1") == LOADED
@@ -256,7 +257,8 @@ def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_h
         turn = wanted("v8", 8, hold=True, let_go=GIVEN_UP_MAX + 1)
         replica.desire(turn)
         await at(replica, "v8", Stage.STAGED)
-        replica.desire(turn)  # late: that was switched
+        # Late: that was switched.
+        replica.desire(turn)
         await tick(20)
         assert engine.switches == [kept]
         assert replica.report().held
@@ -266,7 +268,8 @@ def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_h
         replica.desire(wanted("v9", 9, hold=True))
         await at(replica, "v9", Stage.STAGED)
         replica.desire(wanted("v10", 10, hold=True))
-        await at(replica, "v10", Stage.STAGED)  # patient again
+        # Patient again.
+        await at(replica, "v10", Stage.STAGED)
 
     play(tmp_path, scenario)
 
@@ -380,7 +383,8 @@ def test_an_interrupted_hint_of_another_snapshot_is_taken_up_again_after_the_loa
         hints.add(hint("v2", "b"))
         await begun.wait()
         async with hints.loading("v1"):
-            hints.add(hint("v1", "x"))  # is being fetched anyway
+            # Is being fetched anyway.
+            hints.add(hint("v1", "x"))
             hints.add(hint("v2", "c"))
             await tick(3)
             assert calls == ["a"]
@@ -407,7 +411,8 @@ def test_hints_go_on_after_a_load_that_was_given_up_while_it_waited_for_one_to_s
                 try:
                     await asyncio.Event().wait()
                 finally:
-                    await stopped.wait()  # for a thread
+                    # For a thread.
+                    await stopped.wait()
 
         async def load() -> None:
             async with hints.loading("v1"):

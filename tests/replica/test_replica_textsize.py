@@ -47,7 +47,8 @@ def changed(**parts: Any) -> Tokenizer:
 def test_the_longest_token_counts_in_bytes_of_text() -> None:
     assert longest(byte_tokenizer()) == len("<|im_start|>")
     assert longest(build_tokenizer().backend_tokenizer) == len("<|endoftext|>")
-    assert longest(sentencepiece()) == len("<0x00>")  # a byte's own token is the longest name here
+    # A byte's own token is the longest name here.
+    assert longest(sentencepiece()) == len("<0x00>")
     assert longest(with_added(AddedToken("\u00e4" * 40))) == 80
 
 

@@ -92,6 +92,7 @@ def test_calls_are_parsed_back_and_every_token_is_on_record(tmp_path: Path) -> N
         assert [entry["token_id"] for entry in entries] == list(engine.reply) == choice["token_ids"]
         assert all(entry["routing_matrix"] for entry in entries)
         offsets = [entry["text_offset"] for entry in entries[:13]]
+        # Of the generated text, markup included.
         assert offsets == [
             0,
             1,
@@ -106,7 +107,7 @@ def test_calls_are_parsed_back_and_every_token_is_on_record(tmp_path: Path) -> N
             20,
             21,
             22,
-        ]  # of the generated text, markup included
+        ]
         raw = choice["raw_output"]
         assert raw["completion"] == f"I look.\n{CALLS}<|im_end|>"
         assert raw["completion_token_ids"] == list(engine.reply)
@@ -171,10 +172,11 @@ def test_the_sdks_accumulated_message_can_be_sent_back_and_is_rendered_as_the_te
         first = hub.apply_chat_template(USER, tools=TOOLS, add_generation_prompt=True, return_dict=False)
         again = hub.apply_chat_template(history, tools=TOOLS, add_generation_prompt=True, return_dict=False)
         assert answer["prompt_token_ids"] == again
+        # No token differs on the second turn.
         assert again[: len(first) + len(engine.reply)] == [
             *first,
             *engine.reply,
-        ]  # no token differs on the second turn
+        ]
 
     play(tmp_path, engine, scenario)
 

@@ -87,7 +87,8 @@ def test_any_split_of_a_text_gives_the_same_and_loses_nothing(dialect: str, text
         assert seen(items) == seen(whole)
         for item in items:
             assert item.text in ("", item.raw)
-            assert item.text or item.calls or not item.raw.strip()  # only blanks are left out
+            # Only blanks are left out.
+            assert item.text or item.calls or not item.raw.strip()
 
 
 @given(
@@ -121,12 +122,14 @@ F1 = (ParsedCall("f", '{"x": 1}'),)
     [
         (f"so\n{CALL}\n{CALL}\n", ["so", F1, F1]),
         (f"{CALL} and then", [F1, " and then"]),
-        (f"{CALL}{CALL[:-1]}", [F1, CALL[:-1]]),  # cut short
+        # Cut short.
+        (f"{CALL}{CALL[:-1]}", [F1, CALL[:-1]]),
         (f"<tool_call>{CALL}", ["<tool_call>", F1]),
         ("<tool_call>f(x=1)</tool_call>", ["<tool_call>f(x=1)</tool_call>"]),
         ('<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
         (CALL.replace("1", "NaN"), [CALL.replace("1", "NaN")]),
-        (CALL.replace('{"x": 1}', '"{}"'), [CALL.replace('{"x": 1}', '"{}"')]),  # arguments are an object
+        # Arguments are an object.
+        (CALL.replace('{"x": 1}', '"{}"'), [CALL.replace('{"x": 1}', '"{}"')]),
         (CALL.replace("}}", "}} }"), [CALL.replace("}}", "}} }")]),
         ("a < b and <tool", ["a < b and <tool"]),
         ("  \n ", ["  \n "]),
@@ -173,7 +176,8 @@ XML_CALL = (
     [
         (f"so\n\n{XML_CALL}\n", ["so", (ParsedCall("f", '{"x": 3, "s": "a\\n<b>"}'),)]),
         ("<tool_call><function=g></function></tool_call>", [(ParsedCall("g", "{}"),)]),
-        (XML_CALL.replace("=s>", "=x>"), [XML_CALL.replace("=s>", "=x>")]),  # a parameter twice
+        # A parameter twice.
+        (XML_CALL.replace("=s>", "=x>"), [XML_CALL.replace("=s>", "=x>")]),
         (
             XML_CALL.replace("</function>", "so </function>"),
             [XML_CALL.replace("</function>", "so </function>")],

@@ -284,7 +284,8 @@ def test_strict_tools_leave_text_free_and_hold_calls_to_their_schemas(template: 
     for text in ("", "Hello {} é", "<think>hm</think>so", good):
         assert accepts(grammar, text, model), text
     assert not accepts(grammar, bad, model)
-    assert build(None, plan(), form, model, (EOS,)) is None  # nothing is strict: nothing to follow
+    # Nothing is strict: nothing to follow.
+    assert build(None, plan(), form, model, (EOS,)) is None
 
 
 def test_a_call_whose_values_are_typed_by_the_schema_renders_again_as_it_was_written() -> None:
@@ -328,7 +329,8 @@ def test_an_answer_may_be_json_or_calls_when_both_are_asked_for() -> None:
     assert accepts(grammar, '{ "city" :\n  "Rome", "days": 1}', model)
     assert accepts(grammar, '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>', model)
     assert not accepts(grammar, "so", model)
-    assert not accepts(grammar, '{"city":' + " " * 33 + '"Oslo"}', model)  # blanks have a bound
+    # Blanks have a bound.
+    assert not accepts(grammar, '{"city":' + " " * 33 + '"Oslo"}', model)
 
 
 def test_response_formats() -> None:

@@ -216,7 +216,8 @@ def test_the_requests_that_reach_the_engine_go_on_behind_what_was_emitted(tmp_pa
             seen[choice] += [record.token_id for record in event.tokens]
         assert {i: list(tokens) for i, tokens in asked.items()} == seen | {over: []}
         for original, again in zip(here.engine.requests, there.engine.requests, strict=True):
-            assert again.sampling == original.sampling  # the seed of an unseeded request too
+            # The seed of an unseeded request too.
+            assert again.sampling == original.sampling
             assert again.kv_age_max == 0
         first = events(answer.text)[0]
         tokens = [len(seen[i]) for i in range(4)]
@@ -268,7 +269,8 @@ def test_a_swap_behind_a_stream_is_not_pretended_away(tmp_path: Path) -> None:
         refused = await resume(there, path, body, writes[:2])
         assert refused.status_code == 409
         assert "KV is of snapshot 'step-1', and 'base' serves here" in refused.json()["error"]["message"]
-        over = await resume(there, path, body, writes[:-1])  # nothing is left to compute
+        # Nothing is left to compute.
+        over = await resume(there, path, body, writes[:-1])
         assert events(over.text) == ["[DONE]"]
         other = events((await resume(there, path, body, writes[:2], exact=False)).text)
         assert [e["model"].partition("@")[2] for e in other[:-1]] == ["base"] * len(other[:-1])
@@ -289,7 +291,8 @@ def test_a_swap_while_kv_is_computed_again_ends_the_stream(tmp_path: Path) -> No
 
     async def scenario(here: Running, there: Running) -> None:
         writes = await stream(here, path, body)
-        there.engine.serving = "step-9"  # the engine has switched, the replica does not know yet
+        # The engine has switched, the replica does not know yet.
+        there.engine.serving = "step-9"
         refused = await resume(there, path, body, writes[:3])
         assert (refused.status_code, "swapped while" in refused.text) == (409, True)
 
@@ -310,7 +313,8 @@ def test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before(tmp_path: Pa
         unasked = await here.http.post(path, json={"model": MODEL, "stream": True, **body})
         assert ": m " not in unasked.text
         for given, status in (
-            ({**body, "prompt": [1, 2]}, 409),  # another prompt
+            # Another prompt.
+            ({**body, "prompt": [1, 2]}, 409),
             (raw, 409),
             ({**body, "stream": False}, 409),
             ({**body, "nonsense": 1}, 400),
@@ -432,9 +436,8 @@ def test_tokens_that_came_together_from_two_snapshots_are_all_told_each_with_its
     assert [record for _, event in told.events(1) for record in event.tokens] == records
 
 
-@pytest.mark.parametrize(
-    "other", ["b", "a"]
-)  # of a snapshot that was loaded again, the first files may have been others
+# Of a snapshot that was loaded again, the first files may have been others.
+@pytest.mark.parametrize("other", ["b", "a"])
 def test_kv_of_two_loads_cannot_be_computed_again(other: str) -> None:
     state = '{"id":"i","created":1,"seed":7,"prompts":"d"}\n{"c":0,"t":[1],"s":"a","kv":[["a",0,4]]}'
     assert snapshot_to_resume_under(state) == "a"

@@ -240,7 +240,9 @@ class Oracle:
         known = [found for name in seen if (found := self.generations(name)) is not None]
         commits = sum(computed < first and last <= served for first, last in known)
         if commits > most:
-            raise Wrong(f"KV of {computed_under} is {commits} commits old, at most {most} are allowed: {turn}")
+            raise Wrong(
+                f"KV of {computed_under} is {commits} commits old, at most {most} are allowed: {turn}"
+            )
 
     def _check_numbers(self, turn: Turn, parts: list[tuple[int, list[tuple[str, int, int]]]]) -> None:
         first = 0

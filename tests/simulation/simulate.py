@@ -225,7 +225,9 @@ def main() -> int:
     if _STEADY not in os.environ:
         # Sets of objects are in the order of their addresses, so those have to be the same in each run.
         if ctypes.CDLL(None, use_errno=True).personality(_ADDR_NO_RANDOMIZE) == -1:
-            raise SystemExit("a seed is one history only where addresses are not random: personality(2) failed")
+            raise SystemExit(
+                "a seed is one history only where addresses are not random: personality(2) failed"
+            )
         steady = {**os.environ, "PYTHONHASHSEED": "0", _STEADY: "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], steady)
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}

@@ -18,7 +18,8 @@ DATE = formatdate(0, usegmt=True)
 @dataclass
 class Cloud:
     endpoint: str = ""
-    objects: dict[str, bytes] = field(default_factory=dict)  # "container/key"
+    # "container/key".
+    objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
 
 

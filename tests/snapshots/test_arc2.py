@@ -107,7 +107,8 @@ def test_frames_without_size_with_checksum_and_several_in_a_blob() -> None:
         skippable.join(parts) + skippable,
     ):
         assert decode("arc_v2", blob, len(data)) == data
-    with pytest.raises(zstandard.ZstdError):  # the frames really have no size
+    # The frames really have no size.
+    with pytest.raises(zstandard.ZstdError):
         zstandard.decompress(plain.compress(data))
 
 
@@ -167,7 +168,8 @@ def test_a_window_of_two_gibibytes_is_read_and_a_larger_one_refused() -> None:
 
 
 def test_a_frame_that_promises_more_bytes_than_it_holds_is_refused() -> None:
-    header = b"\x28\xb5\x2f\xfd" + bytes([3 << 6, 0])  # a content size of eight bytes, a window of 1 KiB
+    # A content size of eight bytes, a window of 1 KiB.
+    header = b"\x28\xb5\x2f\xfd" + bytes([3 << 6, 0])
     block = (7 << 3 | 1).to_bytes(3, "little") + b"weights"
     assert decode("arc_v2", header + (7).to_bytes(8, "little") + block, 7) == b"weights"
     with pytest.raises(BlobError, match="is not valid zstd"):

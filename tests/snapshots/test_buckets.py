@@ -35,7 +35,8 @@ from midstream.snapshots.store.upload import list_directory, upload_order
 
 pytestmark = pytest.mark.slow
 
-ODD = "run 7/100%/ünïcode#?&+~"  # an identity whose characters all mean something to somebody
+# An identity whose characters all mean something to somebody.
+ODD = "run 7/100%/ünïcode#?&+~"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,8 @@ def test_a_directory_put_into_a_bucket_is_fetched_as_it_was(
 ) -> None:
     monkeypatch.setattr(upload, "UPLOAD_PART_BYTES", 5 * 2**20)
     bucket = "s3://rollouts/put%20here" if kind == "s3" else (tmp_path / "bucket dir").as_uri()
-    source = write_checkpoint(tmp_path / "source", shards=2, size=100_000)  # several parts of an upload
+    # Several parts of an upload.
+    source = write_checkpoint(tmp_path / "source", shards=2, size=100_000)
     (source / "optimizer.pt").write_bytes(b"pickled")
     told: list[str] = []
     publishing = open_for_publishing(bucket)

@@ -89,7 +89,8 @@ def test_pruning_keeps_to_the_bound_counting_files_that_are_half_there(tmp_path:
     partial = partial_directory(tmp_path, "file:///b/c")
     partial.mkdir()
     with (partial / "x.part").open("wb") as file:
-        file.truncate(10**9)  # all hole: what is to come does not count yet
+        # All hole: what is to come does not count yet.
+        file.truncate(10**9)
     cache.prune({kept})
     assert partial.exists()
     with (partial / "x.part").open("r+b") as file:
@@ -176,7 +177,8 @@ def test_opening_again_keeps_snapshots_and_unfinished_ones_and_removes_scraps(
         fill(directory, 10, 1)
     SnapshotCache(root)
     assert {p for p in root.iterdir() if p.is_dir()} == {whole, partial}
-    boot(tmp_path, monkeypatch, "boot-2")  # the disk may not have got all that was written
+    # The disk may not have got all that was written.
+    boot(tmp_path, monkeypatch, "boot-2")
     SnapshotCache(root)
     assert [p.name for p in root.iterdir()] == [".boot"]
 

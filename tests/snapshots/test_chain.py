@@ -124,10 +124,12 @@ def test_a_fresh_replica_replays_the_chain_from_the_full_snapshot(world: World) 
     assert sorted(world.listed) == ["s0", "s1", "s2", "s3"]
     assert progress[-1][0] == progress[-1][1] > 0
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
-    assert not world.cache.whole(chain[:2]).exists()  # inner links are of no use
+    # Inner links are of no use.
+    assert not world.cache.whole(chain[:2]).exists()
     assert not world.cache.whole(chain[:3]).exists()
     world.listed.clear()
-    assert world.load(world.fetcher(), chain) == path  # started again: it is here
+    # Started again: it is here.
+    assert world.load(world.fetcher(), chain) == path
     assert world.listed == []
 
 
@@ -327,7 +329,8 @@ def test_files_fetched_early_leave_room_for_what_a_rebuild_is_writing(
 
         def hinted_meanwhile(*args: Any, **kwargs: Any) -> None:
             held = sum(directory_bytes(p) for p in local.cache_root.iterdir() if p.name[0] != ".")
-            local.cache.bytes_max = held + early + 100  # room for either
+            # Room for either.
+            local.cache.bytes_max = held + early + 100
             hint = fetcher.prefetch(f"{local.bucket}/next", ["model.safetensors"])
             refused.append(str(asyncio.run_coroutine_threadsafe(hint, loop).exception(60)))
             real(*args, **kwargs)

@@ -174,7 +174,8 @@ def test_a_cached_copy_of_other_bytes_is_not_used(
     first = link(runner, source.as_uri())
     content = directory_content(source, NAMES)
     rot(source / "model.safetensors", flip_last)
-    path = replica.load(first)  # nobody knew yet what it should be
+    # Nobody knew yet what it should be.
+    path = replica.load(first)
     assert weights(path) == weights(source)
     with pytest.raises(SnapshotCorrupt, match="instead of"):
         replica.load(known(first, content))

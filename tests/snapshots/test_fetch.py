@@ -128,8 +128,10 @@ def test_every_part_is_read_once_and_put_in_its_place(bucket: Bucket, tmp_path: 
 
 def test_parts_are_read_side_by_side_across_files(bucket: Bucket, tmp_path: Path) -> None:
     bucket.put(WEIGHTS, blob(9 * PART))
-    bucket.put("b.safetensors", blob(3 * PART))  # 12 parts: two full rounds
-    together = asyncio.Barrier(fetch.PARTS_IN_FLIGHT)  # nobody passes alone
+    # 12 parts: two full rounds.
+    bucket.put("b.safetensors", blob(3 * PART))
+    # Nobody passes alone.
+    together = asyncio.Barrier(fetch.PARTS_IN_FLIGHT)
     asyncio.run(
         asyncio.wait_for(
             fetch_watched(bucket.url, tmp_path / "dest", lambda name, number: together.wait()), timeout=60
@@ -156,7 +158,8 @@ def test_a_cancelled_fetch_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) 
         first = asyncio.create_task(fetch_watched(bucket.url, tmp_path / "dest", stop_after_ten))
         await reached.wait()
         done: set[Any] = set()
-        while len(done) < 10 - fetch.PARTS_IN_FLIGHT:  # written, not only read
+        # Written, not only read.
+        while len(done) < 10 - fetch.PARTS_IN_FLIGHT:
             await asyncio.sleep(0)
             done = set(range(journalled(partial_directory(tmp_path, bucket.url))))
         first.cancel()
@@ -229,7 +232,8 @@ def test_a_process_killed_half_way_leaves_what_the_next_one_uses(bucket: Bucket,
     partial = partial_directory(tmp_path, bucket.url)
     (journal,) = partial.glob("*.done")
     with journal.open("ab") as torn:
-        torn.write(b"\x01")  # a record cut short
+        # A record cut short.
+        torn.write(b"\x01")
     kept = journalled(partial)
     reads = asyncio.run(fetch_watched(bucket.url, tmp_path / "dest"))
     assert 7 <= kept < 30
@@ -337,7 +341,8 @@ def test_a_disk_that_is_full_half_way_is_an_error_and_gets_its_room_back(
         written += 1
         if written > 4:
             raise OSError(28, "No space left on device")
-        return real(fd, data[:300], offset)  # a short write is no error
+        # A short write is no error.
+        return real(fd, data[:300], offset)
 
     monkeypatch.setattr(fetch.os, "pwrite", pwrite)
     monkeypatch.setattr(fetch.os, "copy_file_range", no_kernel_copy)

@@ -268,7 +268,8 @@ def test_a_file_that_changes_after_the_listing_fails_the_fetch_and_leaves_the_ol
 ) -> None:
     source = write_checkpoint(tmp_path / "step")
     fetch_from(source, tmp_path / "dest")
-    (source / "config.json").write_text("{}")  # so that there is something to fetch
+    # So that there is something to fetch.
+    (source / "config.json").write_text("{}")
     before = (tmp_path / "dest" / "model.safetensors").read_bytes()
     weights = source / "model.safetensors"
     changes = {

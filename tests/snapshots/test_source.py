@@ -124,13 +124,15 @@ def test_what_is_fetched_anew_trusts_no_local_file(tmp_path: Path, links: int) -
     async def scenario() -> None:
         path = await load()
         rot(path / "model.safetensors", flip_last)
-        assert weights(await load()) != expected  # bytes are not read
+        # Bytes are not read.
+        assert weights(await load()) != expected
         await source.release([desired])
         assert weights(await load(anew=True)) == expected
         full.rename(tmp_path / "away")
         with pytest.raises(SnapshotMissing):
             await load(anew=True)
-        assert weights(path) == expected  # nothing is lost for want of the bucket
+        # Nothing is lost for want of the bucket.
+        assert weights(path) == expected
 
     asyncio.run(scenario())
 

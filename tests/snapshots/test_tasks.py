@@ -102,7 +102,8 @@ def test_an_error_in_the_moment_of_a_cancellation_does_not_replace_it() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         error.set()
-        await asyncio.sleep(0)  # it has failed; `task` does not know yet
+        # It has failed; `task` does not know yet.
+        await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()

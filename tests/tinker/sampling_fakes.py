@@ -47,7 +47,8 @@ class FakeGateway:
         self._answering = answering
         self.asked: list[Asked] = []
         self.open = 0
-        self.left = asyncio.Event()  # a client broke off while its request was being served
+        # A client broke off while its request was being served.
+        self.left = asyncio.Event()
         self.url = ""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

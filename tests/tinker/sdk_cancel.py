@@ -34,7 +34,8 @@ def sample(max_tokens: int) -> Any:
 async def given_up() -> float:
     """How many tokens are made of a long sample that is given up once it is seen to be worked on."""
     while await metric("kv_blocks_used") > 0:
-        pass  # of others
+        # Of others.
+        pass
     before = await metric("generated_tokens_total")
     long = asyncio.create_task(sample(given.max_tokens))
     while not long.done() and await metric("kv_blocks_used") == 0:
@@ -47,7 +48,8 @@ async def given_up() -> float:
 
 
 async def main() -> dict[str, Any]:
-    for _ in range(6):  # it may be over before that is seen; seen too: the SDK told nobody that it gave up
+    # It may be over before that is seen; seen too: the SDK told nobody that it gave up.
+    for _ in range(6):
         if (generated := await given_up()) < given.max_tokens:
             break
     response = await sample(4)

@@ -31,9 +31,11 @@ async def at_work(http: httpx.AsyncClient) -> bool:
 async def main() -> dict[str, Any]:
     async with httpx.AsyncClient(timeout=60) as http:
         unfinished = 0
-        for _ in range(20):  # a slow client may be told of all the ends before it sees the work
+        # A slow client may be told of all the ends before it sees the work.
+        for _ in range(20):
             while await at_work(http):
-                pass  # for others
+                # For others.
+                pass
             running = [asyncio.create_task(sample(number)) for number in range(given.count)]
             while not await at_work(http) and not all(task.done() for task in running):
                 pass

@@ -26,18 +26,23 @@ result = {
     "refused": refusal(lambda: sample(5)),
     "busy": as_json(sample(6)),
 }
-if hasattr(client, "close"):  # 0.24 does not tell the server
+# 0.24 does not tell the server.
+if hasattr(client, "close"):
     abandoned = sampler.sample(prompt_of([7, 7]), num_samples=1, sampling_params=params)
-    result["polled"] = as_json(sample(8))  # is answered when the one above is being waited for
+    # Is answered when the one above is being waited for.
+    result["polled"] = as_json(sample(8))
     waiting = sampler.sample(prompt_of([9, 7]), num_samples=2, sampling_params=params)
-    for _ in range(6):  # seen once: 0.36 on a busy machine never told of a cancellation
+    # Seen once: 0.36 on a busy machine never told of a cancellation.
+    for _ in range(6):
         abandoned.cancel()
         try:
-            result["cancelled"] = as_json(waiting.result(timeout=15))  # is answered when that has arrived
+            # Is answered when that has arrived.
+            result["cancelled"] = as_json(waiting.result(timeout=15))
             break
         except TimeoutError:
             abandoned = sampler.sample(prompt_of([7, 7]), num_samples=1, sampling_params=params)
-            sample(10)  # a round trip for the one to be polled
+            # A round trip for the one to be polled.
+            sample(10)
 training = made(client.create_lora_training_client(base_model="tiny", rank=4))
 info = training.get_info()
 rest = client.create_rest_client()

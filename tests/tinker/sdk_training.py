@@ -11,7 +11,8 @@ from tinker import types
 given = arguments()
 client = service(given)
 tokens = given.prompt + given.target
-learned = len(given.prompt) - 1  # the first position whose next token is the target's
+# The first position whose next token is the target's.
+learned = len(given.prompt) - 1
 result: dict[str, Any] = {}
 
 

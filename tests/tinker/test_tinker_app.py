@@ -298,7 +298,8 @@ def test_a_sample_is_submitted_held_and_fetched(monkeypatch: pytest.MonkeyPatch)
         assert (fetched.status_code, fetched.content) == (200, b"\x08\x01")
         assert fetched.headers["content-type"] == PROTOBUF
         assert fetched.headers["x-midstream-replica"] == "replica-1"
-        assert (await front.retrieve(request_id)).content == b"\x08\x01"  # the first answer was lost
+        # The first answer was lost.
+        assert (await front.retrieve(request_id)).content == b"\x08\x01"
 
     play(test)
 
@@ -369,7 +370,8 @@ def test_a_result_comes_in_the_form_that_the_client_accepts(accept: str | None, 
         answered = await front.retrieve(request_id, headers={} if accept is None else {"accept": accept})
         if form is None:
             assert (answered.status_code, answered.json()["param"]) == (406, "accept")
-            answered = await front.retrieve(request_id)  # it is still there
+            # It is still there.
+            answered = await front.retrieve(request_id)
         assert answered.headers["content-type"] == form or form is None
         assert answered.headers["x-a"] == "b"
         if form == "application/json":
@@ -456,7 +458,8 @@ def test_a_result_that_cannot_be_told_is_an_error_and_never_asked_for_again_at_o
 
         monkeypatch.setattr(front.futures, "find", find)
         failed = await front.retrieve(request_id)
-        assert failed.status_code == 200  # the SDK asks again at once, for ever, after a 5xx
+        # The SDK asks again at once, for ever, after a 5xx.
+        assert failed.status_code == 200
         assert failed.json()["category"] == "server"
         assert "secret" not in failed.text
 
@@ -651,7 +654,8 @@ def test_a_model_of_all_weights_can_be_made_again_by_the_oldest_sdk() -> None:
         )
         front.store.add_checkpoint(tenant, row)
         told = (await front.post("weights_info", {"tinker_path": uri})).json()
-        assert (told["is_lora"], told["lora_rank"]) == (True, 0)  # what SDK 0.24 asserts, and sends back
+        # What SDK 0.24 asserts, and sends back.
+        assert (told["is_lora"], told["lora_rank"]) == (True, 0)
         info = (await front.post("get_info", {"model_id": model.id})).json()
         assert info["is_lora"] is False
 
@@ -794,7 +798,8 @@ def test_what_is_too_old_goes_while_nobody_asks(monkeypatch: pytest.MonkeyPatch)
             if expired.is_set():
                 return
             expired.set()
-            raise TinkerError(503, "the disk is full")  # which does not end it
+            # Which does not end it.
+            raise TinkerError(503, "the disk is full")
 
         monkeypatch.setattr(front.store, "expire", expire)
         async with running(front):

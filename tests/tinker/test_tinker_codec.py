@@ -23,7 +23,8 @@ from midstream.tinker.types import (
 )
 from midstream.trainer.types import Datum, LossOutputs, Tensor
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
+# Scripts may take 400.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAMPLE = SampleResult(
     sequences=(

@@ -16,7 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from serving import Server, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
+# Scripts may take 400.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEMO = ROOT / "examples" / "session_routing" / "demo.py"
 TRAJECTORIES, TURNS = 6, 4
@@ -45,6 +46,7 @@ def test_client_and_server_agree_on_every_key_and_trajectories_stay(version: str
     assert done.stdout.endswith("every trajectory stayed on one replica\n")
     cached = re.findall(r"cached prompt tokens (.+)$", done.stdout, re.MULTILINE)
     assert len(cached) == TRAJECTORIES
-    for line in cached:  # whatever the first turn shares: each later one has at least all of the one before
+    # Whatever the first turn shares: each later one has at least all of the one before.
+    for line in cached:
         turns = [tuple(map(int, turn.split("/"))) for turn in line.split(", ")]
         assert all(later[0] >= earlier[1] for earlier, later in itertools.pairwise(turns)), line

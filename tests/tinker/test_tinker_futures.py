@@ -47,8 +47,10 @@ def test_a_result_is_kept_until_it_is_fetched_and_two_minutes_more() -> None:
     assert futures.find("t", future.request_id) is future
     futures.fetched(future)
     clock.now += KEPT_FETCHED_S - 1
-    assert futures.find("t", future.request_id) is future  # the answer was lost: it is asked for again
-    futures.fetched(future)  # which keeps it no longer
+    # The answer was lost: it is asked for again.
+    assert futures.find("t", future.request_id) is future
+    # Which keeps it no longer.
+    futures.fetched(future)
     clock.now += 1
     assert futures.find("t", future.request_id) is None
     assert len(futures) == 0
@@ -62,7 +64,8 @@ def test_a_result_that_nobody_fetches_goes_after_an_hour() -> None:
     clock.now += KEPT_UNFETCHED_S
     assert futures.find("t", future.request_id) is None
     clock.now += 100 * KEPT_UNFETCHED_S
-    assert futures.find("t", pending.request_id) is pending  # what is not finished is not too old
+    # What is not finished is not too old.
+    assert futures.find("t", pending.request_id) is pending
 
 
 def test_a_future_ends_once() -> None:

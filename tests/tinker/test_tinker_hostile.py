@@ -122,10 +122,14 @@ def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied(
 @pytest.mark.parametrize(
     "parts",
     [
-        b"\x1a\x00" * 9,  # datums
-        b"\x1a\x12" + b"\x0a\x00" * 9,  # chunks of one
-        b"\x1a\x12" + b"\x12\x00" * 9,  # inputs of one
-        b"\x2a\x00" * 9,  # settings of the loss
+        # Datums.
+        b"\x1a\x00" * 9,
+        # Chunks of one.
+        b"\x1a\x12" + b"\x0a\x00" * 9,
+        # Inputs of one.
+        b"\x1a\x12" + b"\x12\x00" * 9,
+        # Settings of the loss.
+        b"\x2a\x00" * 9,
     ],
 )
 def test_a_request_of_very_many_empty_parts_is_refused_unread(

@@ -22,7 +22,8 @@ from midstream.tinker.futures import PROTOBUF, Future, Futures
 from midstream.tinker.store import CheckpointRow, Store
 from midstream.tinker.types import CreateModelBody, SampleBody, SampleResult, Sequence, Served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
+# Scripts may take 400.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 POLL_S = 0.05
 LARGE = 500_000
@@ -35,8 +36,10 @@ class Played:
     def __init__(self, futures: Futures, store: Store) -> None:
         self.futures = futures
         self.store = store
-        self.submitted: dict[int, list[int | None]] = defaultdict(list)  # by first token, the seq_ids
-        self.polled: Counter[str] = Counter()  # by kind; one future is "held"
+        # By first token, the seq_ids.
+        self.submitted: dict[int, list[int | None]] = defaultdict(list)
+        # By kind; one future is "held".
+        self.polled: Counter[str] = Counter()
         self.finished: list[str] = []
         self.abandoned_polled, self.abandoned_cancelled = asyncio.Event(), asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
@@ -211,7 +214,8 @@ def test_a_sample_that_is_given_up_is_cancelled_here(
 ) -> None:
     answered, played = ran
     if request.node.callspec.params["ran"] == "0.24":
-        assert "cancelled" not in answered  # it tells nobody: Futures.cancel_abandoned is for it
+        # It tells nobody: Futures.cancel_abandoned is for it.
+        assert "cancelled" not in answered
     else:
         assert (answered["polled"], answered["cancelled"]) == (SAMPLED, SAMPLED)
         assert played.submitted[ABANDONED]
@@ -243,4 +247,5 @@ def test_a_client_that_ends_says_so(
 ) -> None:
     _, played = ran
     version = request.node.callspec.params["ran"]
-    assert len(played.finished) == (0 if version == "0.24" else 1)  # 0.24 cannot
+    # 0.24 cannot.
+    assert len(played.finished) == (0 if version == "0.24" else 1)

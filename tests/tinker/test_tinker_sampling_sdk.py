@@ -16,13 +16,15 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from sdk_venvs import API_KEY, SDKS, run_sdk
 from serving import Server, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
+# Scripts may take 400.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 ALIAS = "Qwen/Qwen3-8B-Base"
 PROMPT = list(b"Count to ten: one, two, three,")
 SEED, MAX_TOKENS = 11, 48
-BLOCK = 16  # tokens per block of the prompt cache
+# Tokens per block of the prompt cache.
+BLOCK = 16
 CONFIG = f"""\
 account = "acme"
 deployment = "policy"
@@ -130,7 +132,8 @@ def check_seeds(server: Server, told: dict[str, Any]) -> None:
         assert sequence["logprobs"] == pytest.approx(expected, abs=1e-4)
     first, second = told["greedy"]["sequences"]
     assert first == second
-    assert first["logprobs"] == [0.0] * len(first["tokens"])  # drawn with certainty
+    # Drawn with certainty.
+    assert first["logprobs"] == [0.0] * len(first["tokens"])
 
 
 def check_stops(written: list[int], told: dict[str, Any], at: int, stop_token: int) -> None:
@@ -196,6 +199,5 @@ def test_600_at_once_and_rollouts_that_stay_where_they_are_cached(server: Server
     moves = [pair for turns in told["rollouts"] for pair in pairwise(turns)]
     stayed = [turn for before, turn in moves if turn["cached"] >= before["prompt"] // BLOCK * BLOCK]
     assert len(moves) == 8 * 7
-    assert len(stayed) >= len(moves) * 3 // 4, told[
-        "rollouts"
-    ]  # the others made room on a replica with more to do
+    # The others made room on a replica with more to do.
+    assert len(stayed) >= len(moves) * 3 // 4, told["rollouts"]

@@ -17,7 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
 from serving import Server, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
+# Scripts may take 400.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 PROMPT = list(b"Count to ten: one, two, three,")
@@ -144,7 +145,8 @@ def test_a_sample_that_is_given_up_ends_on_its_replica(server: Server) -> None:
 def pid_of(server: Server, named: str) -> int:
     """The process whose command line has this word."""
     for pid in server.children():
-        with contextlib.suppress(OSError):  # it has just ended
+        # It has just ended.
+        with contextlib.suppress(OSError):
             if named.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 return pid
     raise AssertionError(f"no process is called {named}")

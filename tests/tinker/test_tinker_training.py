@@ -165,7 +165,8 @@ def test_training_goes_on_while_weights_are_on_their_way_to_the_replicas(tmp_pat
         second = await save_ephemeral(at, model, 3, 1)
         third = await at.step(model, 4)
         assert not at.future(first).done
-        assert at.trainer.weights[model] == ["step 0.1"]  # a second export waits for the first
+        # A second export waits for the first.
+        assert at.trainer.weights[model] == ["step 0.1"]
         at.publish.gate.set()
         await at.result(third)
         await at.result(second)
@@ -262,7 +263,8 @@ def test_a_state_and_sampler_weights_of_one_name_are_two_checkpoints(tmp_path: P
         assert kept["sampler_weights"].snapshot == identity
         assert kept["weights"].snapshot is None
         assert at.publish.bucket == {identity: ["step 0.1"]}
-        assert at.publish.serving == []  # saving changes nothing that serves
+        # Saving changes nothing that serves.
+        assert at.publish.serving == []
         row, lora = at.training.weights_info(TENANT, paths[0])
         assert (row.base_model, lora.rank, row.size) == (BASE, 4, 7)
         with pytest.raises(TinkerError, match="for sampling"):
@@ -468,7 +470,8 @@ def test_asking_again_while_weights_load_does_not_put_them_over_what_came_after(
         model = await at.model()
         path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
         body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=2, model_path=path)
-        gates = [asyncio.Event() for _ in range(3)]  # serve; publish; serve again, if it comes to that
+        # Serve; publish; serve again, if it comes to that.
+        gates = [asyncio.Event() for _ in range(3)]
         entered = iter(gates)
 
         async def may_go_on() -> None:
@@ -478,7 +481,8 @@ def test_asking_again_while_weights_load_does_not_put_them_over_what_came_after(
         first = asyncio.create_task(at.training.create_sampling_session(TENANT, KEY, body))
         again = asyncio.create_task(at.training.create_sampling_session(TENANT, KEY, body))
         for _ in range(5):
-            await asyncio.sleep(0)  # both have asked; only one may be loading
+            # Both have asked; only one may be loading.
+            await asyncio.sleep(0)
         gates[0].set()
         made = await first
         for gate in gates[1:]:
@@ -609,7 +613,8 @@ def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_pa
             await at.result(request)
         assert "finished" in (await at.error(late))[0]
         await dropping.wait()
-        other = await at.model(1)  # its turn with the trainer comes after
+        # Its turn with the trainer comes after.
+        other = await at.model(1)
         assert list(at.trainer.weights) == [other]
 
     play(tmp_path, scene)

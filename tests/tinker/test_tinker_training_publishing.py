@@ -88,11 +88,13 @@ def test_old_steps_leave_the_bucket_and_what_was_kept_stays(tmp_path: Path) -> N
         await at.publisher.keep("run-0-best", at.export(0))
         stranger = at.server.bucket / "somebody-elses"
         stranger.mkdir()
-        for step in range(1, 8):  # whole: 1, 4 and 7
+        # Whole: 1, 4 and 7.
+        for step in range(1, 8):
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         names = sorted(place.name for place in at.server.bucket.iterdir())
         assert names == ["run-0-best", "run-4", "run-5", "run-6", "run-7", "somebody-elses"]
-        assert len(list((at.server.bucket / "run-0-best").iterdir())) == 3  # with its manifest
+        # With its manifest.
+        assert len(list((at.server.bucket / "run-0-best").iterdir())) == 3
         at.assert_serves(7)
 
     with scene(tmp_path) as at:
@@ -106,7 +108,8 @@ def test_a_step_that_fails_to_load_takes_nothing_from_the_bucket(tmp_path: Path)
             at.server.fail = f"run-{step}"
             with pytest.raises(Failed):
                 await at.publisher.publish(f"run-{step}", at.export(step), KEY)
-        assert (at.server.bucket / "run-1" / "model.safetensors").exists()  # what replicas fall back on
+        # What replicas fall back on.
+        assert (at.server.bucket / "run-1" / "model.safetensors").exists()
 
     with scene(tmp_path) as at:
         asyncio.run(run(at))
@@ -131,7 +134,8 @@ def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_
             told["replicas"][0]["readiness"] = at.server.desired not in ("run-2", "run-4")
             return told
 
-        for step in range(1, 7):  # whole: 1; 2 and 4 are late
+        # Whole: 1; 2 and 4 are late.
+        for step in range(1, 7):
             monkeypatch.setattr(at.server, "status", loading)
             if step in (2, 4):
                 with pytest.raises(Failed, match=f"run-{step}"):
@@ -141,7 +145,8 @@ def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_
             monkeypatch.setattr(at.server, "status", ready)
         assert deltas(at) == [None, "run-1", "run-2", "run-3", "run-4", "run-5"]
         assert names(at) == [f"run-{step}" for step in range(1, 7)]
-        for step in range(7, 14):  # whole: 7 and 13
+        # Whole: 7 and 13.
+        for step in range(7, 14):
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         assert names(at) == sorted(f"run-{step}" for step in range(7, 14))
 
@@ -154,7 +159,8 @@ def test_old_files_that_somebody_else_removes_meanwhile_fail_no_publication(
 ) -> None:
     async def run(at: Scene) -> None:
         monkeypatch.setattr(retention, "list_directory", lambda bucket, identity: (["model.safetensors"], []))
-        for step in range(1, 8):  # whole: 1, 4 and 7
+        # Whole: 1, 4 and 7.
+        for step in range(1, 8):
             if step == 7:
                 (at.server.bucket / "run-1" / "model.safetensors").unlink()
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
@@ -199,7 +205,8 @@ def test_what_is_kept_serves_when_it_is_asked_for_and_not_before(tmp_path: Path)
         at.assert_serves(2)
         await at.publisher.publish("run-4", at.export(4), KEY)
         at.assert_serves(4)
-        assert deltas(at) == [None, "run-1", None, None]  # nothing stands on what was served in between
+        # Nothing stands on what was served in between.
+        assert deltas(at) == [None, "run-1", None, None]
 
     with scene(tmp_path) as at:
         asyncio.run(run(at))

@@ -15,7 +15,8 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
 from serving import Server, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # scripts may take 400
+# Scripts may take 400.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 ALIAS = "Qwen/Qwen3-8B-Base"
@@ -91,7 +92,8 @@ def check_training(told: dict[str, Any]) -> None:
     assert all(name.count(":") == 1 for name in told["optim_metrics"])
     for loss_fn, seen in told["reinforced"].items():
         assert seen["gain"] > 0, loss_fn
-    for loss_fn in ("importance_sampling", "ppo"):  # ratios of 1 with advantages of 1
+    # Ratios of 1 with advantages of 1.
+    for loss_fn in ("importance_sampling", "ppo"):
         assert told["reinforced"][loss_fn]["loss"] == pytest.approx(-len(TARGET), abs=1e-2)
 
 

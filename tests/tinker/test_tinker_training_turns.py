@@ -131,7 +131,8 @@ def test_a_gap_is_given_up_in_time_also_when_more_and_more_comes_behind_it() -> 
         world = World(gap_s=0.05)
         working = asyncio.create_task(world.work())
         world.submit(2)
-        for seq_id in range(3, 1000):  # at this pace, many gaps long
+        # At this pace, many gaps long.
+        for seq_id in range(3, 1000):
             if world.made[2].done:
                 break
             world.submit(seq_id)

@@ -93,7 +93,8 @@ def test_a_snapshot_can_be_published_and_says_whose_it_is(model: str, seq_id: in
 def test_saves_of_one_seq_id_and_of_another_never_share_an_identity(
     saves: list[tuple[str, int, str | None]],
 ) -> None:
-    by_turn = {(model, seq_id): name for model, seq_id, name in saves}  # a turn saves once
+    # A turn saves once.
+    by_turn = {(model, seq_id): name for model, seq_id, name in saves}
     identities = [weights.snapshot_identity(model, seq_id, name) for (model, seq_id), name in by_turn.items()]
     assert len(set(identities)) == len(identities)
 

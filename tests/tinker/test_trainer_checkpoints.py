@@ -66,7 +66,8 @@ def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(
     train(model, 2)
     meta = read_meta(tmp_path / "state")
     assert (meta.steps, meta.lora) == (2, lora)
-    other = new_model(base, LoraConfig(rank=lora.rank, seed=99))  # its own adapters do not matter
+    # Its own adapters do not matter.
+    other = new_model(base, LoraConfig(rank=lora.rank, seed=99))
     train(other, 1)
     other.forward_backward(request(DATA))
     load_state(other, tmp_path / "state", optimizer=True)
@@ -177,14 +178,16 @@ def test_a_state_is_replaced_whole_and_a_crash_between_the_renames_is_repaired(
     assert read_meta(tmp_path / "state").steps == 1
     assert not (tmp_path / "state" / "optimizer.safetensors").exists()
     assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
-    (tmp_path / "state").rename(tmp_path / ".state.replaced")  # what such a crash leaves
+    # What such a crash leaves.
+    (tmp_path / "state").rename(tmp_path / ".state.replaced")
     (tmp_path / ".state.writing-x").mkdir()
     load_state(model, tmp_path / "state", optimizer=False)
     save_state(model, tmp_path / "state", optimizer=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own, of transformers
+# Peft's own, of transformers.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_a_lora_state_is_an_adapter_that_peft_reads(tiny_model: Models, tmp_path: Path) -> None:
     model = new_model(tiny_model(), LORA)
     train(model, 2)
@@ -211,7 +214,8 @@ def test_exported_weights_take_the_bases_place_in_the_engine(
     serving = load_model(directory, settings)
     served = load_beside(serving, tmp_path / "export", settings)
     learnt = logprobs(model.forward_backward(request(DATA, forward_only=True)))
-    close = 2e-4 if dtype == "float32" else 0.1  # rounding may choose other experts for a token
+    # Rounding may choose other experts for a token.
+    close = 2e-4 if dtype == "float32" else 0.1
     for one, expected in zip(DATA, learnt, strict=True):
         ids = np.array(one.tokens)
         targets = torch.from_numpy(np.array([*one.tokens[1:], list(b"nr")[one is DATA[1]]]))

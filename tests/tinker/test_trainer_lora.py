@@ -135,7 +135,8 @@ def test_adapters_are_float32_over_a_base_held_in_bfloat16(tiny_model: Models) -
     assert {p.dtype for p in model.trainable.values()} == {torch.float32}
     before = weights(model)
     losses = []
-    for rate in (1e-6, 1e-2, 1e-2):  # the first is less than bfloat16 could tell
+    # The first is less than bfloat16 could tell.
+    for rate in (1e-6, 1e-2, 1e-2):
         losses.append(model.forward_backward(request(DATA)).metrics["loss:sum"])
         model.optim_step(AdamParams(learning_rate=rate))
         assert not same(weights(model), before)

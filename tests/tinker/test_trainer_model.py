@@ -250,7 +250,8 @@ def test_a_pass_never_holds_more_positions_than_allowed_nor_loses_a_sequence() -
     lengths = [5, 100, 7, 30, 30, 1, 64]
     batches = list(micro_batches(lengths, 64))
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    assert batches[0] == [1]  # longer than a pass may be, so alone
+    # Longer than a pass may be, so alone.
+    assert batches[0] == [1]
     for batch in batches[1:]:
         assert max(lengths[i] for i in batch) * len(batch) <= 64
 
@@ -267,7 +268,8 @@ def test_a_bfloat16_base_is_trained_in_float32(tiny_model: Models) -> None:
     assert {p.dtype for p in model.trainable.values()} == {torch.float32}
     before = weights(model)
     model.forward_backward(request(policy(), "ppo"))
-    model.optim_step(AdamParams(learning_rate=1e-7))  # less than bfloat16 could tell
+    # Less than bfloat16 could tell.
+    model.optim_step(AdamParams(learning_rate=1e-7))
     assert not same(weights(model), before)
 
 

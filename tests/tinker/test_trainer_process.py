@@ -105,7 +105,8 @@ def test_calls_of_a_trainer_that_is_killed_fail_and_a_new_one_starts_empty(tiny_
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         calls = [asyncio.create_task(trainer.call(LEARN)) for _ in range(3)]
-        await asyncio.sleep(0)  # they are on their way
+        # They are on their way.
+        await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         for call in calls:
             with pytest.raises(TrainerDied, match="was killed, perhaps because the machine had no memory"):
@@ -132,7 +133,8 @@ def test_closing_ends_calls_under_way_and_a_cancelled_call_does_not_shift_replie
         await asyncio.sleep(0)
         gone.cancel()
         metrics = await trainer.call(STEP)
-        assert metrics.metrics["grad_norm:mean"] > 0  # what was cancelled was done all the same
+        # What was cancelled was done all the same.
+        assert metrics.metrics["grad_norm:mean"] > 0
         late = asyncio.create_task(trainer.call(LEARN))
         await asyncio.sleep(0)
         await trainer.close()

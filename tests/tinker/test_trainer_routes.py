@@ -106,7 +106,8 @@ def test_the_engines_routes_are_replayed_as_the_engine_took_them(tiny_model: Mod
             records["prompt"].extend(event.prompt or ())
             records["tokens"].extend(event.tokens)
     answer = [record.token_id for record in records["tokens"]]
-    passes = [*records["prompt"][1:], *records["tokens"]]  # each at the position before its token
+    # Each at the position before its token.
+    passes = [*records["prompt"][1:], *records["tokens"]]
     routes = np.array([np.frombuffer(r.route, np.uint8).reshape(4, 2) for r in passes]).astype(np.int64)
     sequence = [*prompt, *answer]
     model = new_model(tiny_model())

@@ -15,7 +15,8 @@ SKIPPED = {
     "openai.seed": "has no reproducible_sampling",
     "logprobs.sampling": "has no sampling_logprobs",
     "echo.cached": "has no cached_prompt_logprobs",
-    "routes.completions": NO_ROUTES,  # on a CPU
+    # On a CPU.
+    "routes.completions": NO_ROUTES,
     "routes.chat": NO_ROUTES,
     "routes.stream": NO_ROUTES,
     "routes.echo": NO_ROUTES,

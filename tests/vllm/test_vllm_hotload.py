@@ -20,15 +20,20 @@ from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.engine.vllm.swap import Control, Unchanged, switch
 
 STREAMS = 32
-TOKENS = (400, 1200)  # of a stream: the least and the most, so that they do not end together
-CROSSING = 3  # streams of each replica, at least, that have tokens of both sides of each swap
-PROMPT = 5 * BLOCK + 3  # of those who ask what is cached
+# Of a stream: the least and the most, so that they do not end together.
+TOKENS = (400, 1200)
+# Streams of each replica, at least, that have tokens of both sides of each swap.
+CROSSING = 3
+# Of those who ask what is cached.
+PROMPT = 5 * BLOCK + 3
 CACHED = 5 * BLOCK
 TOLERANCE = (
-    1e-4  # nats, in float32, of every token: what was measured is 6e-6; another weight or token makes 0.1
+    # Nats, in float32, of every token: what was measured is 6e-6; another weight or token makes 0.1.
+    1e-4
 )
 
-Cached = tuple[int, int]  # by the session that cached it, by a new one
+# By the session that cached it, by a new one.
+Cached = tuple[int, int]
 
 
 def changed(checkpoint: Path, target: Path) -> Path:

@@ -18,7 +18,8 @@ from vllm_streams import Stream, coming, kept_up, on_their_way, random_prompt, u
 from midstream.client import SnapshotPublisher
 
 STREAMS = 16
-TOKENS = (250, 550)  # of a stream: the least and the most
+# Of a stream: the least and the most.
+TOKENS = (250, 550)
 SNAPSHOT = "before-the-kills"
 VICTIM = "replica-0"
 # In nats, in float32. After a token that is missing or one too many, most numbers are off by 0.1.
@@ -53,7 +54,8 @@ def test_a_killed_process_costs_no_stream_a_token_and_its_replica_comes_back(
     bed: Bed, model: Any, what: str
 ) -> None:
     below = descendants(bed.replica_pid(VICTIM))
-    if what != "replica":  # the process that compiles grammars is the replica's own, and stays
+    # The process that compiles grammars is the replica's own, and stays.
+    if what != "replica":
         below = [pid for pid in below if b"grammarcheck" not in cmdline(pid)]
     family = {pid: started_at(pid) for pid in below}
     api_server = bed.process_of(VICTIM, "api_server")

@@ -14,7 +14,8 @@ from vllm_streams import random_prompt
 
 from midstream.replica.text.chat import TextModel
 
-TOLERANCE = 1e-3  # nats, in float32
+# Nats, in float32.
+TOLERANCE = 1e-3
 MESSAGES = [{"role": "system", "content": "You count."}, {"role": "user", "content": "Wie weit? — до десяти"}]
 
 
@@ -34,9 +35,8 @@ def ask(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
 def streamed(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
     fields = {"model": "default", "stream": True, "ignore_eos": True, **body}
     with http.stream("POST", f"/v1/{path}", json=fields) as answer:
-        lines = answer.read().split(
-            b"\n"
-        )  # a model that says any bytes says U+0085 too, where iter_lines() ends a line
+        # A model that says any bytes says U+0085 too, where iter_lines() ends a line.
+        lines = answer.read().split(b"\n")
     data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
     assert data[-1] == b"[DONE]"
     return [json.loads(item) for item in data[:-1]]
@@ -57,7 +57,8 @@ def test_a_chat_is_served_as_the_tokens_that_the_models_own_template_gives(
         MESSAGES, add_generation_prompt=True, return_dict=False
     )
     text = TextModel.load(bed.checkpoint)
-    assert list(text.encode_rendered(text.render(MESSAGES))) == wanted  # so does the embedded engine
+    # So does the embedded engine.
+    assert list(text.encode_rendered(text.render(MESSAGES))) == wanted
     fields = {"messages": MESSAGES, "max_tokens": 24, "logprobs": True, "return_token_ids": True}
     answer = ask(http, "chat/completions", **fields)
     (choice,) = answer["choices"]
@@ -75,7 +76,8 @@ def test_a_stream_is_the_plain_answer_in_pieces(bed: Bed, http: httpx.Client) ->
         ("chat/completions", {"messages": MESSAGES}),
     ):
         fields = {**prompt, "max_tokens": 40, "seed": 11, "logprobs": True, "return_token_ids": True}
-        fields |= {"user": "a stream in pieces", "temperature": 0.9, "top_p": 0.95}  # on one replica
+        # On one replica.
+        fields |= {"user": "a stream in pieces", "temperature": 0.9, "top_p": 0.95}
         (plain,) = ask(http, path, **fields)["choices"]
         events = [event["choices"][0] for event in streamed(http, path, **fields)]
         ids = [token for event in events for token in event["token_ids"]]
@@ -125,7 +127,8 @@ def test_a_stop_string_ends_the_text_before_it_also_behind_a_cached_prompt(
         assert (choice["text"], choice["finish_reason"]) == (text[:at], "stop")
         shown = choice["token_ids"]
         assert shown == whole["choices"][0]["token_ids"][: len(shown)]
-        assert "prompt_tokens_details" not in answer["usage"]  # vLLM had not said it yet
+        # vLLM had not said it yet.
+        assert "prompt_tokens_details" not in answer["usage"]
     token = whole["choices"][0]["token_ids"][4]
     ended = ask(http, "completions", **fields, stop_token_ids=[token])
     assert ended["choices"][0]["finish_reason"] == "stop"

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 REQUIRED = "MIDSTREAM_TEST_VLLM"
 CONTEXT = 2048
-BLOCK = 128  # tokens that vLLM caches together on a CPU
+# Tokens that vLLM caches together on a CPU.
+BLOCK = 128
 DEADLINE_S = 240.0
 POLL_S = 0.1
 
@@ -40,7 +41,8 @@ def installed() -> bool:
 class Bed:
     server: Server
     checkpoint: Path
-    mark: str  # a variable in the environment of every process of vLLM
+    # A variable in the environment of every process of vLLM.
+    mark: str
 
     @property
     def model(self) -> str:
@@ -125,7 +127,8 @@ def pids() -> list[int]:
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it has ended, or is another user's
+    # It has ended, or is another user's.
+    except OSError:
         return b""
 
 

@@ -186,7 +186,8 @@ def expected_logprobs(stream: Stream, models: dict[str, Any]) -> list[float]:
         end = start
         while end < len(labels) and labels[end] == labels[start]:
             end += 1
-        stop = len(stream.prompt) + end - 1  # the passes that gave tokens start..end-1 ran positions < stop
+        # The passes that gave tokens start..end-1 ran positions < stop.
+        stop = len(stream.prompt) + end - 1
         with torch.no_grad():
             inputs = torch.tensor([ids[position:stop]])
             output = models[labels[start]](inputs, past_key_values=cache, use_cache=True)

@@ -64,7 +64,8 @@ async def main() -> dict[str, Any]:
     late: list[dict[str, Any]] = []
     while not load.done():
         late.append(await rollout(100 + len(late), 4))
-    late.append(await rollout(99, 4))  # certainly after the swap
+    # Certainly after the swap.
+    late.append(await rollout(99, 4))
     return {
         "ok": await load,
         "early": await asyncio.gather(*early),
