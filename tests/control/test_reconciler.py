@@ -62,7 +62,7 @@ class FakeReplica:
         self.name, self.bucket, self.boots = name, bucket, 0
         # So many of the next loads leave other weights in the engine.
         self.spoilt = 0
-        # Boot, generation before, after, policy.
+        # Boot, the signal of what served before, the generation of what serves then, policy.
         self.swaps: list[tuple[int, int, int, ResetPromptCache]] = []
         self.reboot()
 
@@ -98,7 +98,7 @@ class FakeReplica:
         else:
             self.machine.advance(NEXT[stage])
             if stage is Stage.COMMITTING:
-                before = self.content.generation if self.content else 0
+                before = self.content.signalled if self.content else 0
                 self.swaps.append((self.boots, before, target.generation, target.reset_prompt_cache))
                 self.content = target
                 self.check = None
@@ -117,6 +117,7 @@ class FakeReplica:
             boot=self.boot,
             ready=True,
             snapshot=machine.serving,
+            signalled=machine.loaded.signalled if machine.loaded else 0,
             generation=machine.accepted.generation if machine.accepted else 0,
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
@@ -681,6 +682,23 @@ def test_a_superseded_policy_is_not_lost(tmp_path: Path) -> None:
     world.calm(10)
     assert [policy for *_, policy in world.replicas[0].swaps] == ["none", "all", "new_session", "none"]
     assert [policy for *_, policy in world.replicas[1].swaps] == ["none", "all"]
+    world.close()
+
+
+def test_a_replica_that_fell_back_owes_the_policies_of_all_later_signals(tmp_path: Path) -> None:
+    """It computed KV of `a` after the signal that forbade the use of such KV: `b` never became ready there."""
+    world = World(tmp_path, replicas=2)
+    world.signal("a", "none")
+    world.calm(10)
+    world.broken.add("b")
+    world.signal("b", "all")
+    world.calm(10)
+    world.replicas[1].reboot()
+    world.calm(20)
+    assert world.serving() == [("a", True), ("a", True)]
+    world.signal("c", "none")
+    world.calm(10)
+    assert [replica.swaps[-1][-1] for replica in world.replicas] == ["all", "all"]
     world.close()
 
 

@@ -150,6 +150,7 @@ def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
         assert await server.desired() == Desired(
             snapshot="run 1/step-1",
             generation=1,
+            signalled=1,
             url=url,
             reset_prompt_cache="new_session",
             transition="ASYNC",

@@ -34,6 +34,7 @@ def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(url: str) 
         assert (await ledger.state(DEPLOYMENT)).desired == Desired(
             snapshot="run/step 1",
             generation=1,
+            signalled=1,
             url="file:///bucket/run/step 1",
             reset_prompt_cache="new_session",
             transition="ASYNC",

@@ -91,7 +91,7 @@ def test_a_reset_forgets_every_snapshot_and_goes_on_counting(url: str) -> None:
         generation = await ledger.reset_ledger(DEPLOYMENT, generation_floor=7)
         assert generation == await ledger.reset_ledger(DEPLOYMENT) == 8
         state = await ledger.state(DEPLOYMENT)
-        assert state.desired == Desired(snapshot="base", generation=8)
+        assert state.desired == Desired(snapshot="base", generation=8, signalled=8)
         assert (state.fallbacks, state.ever_ready, state.first_boots) == ((), False, frozenset())
         assert await ledger.snapshots(DEPLOYMENT) == await ledger.transitions(DEPLOYMENT) == []
         later = moved(1, "base", 8, Stage.IDLE)

@@ -56,6 +56,7 @@ def test_a_chain_is_kept_as_it_was_when_it_was_signalled(url: str) -> None:
         wanted = Desired(
             snapshot="d2",
             generation=3,
+            signalled=3,
             url="file:///bucket/d2",
             fingerprint="files of d2",
             compression="arc_v2",

@@ -175,7 +175,7 @@ FOUND_AT = {
     "gate_is_not_drained": (5, "several snapshots in a stream of a synchronous deployment"),
     "bytes_are_not_compared": (160, "computes:"),
     "log_loses_its_last_event": (2, "at most"),
-    "half_chunks_pass": (81, ""),
+    "half_chunks_pass": (35, "invalid literal"),
     "sessions_are_forgotten": (1, "nothing had happened to it"),
     "everybody_is_admitted": (3, "the base weights serve again"),
     "nothing_is_started_again": (2, "in calm weather"),

@@ -355,14 +355,22 @@ class SimTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
     def process_died(self, *, breaks: bool) -> None:
-        """What it wrote may still arrive."""
+        """What it wrote may still arrive; if the connection breaks, up to any byte."""
         if self._lost:
             return
         self._lost = self._closing = True
         if breaks:
-            self._under_way.clear()
+            self._cut()
         if not self._eof_sent or breaks:
             self._send(_RESET if breaks else _END)
+
+    def _cut(self) -> None:
+        for _ in range(self._network.between(0, len(self._under_way))):
+            self._under_way.pop()
+        if self._under_way and isinstance(self._under_way[-1][1], bytes):
+            at, last = self._under_way.pop()
+            if kept := last[: self._network.between(0, len(last))]:
+                self._under_way.append((at, kept))
 
 
 def _key(address: Any) -> Any:

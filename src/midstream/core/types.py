@@ -213,6 +213,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica should serve; the gateway sends it, the replica converges on it.
 
     generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
+    signalled: generation of the last signal that asked for this snapshot; lower than `generation` for a fallback.
     url: where the snapshot's own files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
     fingerprint, compression, content: of the own files, as in SnapshotFiles. A new generation of the identity that serves is
         a new load if the fingerprint, or a content that is known of both, is another.
@@ -226,6 +227,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
     snapshot: str
     generation: int
+    signalled: int = 0
     url: str | None = None
     reset_prompt_cache: ResetPromptCache = "all"
     transition: TransitionType = "ASYNC"
@@ -369,6 +371,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     # The snapshot that serves now.
     snapshot: str = BASE_SNAPSHOT
+    # `signalled` of the Desired that serves. 0: the base weights of the start.
+    signalled: int = 0
     # Generation of the Desired last accepted. 0 means none yet.
     generation: int = 0
     stage: Stage = Stage.IDLE

@@ -232,11 +232,12 @@ def serving_generation(report: ReplicaReport) -> int:
 def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromptCache:
     """The strongest policy of all signals after the one this replica serves: it may never have loaded those between.
 
-    While its weights are not known to be those of the others, none of its KV is to be used again.
+    A fallback is loaded under a later generation than it was signalled under: the signals between count as well. While its
+    weights are not known to be those of the others, none of its KV is to be used again.
     """
     if standing_of(state, report) is not None:
         return "all"
-    served = serving_generation(report)
+    served = report.signalled or serving_generation(report)
     if state.reset_all > served:
         return "all"
     return "new_session" if state.reset_new_session > served else "none"

@@ -94,6 +94,7 @@ def as_desired(row: Any, deployment: Any, contents: Mapping[str, Content]) -> De
     return Desired(
         snapshot=row.identity,
         generation=deployment.generation,
+        signalled=row.generation,
         url=row.url,
         reset_prompt_cache=row.reset_prompt_cache,
         transition=deployment.transition,
@@ -110,7 +111,13 @@ def as_desired(row: Any, deployment: Any, contents: Mapping[str, Content]) -> De
 
 def base_desired(deployment: Any) -> Desired:
     """The base weights, which are desired after the ledger was reset. deployment: its row."""
-    return Desired(snapshot=BASE_SNAPSHOT, generation=deployment.generation, transition=deployment.transition)
+    generation = deployment.generation
+    return Desired(
+        snapshot=BASE_SNAPSHOT,
+        generation=generation,
+        signalled=generation,
+        transition=deployment.transition,
+    )
 
 
 def _files(parents: Any) -> tuple[SnapshotFiles, ...]:

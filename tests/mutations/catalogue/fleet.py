@@ -4,6 +4,14 @@ from catalogue.mutation import Mutation
 
 FLEET = (
     Mutation(
+        "fallback_owes_nothing",
+        "fleet/reconcile.py",
+        "served = report.signalled or serving_generation(report)",
+        "served = serving_generation(report)",
+        "KV that a fallback computed is not used against the policy of a signal that came after its snapshot.",
+        ("control/test_reconciler.py::test_a_replica_that_fell_back_owes_the_policies_of_all_later_signals",),
+    ),
+    Mutation(
         "unproved_replica_joins",
         "fleet/reconcile.py",
         "if report.stage is Stage.CHECKING and report.snapshot == state.snapshot:",
