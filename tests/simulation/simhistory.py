@@ -13,7 +13,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,19 @@ def plan_of(seed: int) -> Plan:
         if kind != "signal" and rng.random() < 0.55:
             continue
         entries += [_entry(kind, rng) for _ in range(rng.randint(1, most))]
+    entries = _beside_signals(entries, random.Random(f"{seed} beside"))
     return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5))
+
+
+def _beside_signals(entries: list[Entry], rng: random.Random) -> list[Entry]:
+    """Most trouble of the bucket comes just before a signal, as it is read then."""
+    signals = [entry.at for entry in entries if entry.kind == "signal"]
+    return [
+        replace(entry, at=max(0.0, rng.choice(signals) - 0.05))
+        if entry.kind == "bucket" and rng.random() < 0.7
+        else entry
+        for entry in entries
+    ]
 
 
 def _entry(kind: str, rng: random.Random) -> Entry:
@@ -100,7 +112,7 @@ def _value(kind: str, rng: random.Random) -> Any:
         case "bucket":
             return {
                 "fails": rng.choice((0.0, 0.3, 1.0)),
-                "wrong": rng.choice((0.0, 0.0, 0.2)),
+                "wrong": rng.choice((0.0, 0.1, 0.5)),
                 "slow": rng.choice((0.02, 0.5, 3.0)),
                 "s": round(rng.uniform(0.5, 6.0), 2),
             }

@@ -17,7 +17,7 @@ FOUND = {
     # A clock that jumped back let a new boot on the base weights pass for an old one.
     14: "base weights after a clock jump",
     # A stale connection was opened again to a new boot at the same address, which served the base weights.
-    166: "base weights over a stale connection",
+    188: "base weights over a stale connection",
 }
 
 
