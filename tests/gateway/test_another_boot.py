@@ -7,10 +7,11 @@ from test_resume import SESSION, WHOLE, WRITES, answer, go_on, losing, resumes
 
 from midstream.core.errors import AnotherBoot
 from midstream.core.types import ReplicaReport
+from midstream.proxy.replica_route import BOOTS_GONE_MAX
 
 
 def refuse(peer: Peer) -> None:
-    error = AnotherBoot()
+    error = AnotherBoot("began anew")
     headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
     peer.respond(b'{"error":{"message":"began anew"}}', "503 Service Unavailable", headers)
 
@@ -97,5 +98,19 @@ def test_a_stream_goes_on_at_a_later_boot() -> None:
             stage.views[1].admitted = False
             assert await answer(stage, SESSION) == WHOLE
             assert len(resumes(stage)) == 2
+
+    run(main)
+
+
+def test_a_replica_that_begins_anew_again_and_again_is_not_asked_for_ever() -> None:
+    async def main() -> None:
+        async def begins_anew(request: Message, peer: Peer) -> None:
+            report(stage, 0, f"b{len(stage.mocks[0].requests)}")
+            refuse(peer)
+
+        async with staged(begins_anew) as stage:
+            answer = await stage.ask(post())
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert len(stage.mocks[0].requests) == BOOTS_GONE_MAX + 1
 
     run(main)

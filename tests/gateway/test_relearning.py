@@ -8,7 +8,7 @@ import time
 from gateway_harness import Message, Peer, post, run
 from session_holders import all_usable, gateway, holders, home, until, until_known, where
 
-from midstream.fleet.replicas import FAILURES_MAX
+from midstream.fleet.replicas import FAILURES_MAX, ReplicaSet
 
 KEYS = [f"s{number}" for number in range(30)]
 
@@ -236,5 +236,20 @@ def test_the_last_replica_is_never_left_for_its_failures_and_one_success_clears_
             made[0].broken = False
             assert (await stage.ask(post())).status == 200
             assert stage.views[0].failures == 0
+
+    run(main)
+
+
+def test_who_waits_for_what_replicas_hold_waits_no_longer_than_anybody_listens() -> None:
+    async def main() -> None:
+        async with holders(1) as made:
+            made[0].speaks.clear()
+            replicas = ReplicaSet([("replica-0", f"http://127.0.0.1:{made[0].mock.port}")], learn_s=1000.0)
+            running = asyncio.create_task(replicas.run())
+            asked = asyncio.create_task(replicas.learned())
+            await until(lambda: bool(replicas.waiting))
+            running.cancel()
+            await asyncio.wait([running])
+            await asked
 
     run(main)

@@ -129,6 +129,15 @@ def test_the_first_signal_waits_until_it_is_known_which_boots_serve(
         assert (await server.ledger.state(DEPLOYMENT)).first_boots == {"boot0", "boot1", "boot2"}
         server.replicas.learning = True
         assert (await server.signal({"identity": "b"})).status_code == 200, "only the first one waits"
+        await server.ledger.reset_ledger(DEPLOYMENT)
+        waits.clear()
+        asked = asyncio.create_task(server.signal({"identity": "x"}))
+        waiting = asyncio.create_task(waits.wait())
+        await asyncio.wait({asked, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        assert not asked.done(), "after a reset there is a first one again"
+        server.replicas._learned()
+        assert (await asked).status_code == 200
 
     serve(tmp_path, work)
 

@@ -781,7 +781,8 @@ def test_the_report_health_and_model_list(tmp_path: Path) -> None:
         here.engine.start_gate.clear()
         await here.engine.die()
         assert (await here.http.get("/health")).status_code == 503
-        assert (await ask(here, prompt="a")).status_code == 503
+        refused = await ask(here, prompt="a")
+        assert (refused.status_code, refused.headers[HEADER_ANOTHER_BOOT]) == (503, "1")
         here.engine.start_gate.set()
         await here.until(lambda: here.replica.ready)
         assert (await here.http.get("/health")).status_code == 200

@@ -472,3 +472,53 @@ def test_nobody_is_woken_for_the_steps_of_an_async_switch_and_all_are_told_after
         assert told == ["fetching", "verifying", "staging", "staged", "committing", "checking", "idle"]
 
     play(tmp_path, engine, source, scenario)
+
+
+def test_the_report_names_the_signal_of_what_serves(tmp_path: Path) -> None:
+    """A fallback is sent under a later generation than it was signalled under."""
+    engine, source = paced()
+
+    async def scenario(replica: Replica) -> None:
+        assert replica.report().signalled == 0
+        replica.desire(wanted("a", 7, signalled=2))
+        await serves(replica, "a")
+        assert (replica.report().generation, replica.report().signalled) == (7, 2)
+        replica.desire(wanted("a", 8, signalled=8))
+        await until(replica, lambda: replica.report().generation == 8)
+        await until(replica, lambda: replica.driver.machine.stage is Stage.IDLE)
+        assert replica.report().signalled == 2, "nothing was switched"
+
+    play(tmp_path, engine, source, scenario)
+
+
+@pytest.mark.parametrize(("since", "kept"), [(5, False), (2, True), (0, True)])
+def test_a_policy_that_was_meant_for_a_newer_snapshot_than_serves_is_not_enough(
+    tmp_path: Path, since: int, kept: bool
+) -> None:
+    """The sender had not heard of the fallback `a`: the signals between `a` and what it knew of are owed, too."""
+    engine, source = paced()
+
+    async def scenario(replica: Replica) -> None:
+        replica.desire(wanted("a", 6, signalled=2))
+        await serves(replica, "a")
+        before = replica.namespaces.admit(None)
+        replica.desire(wanted("c", 7, signalled=7, reset_prompt_cache="none", reset_since=since))
+        await serves(replica, "c")
+        assert (replica.namespaces.admit(None) == before) is kept
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_what_is_told_during_the_commit_is_not_taken_for_what_was_applied(tmp_path: Path) -> None:
+    engine, source = paced()
+
+    async def scenario(replica: Replica) -> None:
+        engine.commit_gate.clear()
+        replica.desire(wanted("a", 3, signalled=3, reset_prompt_cache="none"))
+        await engine.committing.wait()
+        replica.desire(wanted("a", 3, signalled=5, reset_prompt_cache="all", hold=False, let_go=3))
+        engine.commit_gate.set()
+        await serves(replica, "a")
+        assert replica.report().signalled == 3
+
+    play(tmp_path, engine, source, scenario)

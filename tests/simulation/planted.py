@@ -149,6 +149,29 @@ def _another_boot_is_as_good() -> None:
     Surroundings.check_boot = lambda self, meant=None: None  # type: ignore[method-assign]
 
 
+def _age_is_ignored() -> None:
+    """Cached KV may be of any age."""
+    before = Namespaces.commit
+
+    def commit(self: Namespaces, policy: Any, kv_age_max: int | None = None) -> None:
+        before(self, policy, None)
+
+    Namespaces.commit = commit  # type: ignore[method-assign]
+
+
+def _places_leak() -> None:
+    """A request that was cut off is counted for ever."""
+    before = ReplicaRoute.leave
+
+    def leave(self: ReplicaRoute) -> None:
+        view, here = self._view, self._here
+        before(self)
+        if view is not None and here is not None and not self._served:
+            view.in_flight += 1
+
+    ReplicaRoute.leave = leave  # type: ignore[method-assign]
+
+
 def _old_by_the_clock() -> None:
     """A boot that seems to have begun before the first signal may serve the base weights."""
     before = reconcile._may_join
@@ -181,5 +204,7 @@ FOUND_AT = {
     "nothing_is_started_again": (2, "in calm weather"),
     "losses_end_streams": (2, "a response that is whole without its end"),
     "another_boot_is_as_good": (188, "the base weights serve again"),
+    "age_is_ignored": (20, "commits old"),
+    "places_leak": (0, "nobody asked for anything"),
     "old_by_the_clock": (14, "the base weights serve again"),
 }

@@ -47,7 +47,9 @@ async def exchange(
                 return Answer(status, found, b"".join([piece async for piece in _body(reader, found)]))
             finally:
                 writer.close()
-    except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+    except TimeoutError as error:
+        raise Wrong(f"{method} {path} hangs: {body}") from error
+    except (OSError, asyncio.IncompleteReadError) as error:
         raise Broken(repr(error)) from error
 
 
@@ -165,6 +167,8 @@ class Oracle:
         #: Replicas that were seen ready on something that was signalled.
         self.left_base: set[str] = set()
         self._synchronous = synchronous
+        #: Whether no process has met with anything: then a replica's name stands for one boot.
+        self.undisturbed: Callable[[], bool] = lambda: False
         #: When an answer first showed that a replica serves a snapshot.
         self._served_at: dict[tuple[str, str], float] = {}
 
@@ -239,6 +243,7 @@ class Oracle:
         seen = [name for replica, name in self._served_at if replica == turn.replica]
         known = [found for name in seen if (found := self.generations(name)) is not None]
         commits = sum(computed < first and last <= served for first, last in known)
+        commits = commits if self.undisturbed() else 1
         if commits > most:
             raise Wrong(
                 f"KV of {computed_under} is {commits} commits old, at most {most} are allowed: {turn}"

@@ -154,6 +154,7 @@ class History:
         #: What a client could notice has happened.
         self._disturbed = False
         self._clients: list[Rollout] = []
+        self.oracle.undisturbed = lambda: not self._disturbed
         self._clients_run: list[asyncio.Task[None]] = []
         self._entries: list[asyncio.Task[None]] = []
 
@@ -432,7 +433,7 @@ class History:
 
     async def _all_are_there(self, until: float) -> None:
         """As many replicas and gateways as there should be, and nothing is in flight."""
-        said: Any = None
+        said, rows, listening = None, 0, 0
         while True:
             with contextlib.suppress(Broken):
                 said = (await exchange(PORT, "GET", f"/v1/{DEPLOYMENT}")).json()
@@ -448,3 +449,7 @@ class History:
             busy = [view for view, upstream in proxy.upstreams.items() if upstream.requests or view.in_flight]
             if process.alive and busy:
                 raise Wrong(f"{process} has requests on {busy}, and nobody asked for anything")
+        for process, replica in self.world.replicas:
+            gate, pins = replica.gate, replica.pins
+            if process.alive and (gate.inside or gate.choices or gate.waiting or len(pins)):
+                raise Wrong(f"{process} has {gate} and {pins}, and nobody asked for anything")

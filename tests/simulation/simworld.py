@@ -42,6 +42,7 @@ from midstream.launch.process import StartFailed
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.supervisor import Supervisor
 from midstream.proxy.proxy import Proxy
+from midstream.replica.replica import Replica
 from midstream.replica.text.chat import TextModel
 
 PORT = 8000
@@ -79,6 +80,7 @@ class World:
         self.wrong: list[str] = []
         #: All that were ever made, of processes that are gone too.
         self.proxies: list[tuple[Process, Proxy]] = []
+        self.replicas: list[tuple[Process, Replica]] = []
         self._outside: list[Process] = []
         self.wall_offset_s = 0.0
         self._settings: Settings | None = None
@@ -236,13 +238,8 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     def create_server(address: tuple[str, int], **_: Any) -> SimSocket:
         return SimSocket((address[0], address[1] or world.network.free_port()))
 
-    make_proxy = Proxy.__init__
-
-    def noted(proxy: Proxy, *given: Any, **named: Any) -> None:
-        make_proxy(proxy, *given, **named)
-        world.proxies.append((PROCESS.get(), proxy))
-
-    put(Proxy, "__init__", noted)
+    put(Proxy, "__init__", _noted(Proxy.__init__, world.proxies))
+    put(Replica, "__init__", _noted(Replica.__init__, world.replicas))
     put(proxy_server, "listening_sockets", listening)
     put(supervisor_module, "reserved", lambda host, port: [SimSocket((host, port))])
     put(replica_module, "socket", SimpleNamespace(create_server=create_server))
@@ -255,4 +252,11 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     return saved
 
 
-Count = Callable[[str], None]
+def _noted(make: Callable[..., None], where: list[Any]) -> Callable[..., None]:
+    """A constructor whose objects are kept, each with its process."""
+
+    def made(self: Any, *given: Any, **named: Any) -> None:
+        make(self, *given, **named)
+        where.append((PROCESS.get(), self))
+
+    return made

@@ -111,7 +111,7 @@ class _Api:
             ignore_config=body.ignore_config,
         )
         state = await self._ledger.state(deployment.name)
-        if state.desired is None:
+        if state.snapshot == BASE_SNAPSHOT:
             # It writes down which boots serve the base weights. A gateway that has just begun has not heard them yet.
             await deployment.replicas.learned()
         fleet = fleet_of(state, [view.report for view in deployment.replicas.views if view.report])

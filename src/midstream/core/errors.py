@@ -194,9 +194,6 @@ class EngineLost(ReplicaUnavailable):
 class AnotherBoot(ReplicaUnavailable):
     """A replica's word to its gateway, in HEADER_ANOTHER_BOOT, that nothing was done for the request."""
 
-    def __init__(self) -> None:
-        super().__init__("the replica began anew after this request was sent to it; retry this request")
-
     def headers(self) -> dict[str, str]:
         return {**super().headers(), HEADER_ANOTHER_BOOT: "1"}
 

@@ -214,6 +214,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: grows with every effective signal of the deployment, so that a snapshot that failed can be asked for again.
     signalled: generation of the last signal that asked for this snapshot; lower than `generation` for a fallback.
+    reset_prompt_cache: the strongest policy of the signals behind that of what served when this was sent, `reset_since`. A
+        replica that serves an older signal's snapshot when it switches resets all.
     url: where the snapshot's own files lie (one directory), e.g. file:///bucket/step-12. None for BASE_SNAPSHOT.
     fingerprint, compression, content: of the own files, as in SnapshotFiles. A new generation of the identity that serves is
         a new load if the fingerprint, or a content that is known of both, is another.
@@ -230,6 +232,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     signalled: int = 0
     url: str | None = None
     reset_prompt_cache: ResetPromptCache = "all"
+    reset_since: int = 0
     transition: TransitionType = "ASYNC"
     fingerprint: str | None = None
     compression: CompressionFormat | None = None

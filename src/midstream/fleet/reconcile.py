@@ -67,7 +67,8 @@ def decide(
         hopeful = state.desired is not None and (state.ever_ready if bare else state.proven)
         hopeful = hopeful or _is_spared(state, report, retry_generation)
         return Action(None, admit, stuck=hopeful and not (out and report.snapshot == state.snapshot))
-    send = replace(target, reset_prompt_cache=effective_reset(state, report))
+    reset = effective_reset(state, report)
+    send = replace(target, reset_prompt_cache=reset, reset_since=report.signalled)
     if has_taken_up(state, report, target):
         if turn is False or not report.held:
             return Action(None, admit)

@@ -247,6 +247,7 @@ class ReplicaSet:
 
     def replaced(self, view: ReplicaView) -> None:
         """The replica refused a request because the boot that reported last is gone. Its next report tells of another."""
+        logger.info("%s began anew; it takes requests again once it has reported", view.name)
         self._lost(view)
 
     def failed(self, view: ReplicaView) -> None:
@@ -286,6 +287,8 @@ class ReplicaSet:
         finally:
             self._tasks = None
             learned.cancel()
+            # Nobody will say anything any more.
+            self._learned()
 
     def _listen(self, tasks: asyncio.TaskGroup, view: ReplicaView) -> None:
         self._subscriptions[view].watch = tasks.create_task(self._watch(view), name=f"events of {view.name}")

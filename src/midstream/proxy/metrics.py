@@ -117,7 +117,7 @@ class GatewayMetrics(Collector):
         self.routes: Counter[str] = Counter()
         # Connections lost or refused, by replica.
         self.upstream_errors: Counter[str] = Counter()
-        # By kind: stale_connection, other_replica, other_snapshot, resumed.
+        # By kind: stale_connection, other_replica, other_snapshot, other_boot, resumed.
         self.retries: Counter[str] = Counter()
         # Responses that ended visibly short, by replica.
         self.cut_responses: Counter[str] = Counter()

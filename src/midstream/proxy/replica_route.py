@@ -78,6 +78,8 @@ logger = logging.getLogger(__name__)
 
 #: Replicas that fail with a request before a client has to ask again.
 LOST_SENDS_MAX = 2
+#: Refusals by later boots before a client has to ask again.
+BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
 _SESSION = HEADER_SESSION.encode()
@@ -104,8 +106,9 @@ class ReplicaRoute(Route):
     #: Why the replica did not take it: the version constraint.
     _unfit: Refusal | None = None
     _versions: VersionJudge | None = None
-    #: Replicas that failed with this request.
+    #: Replicas that failed with this request, and those that refused it because they began anew.
     _lost_sends = 0
+    _boots_gone = 0
     #: A replica had too much to do to take it.
     _overloaded = False
     #: The replica that was lost with the stream.
@@ -165,7 +168,7 @@ class ReplicaRoute(Route):
                     replicas.views,
                     self._tried,
                     self._home(),
-                    _now(),
+                    asyncio.get_running_loop().time(),
                     self._deployment.names,
                     self._request,
                 )
@@ -256,7 +259,8 @@ class ReplicaRoute(Route):
             lines.append(_SESSION + b": " + key.encode())
             if self._placed is not None and self._placed.stamp is not None:
                 lines.append(_PLACED + b": %d" % self._placed.stamp)
-        if self._versions is not None and self._sent_under is not None:
+        if self._versions is not None:
+            assert self._sent_under is not None
             lines += self._versions.lines(self._view, self._sent_under)
         if not self._lost and self._resumable:
             lines.append(RESUMABLE + b": 1")
@@ -363,8 +367,7 @@ class ReplicaRoute(Route):
         sent = sent or self._sent
         if phase in RESUMING:
             return self._unreachable(phase, reason, lost=sent)
-        routes = [one.route for one in together if isinstance(one.route, ReplicaRoute)]
-        others = ((route._caller.tenant, route._request) for route in routes)
+        others = ((one.route._caller.tenant, one.route._request) for one in together)
         obvious = is_the_largest(self._caller.tenant, self._request, others)
         if not answering:
             return self._unreachable(phase, reason, lost=sent, obvious=obvious)
@@ -390,9 +393,12 @@ class ReplicaRoute(Route):
         return ELSEWHERE
 
     def _place_anew(self) -> Judgement:
-        """The boot that it was sent to is gone. It may go to the next one, once that has reported and is usable."""
+        """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now."""
         view = self._view
         assert view is not None
+        self._boots_gone += 1
+        if self._boots_gone > BOOTS_GONE_MAX:
+            return self._failed(ReplicaUnavailable("replicas began anew again and again"))
         if view.report is not None and view.report.boot == self._boot:
             self._deployment.replicas.replaced(view)
             self._tried.add(view.name)
@@ -467,11 +473,9 @@ class ReplicaRoute(Route):
 
     def _failed(self, error: MidstreamError) -> Judgement:
         if self._lost and not isinstance(error, RequestLostReplicas):
-            what = (
-                f"{self._lost} failed in the middle of the response and no other replica could go on with it"
-            )
+            what = f"{self._lost} failed in the middle of the response"
             why = error.message if self._lost_sends >= LOST_SENDS_MAX else self._why or error.message
-            error = EngineFailed(f"{what}: {why}")
+            error = EngineFailed(f"{what} and no other replica could go on with it: {why}")
         return Judgement(Event.FAILED, error)
 
     # -- which request replicas were lost with
@@ -493,8 +497,4 @@ class ReplicaRoute(Route):
         return self._view.name if self._view else "a replica"
 
     def _judge_of(self, constraint: VersionConstraint) -> VersionJudge:
-        return VersionJudge(constraint, self._deployment.order, _now())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        return VersionJudge(constraint, self._deployment.order, asyncio.get_running_loop().time())

@@ -21,7 +21,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from midstream.core import sse
-from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable, Unauthorized
+from midstream.core.errors import (
+    AnotherBoot,
+    InvalidRequest,
+    MidstreamError,
+    NotFound,
+    ReplicaUnavailable,
+    Unauthorized,
+)
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.types import (
@@ -310,7 +317,7 @@ class InferenceExchange(TaskExchange):
     async def _answer(self) -> None:
         service = self._replica.service
         if service is None:
-            raise ReplicaUnavailable("the engine is starting; retry this request")
+            raise AnotherBoot("the engine is starting; retry this request")
         async with self._admitted(service) as generation:
             if generation.checked.stream:
                 self._generation = generation

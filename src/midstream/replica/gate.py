@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from midstream.core.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SnapshotTransition
+from midstream.core.errors import AnotherBoot, InvalidRequest, Overloaded, SnapshotTransition
 
 HEADER_DRAIN_TIMEOUT = "x-fireworks-hot-load-drain-timeout"
 DRAIN_TIMEOUT_S = 90.0
@@ -72,7 +72,7 @@ class Gate:
         if self._door is Door.CLOSED:
             raise SnapshotTransition(_IN_TRANSITION)
         if self._door is Door.DOWN:
-            raise ReplicaUnavailable("the engine is not ready; retry this request")
+            raise AnotherBoot("the engine is not ready; retry this request")
 
     async def enter(self, patience_s: float = DRAIN_TIMEOUT_S, choices: int = 1) -> None:
         """Waits until the door is open, and returns in the step of the loop that found it open. Raises MidstreamError."""

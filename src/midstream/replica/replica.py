@@ -176,7 +176,7 @@ class Replica:
             boot=self.boot,
             ready=self.ready and machine.sound,
             snapshot=machine.serving,
-            signalled=machine.loaded.signalled if machine.loaded else 0,
+            signalled=machine.signalled,
             generation=machine.accepted.generation if machine.accepted else 0,
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,

@@ -25,6 +25,24 @@ REPLICA = (
         ),
     ),
     Mutation(
+        "policy_for_another_snapshot",
+        "replica/swap/table.py",
+        "self.distrusted or self.signalled < desired.reset_since",
+        "self.distrusted",
+        "A policy that was meant for a switch from a newer snapshot is not enough for one from an older one.",
+        (
+            "replica/test_replica_supersede.py::test_a_policy_that_was_meant_for_a_newer_snapshot_than_serves_is_not_enough",
+        ),
+    ),
+    Mutation(
+        "report_forgets_its_signal",
+        "replica/replica.py",
+        "signalled=machine.signalled",
+        "signalled=0",
+        "A replica reports which signal what it serves belongs to.",
+        ("replica/test_replica_supersede.py::test_the_report_names_the_signal_of_what_serves",),
+    ),
+    Mutation(
         "async_swap_refuses_newcomers",
         "replica/gate.py",
         "if self._door is Door.CLOSED:",

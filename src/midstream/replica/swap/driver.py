@@ -227,9 +227,10 @@ class SwapDriver:
                 await self._unpinned(desired)
                 self._gate.set(Door.HELD)
             self._made(Event.COMMIT)
+            # As it was told last: a message that lets it go may say more than the one that asked for it.
+            desired = self.machine.target or desired
             timing = await self._engine.commit(desired.snapshot)
-            reset = "all" if self.machine.distrusted else desired.reset_prompt_cache
-            self._namespaces.commit(reset, desired.max_cache_age)
+            self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)
             return timing
         finally:
             if self._gate.door in (Door.HELD, Door.CLOSED):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from midstream.core.types import BASE_SNAPSHOT, Desired, Stage, Transition
+from midstream.core.types import BASE_SNAPSHOT, Desired, ResetPromptCache, Stage, Transition
 
 TRANSITIONS_KEPT = 64
 DETAIL_MAX = 2000
@@ -107,7 +107,8 @@ class SwapMachine:
         ):
             return False
         self.accepted = desired
-        if self.target and _key(self.target) == _key(desired):
+        # From the commit on, what is applied is what is reported.
+        if self.target and _key(self.target) == _key(desired) and self.stage in BEFORE_COMMIT:
             self.target = desired
         return True
 
@@ -137,6 +138,17 @@ class SwapMachine:
     def _same(self, desired: Desired) -> bool:
         """Whether the target is what was committed last, and not asked for once more."""
         return self.same_files(desired) and desired.reload <= (self.loaded.reload if self.loaded else 0)
+
+    @property
+    def signalled(self) -> int:
+        """The generation of the signal that asked for what serves. 0: the base weights of the start."""
+        return self.loaded.signalled if self.loaded else 0
+
+    def reset_of(self, desired: Desired) -> ResetPromptCache:
+        """The policy of a switch to it."""
+        return (
+            "all" if self.distrusted or self.signalled < desired.reset_since else desired.reset_prompt_cache
+        )
 
     @property
     def supersedable(self) -> bool:
