@@ -516,7 +516,9 @@ def test_what_is_told_during_the_commit_is_not_taken_for_what_was_applied(tmp_pa
         engine.commit_gate.clear()
         replica.desire(wanted("a", 3, signalled=3, reset_prompt_cache="none"))
         await engine.committing.wait()
-        replica.desire(wanted("a", 3, signalled=5, reset_prompt_cache="all", hold=False, let_go=3))
+        # Between two signals of `a` there was one of `b`, whose turn has not come.
+        replica.desire(wanted("b", 4, signalled=4, hold=True))
+        replica.desire(wanted("a", 3, signalled=5, reset_prompt_cache="all"))
         engine.commit_gate.set()
         await serves(replica, "a")
         assert replica.report().signalled == 3
