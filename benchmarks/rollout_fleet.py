@@ -23,9 +23,7 @@ from rollout_load import BLOCK
 
 from midstream.core.config import EngineSettings, GatewaySettings
 from midstream.core.sessions import Trajectories
-from midstream.core.types import (
-    ReplicaReport,
-)
+from midstream.core.types import ReplicaReport
 from midstream.fleet.desired_state import Running, RunningReplica
 from midstream.launch.channel import STOP_GRACE_S
 from midstream.launch.process import Child, Conversation

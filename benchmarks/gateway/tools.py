@@ -20,10 +20,7 @@ from typing import Any
 import msgspec
 
 from midstream.core.sessions import TURN_MEASURES, Distribution, Trajectories
-from midstream.core.types import (
-    EngineStats,
-    ReplicaReport,
-)
+from midstream.core.types import EngineStats, ReplicaReport
 
 HERE = Path(__file__).parent
 STATE_BYTES = 4096

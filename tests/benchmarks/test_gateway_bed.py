@@ -14,9 +14,7 @@ from gateway import loads, tools
 from gateway.routers import Midstream
 
 from midstream.core.sessions import SessionsReport, Trajectories
-from midstream.core.types import (
-    ReplicaReport,
-)
+from midstream.core.types import ReplicaReport
 
 MOCKS = 3
 

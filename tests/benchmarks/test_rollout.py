@@ -28,10 +28,7 @@ from rollout_load import (
 )
 
 from midstream.core.sessions import TURN_MEASURES, Distribution, SessionsReport, Trajectories
-from midstream.core.types import (
-    EngineStats,
-    ReplicaReport,
-)
+from midstream.core.types import EngineStats, ReplicaReport
 
 PLANS = [[TurnPlan(added=100, answer=10, pause_s=0.0), TurnPlan(added=50, answer=5, pause_s=0.0)]]
 

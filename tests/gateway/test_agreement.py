@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import (
-    Session,
-)
+from midstream.core.types import Session
 from midstream.fleet.placement import Candidate, Fleet
 from midstream.fleet.sessions import SessionTable
 from midstream.replica.sessions import Feed, Sessions

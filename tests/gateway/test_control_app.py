@@ -28,11 +28,7 @@ from starlette.routing import Route
 
 from midstream.api.app import control_app
 from midstream.core.sessions import BUCKETS_S
-from midstream.core.types import (
-    EngineStats,
-    ReplicaReport,
-    SwapTiming,
-)
+from midstream.core.types import EngineStats, ReplicaReport, SwapTiming
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.proxy.metrics import GatewayMetrics, Histogram

@@ -58,6 +58,21 @@ def watch(here: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+def hold_long_texts(here: Running, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, threading.Event]:
+    """Tokenizing a text of more than 20,000 characters sets the first event, and waits for the second."""
+    text, begun, may_go_on = here.replica._text, asyncio.Event(), threading.Event()
+    loop, real = asyncio.get_running_loop(), text.encode
+
+    def slow(prompt: str) -> tuple[int, ...]:
+        if len(prompt) > 20_000:
+            loop.call_soon_threadsafe(begun.set)
+            may_go_on.wait()
+        return real(prompt)
+
+    monkeypatch.setattr(text, "encode", slow)
+    return begun, may_go_on
+
+
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,16 +163,7 @@ def test_a_short_request_sent_after_a_long_one_is_answered_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(here: Running) -> None:
-        text, begun, may_go_on = here.replica._text, asyncio.Event(), threading.Event()
-        loop, real = asyncio.get_running_loop(), text.encode
-
-        def slow(prompt: str) -> tuple[int, ...]:
-            if len(prompt) > 20_000:
-                loop.call_soon_threadsafe(begun.set)
-                may_go_on.wait()
-            return real(prompt)
-
-        monkeypatch.setattr(text, "encode", slow)
+        begun, may_go_on = hold_long_texts(here, monkeypatch)
         long = asyncio.create_task(ask(here, prompt="a" * 30_000))
         await begun.wait()
         assert (await ask(here, prompt="a" * 100)).status_code == 200
@@ -174,15 +180,7 @@ def test_a_text_that_was_read_while_the_engine_began_anew_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(here: Running) -> None:
-        text, begun, may_go_on = here.replica._text, asyncio.Event(), threading.Event()
-        loop, real = asyncio.get_running_loop(), text.encode
-
-        def slow(prompt: str) -> tuple[int, ...]:
-            loop.call_soon_threadsafe(begun.set)
-            may_go_on.wait()
-            return real(prompt)
-
-        monkeypatch.setattr(text, "encode", slow)
+        begun, may_go_on = hold_long_texts(here, monkeypatch)
         asked = asyncio.create_task(ask(here, prompt="a" * 30_000))
         await begun.wait()
         await here.engine.die()

@@ -6,10 +6,7 @@ import msgspec
 import pytest
 
 from midstream.core.sessions import TURN_MEASURES, SessionsReport
-from midstream.core.types import (
-    HEADER_PLACED,
-    Session,
-)
+from midstream.core.types import HEADER_PLACED, Session
 from midstream.replica import sessions as module
 from midstream.replica.sessions import Feed, Sessions, stamp_of
 

@@ -17,10 +17,7 @@ from dataclasses import dataclass, field
 from midstream.core.errors import InvalidRequest, NotFound
 from midstream.core.names import ServedNames
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import (
-    Desired,
-    ReplicaEntry,
-)
+from midstream.core.types import Desired, ReplicaEntry
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.prefixes import PrefixTable
 from midstream.fleet.replicas import ReplicaSet

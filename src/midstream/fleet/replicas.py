@@ -28,12 +28,7 @@ import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.sessions import SessionsReport, Trajectories
-from midstream.core.types import (
-    HEADER_TOKEN,
-    Desired,
-    Hint,
-    ReplicaReport,
-)
+from midstream.core.types import HEADER_TOKEN, Desired, Hint, ReplicaReport
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from midstream.core.sessions import Trajectories
-from midstream.core.types import (
-    ReplicaReport,
-)
+from midstream.core.types import ReplicaReport
 
 Standing = Literal["member", "leaving", "gone"]
 

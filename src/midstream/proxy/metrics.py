@@ -24,9 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from midstream.core.sessions import BUCKETS_S, TURN_MEASURES, Distribution
-from midstream.core.types import (
-    ReplicaReport,
-)
+from midstream.core.types import ReplicaReport
 from midstream.fleet.registry import Deployments
 from midstream.fleet.tally import Siblings, Tally, merged
 from midstream.fleet.view import ReplicaView

@@ -34,13 +34,7 @@ from midstream.core.errors import (
     SnapshotTransition,
 )
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
-from midstream.core.types import (
-    HEADER_BOOT,
-    HEADER_PLACED,
-    HEADER_SESSION,
-    ReplicaReport,
-    Session,
-)
+from midstream.core.types import HEADER_BOOT, HEADER_PLACED, HEADER_SESSION, ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.fleet.prefixes import Prompt, follows, read_prompt
 from midstream.fleet.sessions import session_key

@@ -31,11 +31,7 @@ from midstream.core.errors import (
 )
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
-from midstream.core.types import (
-    HEADER_TOKEN,
-    Desired,
-    Hint,
-)
+from midstream.core.types import HEADER_TOKEN, Desired, Hint
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request, response_head
