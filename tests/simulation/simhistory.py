@@ -17,20 +17,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from simclient import Broken, Oracle, Rollout, Signal, Wrong, exchange
-from simengine import weights_of
+from simclient import Broken, Oracle, Rollout, Wrong, exchange
+from simdisk import Trouble as DiskTrouble
 from simloop import HistoryTooLong
 from simprocess import Process
+from simtrainer import HOT_LOAD, Trainer, Weights
 from simworld import BUCKET, PORT, World
 
-HOT_LOAD = "/hot_load/v1/models/hot_load"
 DEPLOYMENT = "accounts/local/deployments/default"
 #: When trouble ends, and how long the server then has to be well again, in seconds.
 STORM_S = 20.0
 CALM_S = 60.0
 READY_S = 60.0
 #: What no client and no session notices.
-HARMLESS = frozenset(("signal", "bucket", "clock", "staging"))
+HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger"))
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,11 @@ def plan_of(seed: int) -> Plan:
         ("restart", 1),
         ("scale", 2),
         ("staging", 2),
+        ("disk", 3),
+        ("ledger", 2),
+        ("forget", 1),
     ):
-        if kind != "signal" and rng.random() < 0.55:
+        if kind != "signal" and rng.random() < (0.9 if kind == "forget" else 0.55):
             continue
         entries += [_entry(kind, rng) for _ in range(rng.randint(1, most))]
     entries = _beside_signals(entries, random.Random(f"{seed} beside"))
@@ -84,11 +87,11 @@ def plan_of(seed: int) -> Plan:
 
 
 def _beside_signals(entries: list[Entry], rng: random.Random) -> list[Entry]:
-    """Most trouble of the bucket comes just before a signal, as it is read then."""
+    """Most trouble of bucket, disk and ledger comes just before a signal, as they are used then."""
     signals = [entry.at for entry in entries if entry.kind == "signal"]
     return [
         replace(entry, at=max(0.0, rng.choice(signals) - 0.05))
-        if entry.kind == "bucket" and rng.random() < 0.7
+        if entry.kind in ("bucket", "disk", "ledger") and rng.random() < 0.7
         else entry
         for entry in entries
     ]
@@ -102,7 +105,9 @@ def _value(kind: str, rng: random.Random) -> Any:
     match kind:
         case "signal":
             policy = rng.choice(("all", "new_session", "none", None, {"max_age": rng.randint(0, 2)}))
-            return {"weights": rng.randint(0, 5), "policy": policy, "again": rng.random() < 0.15}
+            form = rng.choice(("full", "full", "hinted", "delta", "delta", "delta", "torn", "late"))
+            again = rng.random() < 0.15
+            return {"weights": rng.randint(0, 5), "policy": policy, "again": again, "form": form}
         case "kill replica" | "kill gateway" | "engine dies":
             return rng.random()
         case "stop":
@@ -122,6 +127,12 @@ def _value(kind: str, rng: random.Random) -> Any:
             return rng.randint(1, 3)
         case "staging":
             return {"fails": 0.7, "s": round(rng.uniform(0.5, 4.0), 2)}
+        case "disk":
+            full, short = rng.choice((0.0, 0.2, 1.0)), rng.choice((0.0, 0.5))
+            return {"full": full, "short": short, "s": round(rng.uniform(0.5, 6.0), 2)}
+        case "ledger":
+            fails, lost = rng.choice((0.0, 0.3, 1.0)), rng.choice((0.0, 0.0, 0.3))
+            return {"fails": fails, "lost": lost, "s": round(rng.uniform(0.5, 6.0), 2)}
     return None
 
 
@@ -137,20 +148,26 @@ class Outcome:
 
 
 class History:
-    """files: of each variant of the weights, name to bytes. left_out: numbers of the plan's entries."""
+    """left_out: numbers of the plan's entries."""
 
-    def __init__(
-        self, seed: int, model_dir: Path, files: list[dict[str, bytes]], left_out: Collection[int] = ()
-    ) -> None:
+    def __init__(self, seed: int, model_dir: Path, weights: Weights, left_out: Collection[int] = ()) -> None:
         self.seed = seed
         self.plan = plan_of(seed)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
-        self._files = files
         self.oracle = Oracle(synchronous=self.plan.settings["transition"] == "sync")
         self.log: list[str] = []
+        self.trainer = Trainer(
+            PORT,
+            self.world.bucket,
+            BUCKET,
+            weights,
+            self.oracle,
+            random.Random(f"{seed} trainer"),
+            self._say,
+            self._count,
+        )
         self._rng = random.Random(f"{seed} history")
-        self._signalled: list[str] = []
         #: What a client could notice has happened.
         self._disturbed = False
         self._clients: list[Rollout] = []
@@ -204,8 +221,8 @@ class History:
 
     def _pin(self) -> str | None:
         """Few requests are pinned, to a snapshot that was signalled lately."""
-        if self._signalled and self._rng.random() < 0.08:
-            return self._rng.choice(self._signalled[-2:])
+        if self.trainer.signalled and self._rng.random() < 0.08:
+            return self._rng.choice(self.trainer.signalled[-2:])
         return None
 
     async def _watch(self) -> None:
@@ -231,41 +248,10 @@ class History:
         self._count(f"event: {entry.kind}")
 
     async def _signal(self, value: dict[str, Any]) -> None:
-        if value["again"] and self._signalled:
-            name = self._signalled[-1]
-        else:
-            name = f"s{len(self.oracle.weights)}"
-            files = self._files[value["weights"]]
-            self.oracle.weights[name] = weights_of(files.items())
-            for file, data in files.items():
-                self.world.bucket.put(f"{BUCKET}/{name}/{file}", data, self.world.now)
-                await asyncio.sleep(self._rng.random() * 0.05)
-            self._signalled.append(name)
-        await self._ask_for(name, value["policy"])
+        await self.trainer.signal(value)
 
-    async def _ask_for(self, name: str, policy: Any) -> bool:
-        """Until it is acknowledged, or refused for good."""
-        body: dict[str, Any] = {"identity": name}
-        if policy is not None:
-            body["reset_prompt_cache"] = policy
-        for _ in range(20):
-            try:
-                answer = await exchange(PORT, "POST", HOT_LOAD, body)
-            except Broken as error:
-                self.oracle.unsure.add(name)
-                self._say(f"signal {name}: {error}")
-            else:
-                if answer.status == 200:
-                    said = answer.json()
-                    self._say(f"signal {name} acknowledged: generation {said['generation']}")
-                    policy, age_max = said["reset_prompt_cache"], said["max_cache_age"]
-                    self.oracle.signals.append(Signal(said["generation"], name, policy, age_max))
-                    return True
-                self._say(f"signal {name}: {answer.status} {answer.body[:200]!r}")
-                if answer.status < 500 and answer.status not in (408, 425, 429):
-                    return False
-            await asyncio.sleep(0.3)
-        return False
+    async def _forget(self, _: Any) -> None:
+        await self.trainer.forget()
 
     def _some(self, prefix: str, which: float) -> Process | None:
         there = [one for one in self.world.processes.alive() if one.name.startswith(prefix)]
@@ -315,6 +301,18 @@ class History:
         await asyncio.sleep(value["s"])
         trouble.fails, trouble.wrong, trouble.seconds = 0.0, 0.0, 0.02
 
+    async def _disk(self, value: dict[str, Any]) -> None:
+        trouble = self.world.disk.trouble
+        trouble.full, trouble.short = value["full"], value["short"]
+        await asyncio.sleep(value["s"])
+        trouble.full = trouble.short = 0.0
+
+    async def _ledger(self, value: dict[str, Any]) -> None:
+        trouble = self.world.disk.trouble
+        trouble.ledger_fails, trouble.answer_lost = value["fails"], value["lost"]
+        await asyncio.sleep(value["s"])
+        trouble.ledger_fails = trouble.answer_lost = 0.0
+
     async def _clock(self, value: float) -> None:
         self.world.wall_offset_s += value
 
@@ -358,6 +356,7 @@ class History:
         world, loop = self.world, self.world.loop
         trouble = world.bucket.trouble
         trouble.fails, trouble.wrong, trouble.seconds = 0.0, 0.0, 0.02
+        world.disk.trouble = DiskTrouble()
         world.network.weather.stalled = None
         self._fail_staging(0.0)
         for process in world.processes.alive():
@@ -376,13 +375,9 @@ class History:
     async def _end(self) -> None:
         # No signal may come behind the last one. No request may hang.
         await asyncio.gather(*self._entries, *self._clients_run)
-        name = f"s{len(self.oracle.weights)}"
-        files = self._files[5]
-        self.oracle.weights[name] = weights_of(files.items())
-        for file, data in files.items():
-            self.world.bucket.put(f"{BUCKET}/{name}/{file}", data, self.world.now)
         until = self.world.now + CALM_S
-        if not await self._ask_for(name, "all"):
+        name = await self.trainer.publish_full(5, "all")
+        if name is None:
             raise Wrong("no signal is taken in calm weather")
         newest = max(self.oracle.signals, key=lambda signal: signal.generation)
         if newest.snapshot != name:

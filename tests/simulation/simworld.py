@@ -23,6 +23,7 @@ from typing import Any
 
 import simclock
 from simbucket import Bucket
+from simdisk import Disk
 from simengine import SimEngine, weights_of
 from simloop import PROCESS, SimLoop
 from simnet import Network, SimSocket
@@ -41,6 +42,7 @@ from midstream.launch.local import LocalLauncher
 from midstream.launch.process import StartFailed
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.supervisor import Supervisor
+from midstream.ledger.database import Database
 from midstream.proxy.proxy import Proxy
 from midstream.replica.replica import Replica
 from midstream.replica.text.chat import TextModel
@@ -70,6 +72,7 @@ class World:
         self.processes = self.loop.processes = Processes(self.loop, programs, told)
         self.processes.on_death = self._died
         self.bucket = Bucket(random.Random(f"{seed} bucket"))
+        self.disk = Disk(random.Random(f"{seed} disk"), lambda: self.loop.now)
         self.model_dir = model_dir
         self.place = Path(tempfile.mkdtemp(prefix="midstream-sim-", dir=PLACE))
         self._engine_rng = random.Random(f"{seed} engine")
@@ -249,6 +252,9 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(listing_module, "open_bucket", world.bucket.open)
     put(channel_module, "return_memory", lambda: None)
     put(os, "killpg", world.processes.killpg)
+    put(os, "pwrite", world.disk.pwrite)
+    put(os, "fsync", world.disk.fsync)
+    put(Database, "_begin", lambda database, engine: world.disk.begin(database, engine))
     return saved
 
 
