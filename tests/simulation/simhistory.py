@@ -21,8 +21,11 @@ from simclient import Broken, Oracle, Rollout, Wrong, exchange
 from simdisk import Trouble as DiskTrouble
 from simloop import HistoryTooLong
 from simprocess import Process
+from simtinker import TinkerClient
 from simtrainer import HOT_LOAD, Trainer, Weights
 from simworld import BUCKET, PORT, World
+
+from midstream.core.config import TinkerSettings
 
 DEPLOYMENT = "accounts/local/deployments/default"
 #: When trouble ends, and how long the server then has to be well again, in seconds.
@@ -50,6 +53,7 @@ class Plan:
     settings: dict[str, Any]
     entries: tuple[Entry, ...]
     clients: int
+    samplers: int
 
 
 def plan_of(seed: int) -> Plan:
@@ -62,6 +66,9 @@ def plan_of(seed: int) -> Plan:
         "gateway": {"workers": rng.choice((1, 1, 2, 3))},
         "pin_drain_s": rng.choice((0.5, 5.0)),
     }
+    tinker = random.Random(f"{seed} tinker")
+    samplers = tinker.choice((0, 0, 1, 2))
+    settings["tinker"] = TinkerSettings(enabled=samplers > 0, base_model_clients="serving")
     entries: list[Entry] = []
     for kind, most in (
         ("signal", 9),
@@ -82,8 +89,10 @@ def plan_of(seed: int) -> Plan:
         if kind != "signal" and rng.random() < (0.9 if kind == "forget" else 0.55):
             continue
         entries += [_entry(kind, rng) for _ in range(rng.randint(1, most))]
+    if samplers and tinker.random() < 0.4:
+        entries += [_entry("kill tinker", tinker) for _ in range(tinker.randint(1, 2))]
     entries = _beside_signals(entries, random.Random(f"{seed} beside"))
-    return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5))
+    return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5), samplers)
 
 
 def _beside_signals(entries: list[Entry], rng: random.Random) -> list[Entry]:
@@ -108,7 +117,7 @@ def _value(kind: str, rng: random.Random) -> Any:
             form = rng.choice(("full", "full", "hinted", "delta", "delta", "delta", "torn", "late"))
             again = rng.random() < 0.15
             return {"weights": rng.randint(0, 5), "policy": policy, "again": again, "form": form}
-        case "kill replica" | "kill gateway" | "engine dies":
+        case "kill replica" | "kill gateway" | "kill tinker" | "engine dies":
             return rng.random()
         case "stop":
             return {"which": rng.random(), "s": round(rng.uniform(0.2, 8.0), 2)}
@@ -172,6 +181,8 @@ class History:
         self._disturbed = False
         self._clients: list[Rollout] = []
         self.oracle.undisturbed = lambda: not self._disturbed
+        self._restarts = 0
+        self._samplers: list[TinkerClient] = []
         self._clients_run: list[asyncio.Task[None]] = []
         self._entries: list[asyncio.Task[None]] = []
 
@@ -208,6 +219,12 @@ class History:
             client.undisturbed = lambda: not self._disturbed
             self._clients.append(client)
             self._clients_run.append(world.outside(name, client.run()))
+        for number in range(self.plan.samplers):
+            name = f"sampler-{number}"
+            rng = random.Random(f"{self.seed} {name}")
+            sampler = TinkerClient(name, PORT, rng, self.oracle, self._count, self._fronts)
+            self._samplers.append(sampler)
+            self._clients_run.append(world.outside(name, sampler.run()))
         for number, entry in enumerate(self.plan.entries):
             if number not in self._left_out:
                 self._entries.append(world.outside(f"entry {number}", self._befall(begun, entry)))
@@ -218,6 +235,11 @@ class History:
 
     def _count(self, what: str) -> None:
         self.world.counts[what] += 1
+
+    def _fronts(self) -> int:
+        """How often a front was started, or told to end with its server."""
+        started = sum(process.name == "tinker" for process in self.world.processes.by_pid.values())
+        return started + self._restarts
 
     def _pin(self) -> str | None:
         """Few requests are pinned, to a snapshot that was signalled lately."""
@@ -259,6 +281,9 @@ class History:
 
     async def _kill_replica(self, which: float) -> None:
         self._kill(self._some("replica", which))
+
+    async def _kill_tinker(self, which: float) -> None:
+        self._kill(self._some("tinker", which))
 
     async def _kill_gateway(self, which: float) -> None:
         self._kill(self._some("gateway", which))
@@ -345,6 +370,7 @@ class History:
         world = self.world
         if world.server is None or not world.server.alive:
             return
+        self._restarts += 1
         world.processes.end(world.server, -9)
         await asyncio.sleep(0.5)
         world.serve(world.settings(**self.plan.settings))
@@ -362,7 +388,7 @@ class History:
         for process in world.processes.alive():
             if process.stopped:
                 world.processes.signal(process, signal.SIGCONT)
-        for client in self._clients:
+        for client in (*self._clients, *self._samplers):
             client.over = True
         self._say("calm")
         self._count("calm")

@@ -33,6 +33,7 @@ import midstream.launch.channel as channel_module
 import midstream.launch.gateway as gateway_module
 import midstream.launch.replica as replica_module
 import midstream.launch.supervisor as supervisor_module
+import midstream.launch.tinker as tinker_module
 import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.listing as listing_module
 from midstream.core.config import EngineSettings, GatewaySettings, Settings, TinkerSettings
@@ -40,7 +41,7 @@ from midstream.core.errors import ConfigError, SnapshotError
 from midstream.engine.base import EngineDied
 from midstream.launch.local import LocalLauncher
 from midstream.launch.process import StartFailed
-from midstream.launch.specs import GatewaySpec, ReplicaSpec
+from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.supervisor import Supervisor
 from midstream.ledger.database import Database
 from midstream.proxy.proxy import Proxy
@@ -67,6 +68,7 @@ class World:
         programs = {
             "midstream.launch.gateway": (GatewaySpec, gateway_module.serve),
             "midstream.launch.replica": (ReplicaSpec, self._serve_replica),
+            "midstream.launch.tinker": (TinkerSpec, tinker_module.serve),
         }
         told = (ConfigError, SnapshotError, OSError, EngineDied)
         self.processes = self.loop.processes = Processes(self.loop, programs, told)
@@ -206,7 +208,7 @@ class World:
             bucket=BUCKET,
             state_dir=str(self.place),
             port=PORT,
-            tinker=TinkerSettings(enabled=False),
+            tinker=given.pop("tinker", TinkerSettings(enabled=False)),
             embedded=EngineSettings(threads=1),
             gateway=GatewaySettings(**gateway),
             replica_token="token",
@@ -247,6 +249,7 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(supervisor_module, "reserved", lambda host, port: [SimSocket((host, port))])
     put(replica_module, "socket", SimpleNamespace(create_server=create_server))
     put(replica_module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+    put(tinker_module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
     put(replica_module, "make_engine", world.engine)
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
