@@ -44,7 +44,10 @@ async def exchange(
             reader, writer = await _sent(port, method, path, body, headers)
             try:
                 status, found = await _head(reader)
-                return Answer(status, found, b"".join([piece async for piece in _body(reader, found)]))
+                answer = Answer(status, found, b"".join([piece async for piece in _body(reader, found)]))
+                if status == 500:
+                    raise Wrong(f"{method} {path} is answered {answer}: {body}")
+                return answer
             finally:
                 writer.close()
     except TimeoutError as error:
@@ -169,13 +172,19 @@ class Oracle:
         self._synchronous = synchronous
         #: Whether no process has met with anything: then a replica's name stands for one boot.
         self.undisturbed: Callable[[], bool] = lambda: False
+        #: Whether the ledger may have been deleted: the base weights may then come behind any snapshot.
+        self.forgotten = False
         #: When an answer first showed that a replica serves a snapshot.
         self._served_at: dict[tuple[str, str], float] = {}
+
+    def forget(self) -> None:
+        """The ledger is about to be deleted."""
+        self.forgotten = True
 
     def generations(self, snapshot: str) -> tuple[int, int] | None:
         """The first and the last of a snapshot; None where they are not known."""
         if snapshot == "base":
-            return 0, 0
+            return None if self.forgotten else (0, 0)
         found = [signal.generation for signal in self.signals if signal.snapshot == snapshot]
         return (min(found), max(found)) if found and snapshot not in self.unsure else None
 
@@ -321,6 +330,16 @@ class Rollout:
                 )
             ids = [*ids, *turn.tokens, *(self._rng.randint(1, 249) for _ in range(self._rng.randint(0, 6)))]
             await asyncio.sleep(self._rng.random() * 0.3)
+        if self._rng.random() < 0.2:
+            await self._close(session)
+
+    async def _close(self, session: str) -> None:
+        try:
+            answer = await exchange(self._port, "DELETE", f"/v1/sessions/{session}")
+        except Broken as error:
+            self._count(f"close: {str(error)[:60]}")
+        else:
+            self._count(f"close: {answer.status}")
 
     async def _turn(self, session: str, ids: list[int]) -> Turn | None:
         most = self._rng.randint(1, 24)
@@ -353,7 +372,8 @@ class Rollout:
             self._count(f"turn: error {turn.error.get('code')}")
             return None
         self._oracle.check(turn, most, routes=body["include_routing_matrix"])
-        if turn.replica in left_base and "base" in turn.labels and not turn.resumed:
+        base = "base" in turn.labels and not self._oracle.forgotten
+        if base and turn.replica in left_base and not turn.resumed:
             raise Wrong(f"the base weights serve again: {turn}")
         if pin is not None and set(turn.labels) != {pin} and not turn.resumed:
             raise Wrong(f"pinned to {pin}: {turn.labels}")

@@ -17,20 +17,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from simclient import Broken, Oracle, Rollout, Signal, Wrong, exchange
-from simengine import weights_of
+from simclient import Broken, Oracle, Rollout, Wrong, exchange
+from simdisk import Trouble as DiskTrouble
 from simloop import HistoryTooLong
 from simprocess import Process
+from simtinker import TinkerClient
+from simtrainer import HOT_LOAD, Trainer, Weights
 from simworld import BUCKET, PORT, World
 
-HOT_LOAD = "/hot_load/v1/models/hot_load"
+from midstream.core.config import TinkerSettings
+
 DEPLOYMENT = "accounts/local/deployments/default"
 #: When trouble ends, and how long the server then has to be well again, in seconds.
 STORM_S = 20.0
 CALM_S = 60.0
 READY_S = 60.0
 #: What no client and no session notices.
-HARMLESS = frozenset(("signal", "bucket", "clock", "staging"))
+HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger"))
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Plan:
     settings: dict[str, Any]
     entries: tuple[Entry, ...]
     clients: int
+    samplers: int
 
 
 def plan_of(seed: int) -> Plan:
@@ -62,6 +66,9 @@ def plan_of(seed: int) -> Plan:
         "gateway": {"workers": rng.choice((1, 1, 2, 3))},
         "pin_drain_s": rng.choice((0.5, 5.0)),
     }
+    tinker = random.Random(f"{seed} tinker")
+    samplers = tinker.choice((0, 0, 1, 2))
+    settings["tinker"] = TinkerSettings(enabled=samplers > 0, base_model_clients="serving")
     entries: list[Entry] = []
     for kind, most in (
         ("signal", 9),
@@ -75,20 +82,25 @@ def plan_of(seed: int) -> Plan:
         ("restart", 1),
         ("scale", 2),
         ("staging", 2),
+        ("disk", 3),
+        ("ledger", 2),
+        ("forget", 1),
     ):
-        if kind != "signal" and rng.random() < 0.55:
+        if kind != "signal" and rng.random() < (0.9 if kind == "forget" else 0.55):
             continue
         entries += [_entry(kind, rng) for _ in range(rng.randint(1, most))]
+    if samplers and tinker.random() < 0.4:
+        entries += [_entry("kill tinker", tinker) for _ in range(tinker.randint(1, 2))]
     entries = _beside_signals(entries, random.Random(f"{seed} beside"))
-    return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5))
+    return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5), samplers)
 
 
 def _beside_signals(entries: list[Entry], rng: random.Random) -> list[Entry]:
-    """Most trouble of the bucket comes just before a signal, as it is read then."""
+    """Most trouble of bucket, disk and ledger comes just before a signal, as they are used then."""
     signals = [entry.at for entry in entries if entry.kind == "signal"]
     return [
         replace(entry, at=max(0.0, rng.choice(signals) - 0.05))
-        if entry.kind == "bucket" and rng.random() < 0.7
+        if entry.kind in ("bucket", "disk", "ledger") and rng.random() < 0.7
         else entry
         for entry in entries
     ]
@@ -102,8 +114,10 @@ def _value(kind: str, rng: random.Random) -> Any:
     match kind:
         case "signal":
             policy = rng.choice(("all", "new_session", "none", None, {"max_age": rng.randint(0, 2)}))
-            return {"weights": rng.randint(0, 5), "policy": policy, "again": rng.random() < 0.15}
-        case "kill replica" | "kill gateway" | "engine dies":
+            form = rng.choice(("full", "full", "hinted", "delta", "delta", "delta", "torn", "late"))
+            again = rng.random() < 0.15
+            return {"weights": rng.randint(0, 5), "policy": policy, "again": again, "form": form}
+        case "kill replica" | "kill gateway" | "kill tinker" | "engine dies":
             return rng.random()
         case "stop":
             return {"which": rng.random(), "s": round(rng.uniform(0.2, 8.0), 2)}
@@ -122,6 +136,12 @@ def _value(kind: str, rng: random.Random) -> Any:
             return rng.randint(1, 3)
         case "staging":
             return {"fails": 0.7, "s": round(rng.uniform(0.5, 4.0), 2)}
+        case "disk":
+            full, short = rng.choice((0.0, 0.2, 1.0)), rng.choice((0.0, 0.5))
+            return {"full": full, "short": short, "s": round(rng.uniform(0.5, 6.0), 2)}
+        case "ledger":
+            fails, lost = rng.choice((0.0, 0.3, 1.0)), rng.choice((0.0, 0.0, 0.3))
+            return {"fails": fails, "lost": lost, "s": round(rng.uniform(0.5, 6.0), 2)}
     return None
 
 
@@ -137,24 +157,32 @@ class Outcome:
 
 
 class History:
-    """files: of each variant of the weights, name to bytes. left_out: numbers of the plan's entries."""
+    """left_out: numbers of the plan's entries."""
 
-    def __init__(
-        self, seed: int, model_dir: Path, files: list[dict[str, bytes]], left_out: Collection[int] = ()
-    ) -> None:
+    def __init__(self, seed: int, model_dir: Path, weights: Weights, left_out: Collection[int] = ()) -> None:
         self.seed = seed
         self.plan = plan_of(seed)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
-        self._files = files
         self.oracle = Oracle(synchronous=self.plan.settings["transition"] == "sync")
         self.log: list[str] = []
+        self.trainer = Trainer(
+            PORT,
+            self.world.bucket,
+            BUCKET,
+            weights,
+            self.oracle,
+            random.Random(f"{seed} trainer"),
+            self._say,
+            self._count,
+        )
         self._rng = random.Random(f"{seed} history")
-        self._signalled: list[str] = []
         #: What a client could notice has happened.
         self._disturbed = False
         self._clients: list[Rollout] = []
         self.oracle.undisturbed = lambda: not self._disturbed
+        self._restarts = 0
+        self._samplers: list[TinkerClient] = []
         self._clients_run: list[asyncio.Task[None]] = []
         self._entries: list[asyncio.Task[None]] = []
 
@@ -191,6 +219,12 @@ class History:
             client.undisturbed = lambda: not self._disturbed
             self._clients.append(client)
             self._clients_run.append(world.outside(name, client.run()))
+        for number in range(self.plan.samplers):
+            name = f"sampler-{number}"
+            rng = random.Random(f"{self.seed} {name}")
+            sampler = TinkerClient(name, PORT, rng, self.oracle, self._count, self._fronts)
+            self._samplers.append(sampler)
+            self._clients_run.append(world.outside(name, sampler.run()))
         for number, entry in enumerate(self.plan.entries):
             if number not in self._left_out:
                 self._entries.append(world.outside(f"entry {number}", self._befall(begun, entry)))
@@ -202,10 +236,15 @@ class History:
     def _count(self, what: str) -> None:
         self.world.counts[what] += 1
 
+    def _fronts(self) -> int:
+        """How often a front was started, or told to end with its server."""
+        started = sum(process.name == "tinker" for process in self.world.processes.by_pid.values())
+        return started + self._restarts
+
     def _pin(self) -> str | None:
         """Few requests are pinned, to a snapshot that was signalled lately."""
-        if self._signalled and self._rng.random() < 0.08:
-            return self._rng.choice(self._signalled[-2:])
+        if self.trainer.signalled and self._rng.random() < 0.08:
+            return self._rng.choice(self.trainer.signalled[-2:])
         return None
 
     async def _watch(self) -> None:
@@ -231,41 +270,10 @@ class History:
         self._count(f"event: {entry.kind}")
 
     async def _signal(self, value: dict[str, Any]) -> None:
-        if value["again"] and self._signalled:
-            name = self._signalled[-1]
-        else:
-            name = f"s{len(self.oracle.weights)}"
-            files = self._files[value["weights"]]
-            self.oracle.weights[name] = weights_of(files.items())
-            for file, data in files.items():
-                self.world.bucket.put(f"{BUCKET}/{name}/{file}", data, self.world.now)
-                await asyncio.sleep(self._rng.random() * 0.05)
-            self._signalled.append(name)
-        await self._ask_for(name, value["policy"])
+        await self.trainer.signal(value)
 
-    async def _ask_for(self, name: str, policy: Any) -> bool:
-        """Until it is acknowledged, or refused for good."""
-        body: dict[str, Any] = {"identity": name}
-        if policy is not None:
-            body["reset_prompt_cache"] = policy
-        for _ in range(20):
-            try:
-                answer = await exchange(PORT, "POST", HOT_LOAD, body)
-            except Broken as error:
-                self.oracle.unsure.add(name)
-                self._say(f"signal {name}: {error}")
-            else:
-                if answer.status == 200:
-                    said = answer.json()
-                    self._say(f"signal {name} acknowledged: generation {said['generation']}")
-                    policy, age_max = said["reset_prompt_cache"], said["max_cache_age"]
-                    self.oracle.signals.append(Signal(said["generation"], name, policy, age_max))
-                    return True
-                self._say(f"signal {name}: {answer.status} {answer.body[:200]!r}")
-                if answer.status < 500 and answer.status not in (408, 425, 429):
-                    return False
-            await asyncio.sleep(0.3)
-        return False
+    async def _forget(self, _: Any) -> None:
+        await self.trainer.forget()
 
     def _some(self, prefix: str, which: float) -> Process | None:
         there = [one for one in self.world.processes.alive() if one.name.startswith(prefix)]
@@ -273,6 +281,9 @@ class History:
 
     async def _kill_replica(self, which: float) -> None:
         self._kill(self._some("replica", which))
+
+    async def _kill_tinker(self, which: float) -> None:
+        self._kill(self._some("tinker", which))
 
     async def _kill_gateway(self, which: float) -> None:
         self._kill(self._some("gateway", which))
@@ -315,6 +326,18 @@ class History:
         await asyncio.sleep(value["s"])
         trouble.fails, trouble.wrong, trouble.seconds = 0.0, 0.0, 0.02
 
+    async def _disk(self, value: dict[str, Any]) -> None:
+        trouble = self.world.disk.trouble
+        trouble.full, trouble.short = value["full"], value["short"]
+        await asyncio.sleep(value["s"])
+        trouble.full = trouble.short = 0.0
+
+    async def _ledger(self, value: dict[str, Any]) -> None:
+        trouble = self.world.disk.trouble
+        trouble.ledger_fails, trouble.answer_lost = value["fails"], value["lost"]
+        await asyncio.sleep(value["s"])
+        trouble.ledger_fails = trouble.answer_lost = 0.0
+
     async def _clock(self, value: float) -> None:
         self.world.wall_offset_s += value
 
@@ -347,6 +370,7 @@ class History:
         world = self.world
         if world.server is None or not world.server.alive:
             return
+        self._restarts += 1
         world.processes.end(world.server, -9)
         await asyncio.sleep(0.5)
         world.serve(world.settings(**self.plan.settings))
@@ -358,12 +382,13 @@ class History:
         world, loop = self.world, self.world.loop
         trouble = world.bucket.trouble
         trouble.fails, trouble.wrong, trouble.seconds = 0.0, 0.0, 0.02
+        world.disk.trouble = DiskTrouble()
         world.network.weather.stalled = None
         self._fail_staging(0.0)
         for process in world.processes.alive():
             if process.stopped:
                 world.processes.signal(process, signal.SIGCONT)
-        for client in self._clients:
+        for client in (*self._clients, *self._samplers):
             client.over = True
         self._say("calm")
         self._count("calm")
@@ -376,13 +401,9 @@ class History:
     async def _end(self) -> None:
         # No signal may come behind the last one. No request may hang.
         await asyncio.gather(*self._entries, *self._clients_run)
-        name = f"s{len(self.oracle.weights)}"
-        files = self._files[5]
-        self.oracle.weights[name] = weights_of(files.items())
-        for file, data in files.items():
-            self.world.bucket.put(f"{BUCKET}/{name}/{file}", data, self.world.now)
         until = self.world.now + CALM_S
-        if not await self._ask_for(name, "all"):
+        name = await self.trainer.publish_full(5, "all")
+        if name is None:
             raise Wrong("no signal is taken in calm weather")
         newest = max(self.oracle.signals, key=lambda signal: signal.generation)
         if newest.snapshot != name:

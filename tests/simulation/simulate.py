@@ -25,11 +25,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simtrainer import Weights
 
 
-def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
-    """A small checkpoint, made by another process so that this one stays without PyTorch, and six that fit it."""
+def model_and_weights(place: Path) -> tuple[Path, Weights]:
+    """A small checkpoint, made by another process so that this one stays without PyTorch; six that fit it, and the deltas."""
     directory = place / "sim"
     made = (
         "from pathlib import Path; from midstream.models.tiny_moe import write_tiny_moe; "
@@ -37,7 +40,9 @@ def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
     )
     subprocess.run([sys.executable, "-c", made], check=True)
     from safetensors.numpy import load, save
+    from simtrainer import Weights
 
+    from midstream.snapshots.arc2.encode import encode_delta
     from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
 
     base = (directory / "model.safetensors").read_bytes()
@@ -55,8 +60,14 @@ def model_and_variants(place: Path) -> tuple[Path, list[dict[str, bytes]]]:
         for file, data in files.items():
             (child / file).write_bytes(data)
         manifest = encode_manifest(directory_content(child, files))
+        (child / MANIFEST_FILE).write_bytes(manifest)
         variants.append({**files, MANIFEST_FILE: manifest})
-    return directory, variants
+    deltas = {}
+    for parent, child_number in itertools.permutations(range(len(variants)), 2):
+        out = place / f"{parent}-{child_number}"
+        encode_delta(place / str(parent), place / str(child_number), out, threads=1)
+        deltas[parent, child_number] = {file.name: file.read_bytes() for file in out.iterdir()}
+    return directory, Weights(variants, deltas)
 
 
 #: Says to a program that it was started anew, with hashes and addresses that are the same in each run.
@@ -70,7 +81,7 @@ class Bed:
     """What every history of a run is made from. plant: the name of a planted fault."""
 
     directory: Path
-    variants: list[dict[str, bytes]]
+    weights: Weights
     plant: str | None = None
 
 
@@ -146,7 +157,7 @@ def _history(bed: Bed, seed: int, left_out: tuple[int, ...]) -> dict[str, Any]:
 
     if bed.plant is not None:
         PLANTED[bed.plant]()
-    return vars(History(seed, bed.directory, bed.variants, left_out).run())
+    return vars(History(seed, bed.directory, bed.weights, left_out).run())
 
 
 def smaller(bed: Bed, seed: int) -> list[int]:
@@ -232,7 +243,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], steady)
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
-        bed = Bed(*model_and_variants(Path(place)), arguments.plant)
+        bed = Bed(*model_and_weights(Path(place)), arguments.plant)
         # Before the forks.
         import planted  # noqa: F401
         import simhistory  # noqa: F401

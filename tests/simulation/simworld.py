@@ -23,6 +23,7 @@ from typing import Any
 
 import simclock
 from simbucket import Bucket
+from simdisk import Disk
 from simengine import SimEngine, weights_of
 from simloop import PROCESS, SimLoop
 from simnet import Network, SimSocket
@@ -32,6 +33,7 @@ import midstream.launch.channel as channel_module
 import midstream.launch.gateway as gateway_module
 import midstream.launch.replica as replica_module
 import midstream.launch.supervisor as supervisor_module
+import midstream.launch.tinker as tinker_module
 import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.listing as listing_module
 from midstream.core.config import EngineSettings, GatewaySettings, Settings, TinkerSettings
@@ -39,8 +41,9 @@ from midstream.core.errors import ConfigError, SnapshotError
 from midstream.engine.base import EngineDied
 from midstream.launch.local import LocalLauncher
 from midstream.launch.process import StartFailed
-from midstream.launch.specs import GatewaySpec, ReplicaSpec
+from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.supervisor import Supervisor
+from midstream.ledger.database import Database
 from midstream.proxy.proxy import Proxy
 from midstream.replica.replica import Replica
 from midstream.replica.text.chat import TextModel
@@ -65,11 +68,13 @@ class World:
         programs = {
             "midstream.launch.gateway": (GatewaySpec, gateway_module.serve),
             "midstream.launch.replica": (ReplicaSpec, self._serve_replica),
+            "midstream.launch.tinker": (TinkerSpec, tinker_module.serve),
         }
         told = (ConfigError, SnapshotError, OSError, EngineDied)
         self.processes = self.loop.processes = Processes(self.loop, programs, told)
         self.processes.on_death = self._died
         self.bucket = Bucket(random.Random(f"{seed} bucket"))
+        self.disk = Disk(random.Random(f"{seed} disk"), lambda: self.loop.now)
         self.model_dir = model_dir
         self.place = Path(tempfile.mkdtemp(prefix="midstream-sim-", dir=PLACE))
         self._engine_rng = random.Random(f"{seed} engine")
@@ -203,7 +208,7 @@ class World:
             bucket=BUCKET,
             state_dir=str(self.place),
             port=PORT,
-            tinker=TinkerSettings(enabled=False),
+            tinker=given.pop("tinker", TinkerSettings(enabled=False)),
             embedded=EngineSettings(threads=1),
             gateway=GatewaySettings(**gateway),
             replica_token="token",
@@ -244,11 +249,15 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(supervisor_module, "reserved", lambda host, port: [SimSocket((host, port))])
     put(replica_module, "socket", SimpleNamespace(create_server=create_server))
     put(replica_module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+    put(tinker_module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
     put(replica_module, "make_engine", world.engine)
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
     put(channel_module, "return_memory", lambda: None)
     put(os, "killpg", world.processes.killpg)
+    put(os, "pwrite", world.disk.pwrite)
+    put(os, "fsync", world.disk.fsync)
+    put(Database, "_begin", lambda database, engine: world.disk.begin(database, engine))
     return saved
 
 

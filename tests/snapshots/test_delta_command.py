@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from midstream.cli import main
+from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
 
 
 def checkpoint(directory: Path, seed: int, moved: bool) -> Path:
@@ -51,6 +52,17 @@ def test_encode_decode_verify(form: str, capsys: pytest.CaptureFixture[str]) -> 
     assert Path("out/config.json").read_text() == '{"seed": 2}'
     assert midstream(f"verify --parent parent --delta d --out child --format {form}") == 0
     assert "d fits parent; child is what it makes: " in capsys.readouterr().out
+
+
+def test_a_delta_of_published_snapshots_has_no_manifest_of_theirs() -> None:
+    """A signal for the delta was refused: its files are not what the child's manifest says."""
+    for name in ("parent", "child"):
+        files = ("config.json", "model.safetensors")
+        (Path(name) / MANIFEST_FILE).write_bytes(encode_manifest(directory_content(Path(name), files)))
+    assert midstream("encode --parent parent --child child --out d") == 0
+    assert midstream("decode --parent parent --delta d --out out") == 0
+    assert sorted(path.name for path in Path("d").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in Path("out").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_what_a_snapshot_does_wrong_is_one_line_and_1(capsys: pytest.CaptureFixture[str]) -> None:

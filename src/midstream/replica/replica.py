@@ -24,7 +24,7 @@ from midstream.core.types import (
     Session,
     Stage,
 )
-from midstream.engine.base import Engine
+from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import REQUESTS_MAX, Door, Gate
 from midstream.replica.pulse import Pulse
 from midstream.replica.service import REAL, Kept, Outside, Service
@@ -258,8 +258,10 @@ class Replica:
                 await self.start()
             except Exception as error:
                 # The cause may be gone at the next try.
-                log.exception("%s: the engine does not start; trying again in %.1f s", self.name, delay)
                 self._down = f"the engine cannot be started again: {error or repr(error)}"[:1000]
+                # Of an engine that died once more, a traceback would say nothing.
+                trace = not isinstance(error, EngineDied)
+                log.error("%s: %s; trying again in %.1f s", self.name, self._down, delay, exc_info=trace)
                 self._changed()
                 await self._outside.sleep(delay)
                 delay = min(delay * 2, RESTART_DELAY_MAX_S)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
+from midstream.snapshots.content import MANIFEST_FILE
 from midstream.snapshots.layout import INDEX_FILE, PICKLED, TensorSpec, read_checkpoint
 from midstream.snapshots.messages import shown
 
@@ -115,10 +116,13 @@ def disk_errors(name: str) -> Iterator[None]:
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Copy all files but weights and their index: configuration, tokenizer, templates. Replaces files in `target`."""
+    """Copy all files but weights, their index and a manifest: configuration, tokenizer, templates. Replaces files in `target`.
+
+    A manifest says what is in its own directory, so that it would be wrong in another one.
+    """
     for path in sorted(source.iterdir()):
         name = path.name
-        weights = name == INDEX_FILE or name.endswith((".safetensors", *PICKLED))
+        weights = name in (INDEX_FILE, MANIFEST_FILE) or name.endswith((".safetensors", *PICKLED))
         if not weights and not name.startswith(".") and path.is_file():
             shutil.copyfile(path, target / name)
 
