@@ -24,7 +24,9 @@ KEYS = {
     "publish": "key-to-publish",
     "observe": "key-to-observe",
 }
+REPLICA_TOKEN = "token-of-the-replicas"
 CONFIG = f"""\
+replica_token = "{REPLICA_TOKEN}"
 [gateway]
 workers = 2
 audit_log = "AUDIT_LOG"
@@ -122,6 +124,29 @@ def test_both_processes_refuse_the_same(server: Server) -> None:
     }
     assert f"refused: tenant rollouts, DELETE {ledger}: this API key lacks the scope 'operate'" in log
     assert not [key for key in KEYS.values() if key in log]
+
+
+def test_no_process_shows_a_key_or_the_replica_token_to_who_lists_processes(server: Server) -> None:
+    pids = [server.process.pid, *server.children()]
+    assert len(pids) >= 5, "supervisor, two gateways, replicas"
+    for pid in pids:
+        for shown in ("cmdline", "environ"):
+            said = Path(f"/proc/{pid}/{shown}").read_bytes()
+            assert not [secret for secret in (*KEYS.values(), REPLICA_TOKEN) if secret.encode() in said]
+
+
+def test_a_replicas_port_answers_nobody_on_this_machine_without_the_token(server: Server) -> None:
+    views = ask(server, "observe", "GET", f"/v1/{server.deployment}/replicas").json()["replicas"]
+    assert len(views) == 2
+    for view in views:
+        for key in ({}, {"authorization": f"Bearer {KEYS['all']}"}, {"x-midstream-token": "guessed"}):
+            for method, path in (
+                ("GET", "/health"),
+                ("POST", "/v1/completions"),
+                ("POST", "/replica/desired"),
+            ):
+                answer = httpx.request(method, view["url"] + path, headers=key, json={}, trust_env=False)
+                assert answer.status_code == 401, (method, path)
 
 
 def test_the_command_line_says_which_scope_its_key_lacks(
