@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -291,6 +292,26 @@ def test_it_can_be_turned_off_and_a_file_of_it_is_for_its_user_and_may_be_moved(
     kept = [json.loads((tmp_path / name).read_text())["deployment"] for name in ("audit.log.1", "audit.log")]
     assert kept == ["default", "other"]
     assert (tmp_path / "audit.log.1").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_line_that_cannot_be_written_fails_no_call_and_later_ones_are_written(
+    tmp_path: Path, lines: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log" / "audit.log"
+    file.parent.mkdir()
+
+    async def main() -> None:
+        async with world(keys=()) as here:
+            audit.write_to(str(file))
+            shutil.rmtree(file.parent)
+            for _ in range(2):
+                assert (await here.ask(None, "DELETE", f"{ONE}/ledger")).status == 200
+            file.parent.mkdir()
+            assert (await here.ask(None, "DELETE", f"{OTHER}/ledger")).status == 200
+
+    run(main)
+    assert json.loads(file.read_text())["deployment"] == "other"
+    assert "FileNotFoundError" in capfd.readouterr().err, "standard error says why"
 
 
 QUIET = """

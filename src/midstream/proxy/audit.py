@@ -89,10 +89,19 @@ def write_to(where: str) -> None:
     logger.propagate = where in ("log", "off")
     if logger.propagate:
         return
-    # It opens the file anew when it was moved away.
-    handler = WatchedFileHandler(private_file(Path(where)), encoding="ascii")
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
+    file = _File(private_file(Path(where)), encoding="ascii")
+    file.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(file)
+
+
+class _File(WatchedFileHandler):
+    """Opens the file anew when it was moved away. Standard error gets the reason why a line is missing: it fails no call."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
 
 
 class AuditLog:
