@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,20 @@ import openai
 import pytest
 from serving import Server, command, serve
 
+from midstream.proxy.auth import tenant_of
+
 KEYS = {
     "all": "key-of-all",
     "sample": "key-to-sample",
     "publish": "key-to-publish",
     "observe": "key-to-observe",
 }
+REPLICA_TOKEN = "token-of-the-replicas"
 CONFIG = f"""\
+replica_token = "{REPLICA_TOKEN}"
 [gateway]
 workers = 2
+audit_log = "AUDIT_LOG"
 api_keys = [
   "sha256:{hashlib.sha256(KEYS["all"].encode()).hexdigest()}",
   {{ key = "{KEYS["sample"]}", scopes = ["sample:default"], tenant = "rollouts" }},
@@ -38,7 +45,7 @@ CONNECTIONS = 12
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("keys")
     config = directory / "midstream.toml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG.replace("AUDIT_LOG", str(directory / "audit.log")))
     with serve(directory / "state", "--model", str(tiny_model()), "--config", str(config)) as running:
         yield running
 
@@ -104,8 +111,42 @@ def test_both_processes_refuse_the_same(server: Server) -> None:
         assert "midstream_gateway_requests" in ask(server, "observe", "GET", "/metrics").text
     assert ask(server, "all", "GET", ledger).json() == before
     log = server.log.read_text()
+    audited = Counter(
+        (line["key"], line["tenant"], line["method"], line["path"], line["deployment"], line["status"])
+        for line in map(json.loads, (server.state_dir.parent / "audit.log").read_text().splitlines())
+    )
+    fingerprints = {name: hashlib.sha256(key.encode()).hexdigest()[:12] for name, key in KEYS.items()}
+    tenants = {name: tenant_of(key) for name, key in KEYS.items()} | {"sample": "rollouts"}
+    deleted = {"sample": ledger, "publish": ledger, "observe": f"/v1/{server.deployment}"}
+    assert audited == {
+        (fingerprints[key], tenants[key], "DELETE", path, "default", 403): CONNECTIONS
+        for key, path in deleted.items()
+    }
     assert f"refused: tenant rollouts, DELETE {ledger}: this API key lacks the scope 'operate'" in log
     assert not [key for key in KEYS.values() if key in log]
+
+
+def test_no_process_shows_a_key_or_the_replica_token_to_who_lists_processes(server: Server) -> None:
+    pids = [server.process.pid, *server.children()]
+    assert len(pids) >= 5, "supervisor, two gateways, replicas"
+    for pid in pids:
+        for shown in ("cmdline", "environ"):
+            said = Path(f"/proc/{pid}/{shown}").read_bytes()
+            assert not [secret for secret in (*KEYS.values(), REPLICA_TOKEN) if secret.encode() in said]
+
+
+def test_a_replicas_port_answers_nobody_on_this_machine_without_the_token(server: Server) -> None:
+    views = ask(server, "observe", "GET", f"/v1/{server.deployment}/replicas").json()["replicas"]
+    assert len(views) == 2
+    for view in views:
+        for key in ({}, {"authorization": f"Bearer {KEYS['all']}"}, {"x-midstream-token": "guessed"}):
+            for method, path in (
+                ("GET", "/health"),
+                ("POST", "/v1/completions"),
+                ("POST", "/replica/desired"),
+            ):
+                answer = httpx.request(method, view["url"] + path, headers=key, json={}, trust_env=False)
+                assert answer.status_code == 401, (method, path)
 
 
 def test_the_command_line_says_which_scope_its_key_lacks(

@@ -3,9 +3,11 @@
 import asyncio
 import os
 import socket
+import stat
+from pathlib import Path
 
 import pytest
-from gateway_harness import Peer, get, post, run, staged
+from gateway_harness import Peer, get, post, respond_ok, run, staged
 
 from midstream.proxy.handover import Offer, take_over
 
@@ -35,6 +37,23 @@ def test_a_connection_that_waits_in_the_queue_is_the_successors() -> None:
         assert address == waiting.getsockname()
         for sock in (accepted, theirs, waiting):
             sock.close()
+
+    run(main)
+
+
+def test_the_sockets_are_for_this_user_only() -> None:
+    async def main() -> None:
+        before = os.umask(0)
+        try:
+            offer = Offer(list)
+            directory = Path(offer.path).parent
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        finally:
+            os.umask(before)
+        offer.close()
+        assert not directory.exists()
+        async with staged(respond_ok) as stage:
+            assert stat.S_IMODE(Path(stage.gateway.control_path).parent.stat().st_mode) == 0o700
 
     run(main)
 

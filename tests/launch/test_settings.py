@@ -56,6 +56,10 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("[gateway]\nmin_body_rate = -1", "gateway.min_body_rate must be at least 0"),
         ("[gateway]\nmax_requests_per_tenant = -1", "gateway.max_requests_per_tenant must be at least 0"),
         ("[gateway]\nrestart_drain_s = 0", "gateway.restart_drain_s must be above 0"),
+        (
+            '[gateway]\naudit_log = "audit.log"',
+            "gateway.audit_log must be log, off or the absolute path of a file",
+        ),
         ("[gateway]\nworkers = 0", "gateway.workers must be 1 to 64, got 0"),
         ("pin_drain_s = -1", "pin_drain_s must be 0 to 86400"),
         ('account = "a/b"', "account 'a/b'"),

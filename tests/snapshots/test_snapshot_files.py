@@ -88,6 +88,8 @@ def temporaries(directory: Path) -> list[str]:
         ("a\\b", "a backslash"),
         ("a\0b", "control characters"),
         ("a\nb", "control characters"),
+        ("a\x85b", "control characters"),
+        ("a\u2028b", "control characters"),
         ("step@2", "'@'"),
         ("\ud800", "valid Unicode"),
         ("x" * 513, "at most 512 characters, got 513"),

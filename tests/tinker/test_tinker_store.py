@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
+from midstream.core.clock import steady, steady_clock
 from midstream.core.errors import ConfigError
 from midstream.tinker import store as module
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.store import EXPIRE_EVERY_S, IDLE_S, SILENT_S, CheckpointRow, Store
+from midstream.tinker.training import Training
 from midstream.trainer.types import LoraConfig
 
 
@@ -182,6 +186,24 @@ def test_beyond_the_limit_silent_sessions_make_room_and_live_ones_do_not(
     third = store.create_session("t")
     assert {session.id for session in store.sessions("t")} == {first.id, third.id}
     assert store.session("t", second.id) is None
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0, 2 * IDLE_S])
+def test_a_system_clock_that_is_set_ends_no_session(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    monkeypatch.setattr(module, "MAX_SESSIONS", 2)
+    store = Store(":memory:", steady_clock())
+    live = [store.create_session("t") for _ in range(2)]
+    set_clock = time.time() + jump_s
+    monkeypatch.setattr(time, "time", lambda: set_clock)
+    store.expire()
+    with pytest.raises(TinkerError, match="2 sessions in use"):
+        store.create_session("t")
+    assert all(store.session("t", session.id) for session in live)
+
+
+@pytest.mark.parametrize("user", [Store, Training])
+def test_who_compares_ages_does_so_by_one_steady_clock(user: type) -> None:
+    assert inspect.signature(user).parameters["clock"].default is steady
 
 
 def test_old_sampling_sessions_make_room_for_new_ones(

@@ -22,6 +22,7 @@ from midstream.api import resource
 from midstream.api.status import loading_state
 from midstream.core.errors import ConfigError, InvalidRequest, NotFound
 from midstream.core.scopes import OBSERVE, OPERATE, PUBLISH, forbidden
+from midstream.core.types import HEADER_MADE
 from midstream.fleet.access import grant_of
 from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments
@@ -110,7 +111,7 @@ class _Api:
             fields=row.fields,
         )
         await self._changed()
-        return JSONResponse(await self._shown(row))
+        return JSONResponse(await self._shown(row), headers={HEADER_MADE: row.name})
 
     async def get(self, request: Request) -> Response:
         return JSONResponse(await self._shown(await self._row(request)))

@@ -147,6 +147,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     restart_drain_s: Positive = 600.0
     # A key written as text may do everything; one written as a table, what its scopes say. Empty: everybody may do everything.
     api_keys: tuple[str | KeySettings, ...] = ()
+    # A line for each control call: "log" (the server's log, whatever log_level is), "off", or the absolute path of a file.
+    audit_log: Annotated[
+        str, Meta(pattern=r"^(log|off|/.+)\Z", description="must be log, off or the absolute path of a file")
+    ] = "log"
     # Incremental snapshots that may stand on one full snapshot.
     chain_max: Count = 64
     # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).

@@ -33,6 +33,9 @@ HEADER_BOOT = "x-midstream-boot"
 # Stamp of a session that begins, or begins again, on this replica.
 HEADER_PLACED = "x-midstream-placed"
 
+# The control app answers it to the data path: the name of what it made, for the audit log.
+HEADER_MADE = "x-midstream-made"
+
 # Clients send it: a signal's files replace what the identity meant.
 HEADER_OVERWRITE = "x-midstream-overwrite"
 # Clients send it: a new session begins where its prompt is known.

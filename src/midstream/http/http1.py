@@ -19,7 +19,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import httptools
 
@@ -65,8 +65,13 @@ class Service(Protocol):
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         """Raise MidstreamError to refuse a request; its connection stays open."""
 
-    def refused(self, error: MidstreamError) -> None:
-        """A request was answered with `error` without becoming an exchange."""
+    def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
+        """A request was answered with `error` without becoming an exchange. request: without its body; None: it has no head."""
+
+
+class Refusal(NamedTuple):
+    error: MidstreamError
+    request: Request | None
 
 
 class ClientConnection(RequestReader, asyncio.Protocol):
@@ -77,7 +82,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._service = service
         self._share = Share(service.budget, self)
         self._now = loop.time
-        self._queue: deque[Request | MidstreamError] = deque()
+        self._queue: deque[Request | Refusal] = deque()
         self._queued_bytes = 0
         self._exchange: Exchange | None = None
         self._keep_alive = True
@@ -94,6 +99,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._stays_s: float | None = None
         self.writable = True
         self.deadline = _NEVER
+        # The host that it comes from.
+        self.peer = "-"
 
     def __repr__(self) -> str:
         return f"ClientConnection({'busy' if self._exchange else 'idle'}, {len(self._queue)} queued)"
@@ -107,6 +114,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # It cannot be asked for when the client has left.
+            self.peer = str((transport.get_extra_info("peername") or ("-",))[0])
         self.deadline = self._now() + self._limits.head_timeout_s
         self._service.connected(self)
 
@@ -295,7 +304,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._pumping = True
         while self._exchange is None and self._queue and not self._transport.is_closing():
             item = self._queue.popleft()
-            if isinstance(item, MidstreamError):
+            if isinstance(item, Refusal):
                 self._answer_refusal(item)
                 break
             self._queued_bytes -= len(item.body)
@@ -314,7 +323,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         try:
             self._exchange = self._service.exchange(request, self)
         except MidstreamError as error:
-            self._service.refused(error)
+            self._service.refused(error, request, self)
             self._transport.write(error_response(error, close=self.closes_after_response))
             if self.closes_after_response:
                 self._close()
@@ -380,16 +389,17 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def _refuse(self, error: MidstreamError) -> None:
         """Answer with `error` when its turn comes; the bytes after it mean nothing."""
         self._deaf = True
+        refusal = Refusal(error, self.unfinished)
         self._in_message = self._owes_continue = False
         self._start_message()
         self._unfinished_bytes = 0
         self._count_held()
-        self._queue.append(error)
+        self._queue.append(refusal)
 
-    def _answer_refusal(self, error: MidstreamError) -> None:
+    def _answer_refusal(self, refusal: Refusal) -> None:
         """Answer, then drop what the client still sends for a while: closing at once could destroy the answer."""
-        self._service.refused(error)
-        self._transport.write(error_response(error, close=True))
+        self._service.refused(*refusal, self)
+        self._transport.write(error_response(refusal.error, close=True))
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self.deadline = self._now() + LINGER_S

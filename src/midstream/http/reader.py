@@ -131,9 +131,9 @@ class RequestReader(ABC):
 
     def on_headers_complete(self) -> None:
         self._head_done = True
+        self._first = dict(reversed(self._headers))
         if self._head_fed + self._read_bytes > self._limits.max_header_bytes:
             self._check_head_size()
-        self._first = dict(reversed(self._headers))
         version = self._parser.get_http_version()
         self._http10 = version == "1.0"
         if not self._http10 and version != "1.1":
@@ -186,6 +186,15 @@ class RequestReader(ABC):
         # An idle connection holds no body.
         self._body = b""
         self._take_request(request)
+
+    @property
+    def unfinished(self) -> Request | None:
+        """The request that is being read, without its body; None before its head is complete."""
+        if not self._in_message or not self._head_done:
+            return None
+        return Request(
+            self._parser.get_method(), self._target, self._headers, self._first, b"", self._http10, False
+        )
 
     # -- limits
 

@@ -35,6 +35,7 @@ from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_c
 from midstream.launch.specs import Accepting, GatewaySpec, Listening
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.records import DeploymentChange
+from midstream.proxy import audit
 from midstream.proxy.handover import Offer, take_over
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
@@ -56,6 +57,7 @@ _SAID = "_settings"
 async def serve(spec: GatewaySpec, channel: Channel) -> None:
     return_memory()
     os.umask(UMASK)
+    audit.write_to(spec.settings.audit_log)
     ledger = Ledger(spec.ledger)
     row = await first_answer(ledger, spec)
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)

@@ -19,9 +19,15 @@ from midstream.core.scopes import EVERYTHING, NOTHING, Grant, parse_grant
 CREDENTIALS = (b"authorization", b"x-api-key")
 
 
+FINGERPRINT_CHARS = 12
+
+
 class Caller(NamedTuple):
+    """fingerprint: the first hexadecimal digits of the key's SHA-256, which stand for the key in the audit log."""
+
     tenant: str
     grant: Grant
+    fingerprint: str = "-"
 
 
 # Every caller, where keys are not in use.
@@ -36,9 +42,11 @@ class Authenticator:
         self._callers: dict[bytes, Caller] = {}
         for entry in api_keys:
             if isinstance(entry, KeySettings):
-                self._callers[key_digest(entry.key)] = Caller(entry.tenant or "", parse_grant(entry.scopes))
+                key, tenant, grant = entry.key, entry.tenant or "", parse_grant(entry.scopes)
             else:
-                self._callers[key_digest(entry)] = Caller("", EVERYTHING)
+                key, tenant, grant = entry, "", EVERYTHING
+            digest = key_digest(key)
+            self._callers[digest] = Caller(tenant, grant, digest.hex()[:FINGERPRINT_CHARS])
 
     def __repr__(self) -> str:
         return f"Authenticator({len(self._callers)} keys)"
@@ -62,7 +70,7 @@ class Authenticator:
             found = self._callers.get(digest) if presented else None
             if found is not None:
                 if not found.tenant:
-                    found = self._callers[digest] = Caller(_tenant(presented), found.grant)
+                    found = self._callers[digest] = found._replace(tenant=_tenant(presented))
                 return found
         raise Unauthorized("a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'")
 

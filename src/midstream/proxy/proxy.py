@@ -34,6 +34,7 @@ from midstream.fleet.sessions import body_model
 from midstream.fleet.view import ReplicaView
 from midstream.http.message import HOP_BY_HOP, Request
 from midstream.http.upstream import UpstreamPool
+from midstream.proxy.audit import AuditLog
 from midstream.proxy.auth import CREDENTIALS, NOBODY, Authenticator, Caller
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.poison import Suspects
@@ -84,6 +85,7 @@ class Proxy:
         self.suspects = Suspects()
         self.dropped_headers = _NOT_FORWARDED
         self.auth = Authenticator(settings.api_keys)
+        self.audit = AuditLog(self.auth, deployments)
         # A credential goes no further than the check.
         if self.auth.required:
             self.dropped_headers |= frozenset(CREDENTIALS)

@@ -93,6 +93,7 @@ class ReplicaRoute(Route):
     _prompt: Prompt | None = None
     #: The replicas that were lost with it, if any were.
     losses: Losses | None = None
+    audited = False
     #: The replica's answer: its engine was lost with the request.
     _died = False
     #: The replica's answer: the boot that the request was placed on is gone.

@@ -14,11 +14,12 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from midstream.core import sse
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
+from midstream.core.types import HEADER_MADE
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request, error_response
 from midstream.http.upstream import UpstreamConnection
@@ -31,6 +32,7 @@ from midstream.proxy.route import Judgement, Loss, Route, Until
 if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Proxy
 
+_MADE = HEADER_MADE.encode()
 # Counted, never sent.
 CLIENT_LEFT = 499
 # Of a response that is held back until it is known to be whole.
@@ -234,7 +236,7 @@ class ProxiedRequest:
             self._held = held._replace(body=held.body[:HELD_BYTES_MAX])
 
     def _pass_head(self, head: ResponseHead) -> None:
-        self._count(head.status)
+        self._count(head.status, head.headers)
         self._observe(self._proxy.metrics.first_byte_s)
         for name, value in head.headers:
             if name == b"transfer-encoding":
@@ -319,8 +321,11 @@ class ProxiedRequest:
             connection.abandon()
         self.route.leave()
 
-    def _count(self, status: int) -> None:
+    def _count(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         self._proxy.metrics.requests[self.route.path_class, status] += 1
+        if self.route.audited:
+            made = next((value.decode("latin-1") for name, value in headers if name == _MADE), None)
+            self._proxy.audit.answered(self._request, self._client.peer, status, made)
 
     def _observe(self, histograms: Mapping[str, Histogram]) -> None:
         histograms[self.route.path_class].observe(self._proxy.clock() - self._started_s)

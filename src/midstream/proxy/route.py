@@ -68,6 +68,8 @@ class Route:
     """A request to the control app."""
 
     path_class = "control"
+    #: Whether its answer has a line in the audit log.
+    audited = True
     #: Whether the upstream's own x-midstream- headers are for the client.
     shows_labels = False
     #: Of the stream that is passed on, when another replica may go on with it.

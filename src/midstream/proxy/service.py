@@ -78,8 +78,10 @@ class GatewayService:
             raise forbidden((SAMPLE,), "any deployment")
         return caller.tenant
 
-    def refused(self, error: MidstreamError) -> None:
+    def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
         self._proxy.metrics.requests["refused", error.status] += 1
+        if request is not None and request.target.partition(b"?")[0] not in INFERENCE_PATHS:
+            self._proxy.audit.answered(request, client.peer, error.status)
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         path = request.target.partition(b"?")[0]

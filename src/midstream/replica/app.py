@@ -129,7 +129,7 @@ class ReplicaApp:
             raise Unauthorized("this replica answers its gateway only")
         return None
 
-    def refused(self, error: MidstreamError) -> None:
+    def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
         log.debug("refused: %s", error)
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:

@@ -37,6 +37,8 @@ _AZURE_HOSTS = (
     ".dfs.fabric.microsoft.com",
     ".blob.fabric.microsoft.com",
 )
+# What some reader of a log takes for the end of a line is among them.
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTAINER = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 
 
@@ -61,7 +63,7 @@ def _why_refused(identity: str) -> str | None:
         return f"must be at most {MAX_IDENTITY_CHARS} characters, got {len(identity)}"
     if identity == BASE_SNAPSHOT:
         return "is reserved: it names the weights the server started with"
-    if any(ord(c) < 32 or ord(c) == 127 for c in identity):
+    if _CONTROL_CHARACTERS.search(identity):
         return "must not contain control characters"
     if any(0xD800 <= ord(c) <= 0xDFFF for c in identity):
         return "must be valid Unicode"

@@ -11,7 +11,6 @@ Always holds:
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
+from midstream.core.clock import steady
 from midstream.core.errors import ConfigError
 from midstream.core.private import private_file
 from midstream.tinker.errors import TinkerError
@@ -100,7 +100,7 @@ _R = TypeVar("_R", bound=msgspec.Struct)
 class Store:
     """All calls are short and synchronous, for use in one thread."""
 
-    def __init__(self, path: Path | str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | str, clock: Callable[[], float] = steady) -> None:
         """Open or create. Raises ConfigError when it cannot be used. ":memory:" keeps nothing."""
         self._clock = clock
         self._path = path

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from midstream.core.clock import steady
 from midstream.core.private import private_directory
 from midstream.tinker import weights as names
 from midstream.tinker.codec import loss_outputs, loss_outputs_json
@@ -89,7 +89,7 @@ class Training:
         publish: Publish,
         served: Served,
         limits: Limits = DEFAULT_LIMITS,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady,
     ) -> None:
         self._loaded = Loaded(trainer, self._abandoned, max_models=limits.max_models)
         self._store = store

@@ -180,4 +180,28 @@ GATEWAY = (
         ("gateway/test_resume.py::test_wherever_a_stream_breaks_its_client_gets_every_event_once",),
         fast=False,
     ),
+    Mutation(
+        "refused_calls_not_audited",
+        "proxy/service.py",
+        'if request is not None and request.target.partition(b"?")[0] not in INFERENCE_PATHS:',
+        "if request is not None and error.status < 400:",
+        "A control call that is refused before its body is read has a line in the audit log.",
+        ("gateway/test_audit.py::test_what_is_refused_before_its_body_is_read_has_a_line_too",),
+    ),
+    Mutation(
+        "audit_line_forged",
+        "proxy/audit.py",
+        "json.dumps(line, ensure_ascii=True)",
+        "json.dumps(line, ensure_ascii=False)",
+        "No client begins a line of the audit log.",
+        ("gateway/test_audit.py::test_no_client_forges_a_line_or_makes_a_long_one",),
+    ),
+    Mutation(
+        "full_disk_is_no_reason_to_retry",
+        "ledger/database.py",
+        'raise LedgerUnavailable(f"the ledger cannot be used now: {_reason(error)}") from error',
+        "raise",
+        "A signal that finds the disk full is told to come again.",
+        ("hotload/test_hotload_full_disk.py",),
+    ),
 )

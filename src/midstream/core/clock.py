@@ -1,0 +1,20 @@
+"""The time of day as a process keeps it for what lasts: sessions, models, checkpoints.
+
+Always holds: it goes on as time passes. When somebody sets the system's clock, it does not jump, so nothing of a process is too
+old before its time. The next process reads the system's clock anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch, by the system's clock at this call, and by the time that has passed since."""
+    ahead = time.time() - time.monotonic()
+    return lambda: time.monotonic() + ahead
+
+
+#: One for all that compares times with each other.
+steady = steady_clock()

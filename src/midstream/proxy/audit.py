@@ -1,0 +1,203 @@
+"""The audit log: one line for each control call on the gateway's port, written when the call is answered.
+
+Owns: the logger `midstream.audit`, where it writes, which calls it has and what it says of them.
+Always holds:
+- Every call that is not GET or HEAD, and not inference, has one line, also when it is refused before its body is read. Calls
+  that the Tinker API repeats in every training step have none (UNAUDITED).
+- A line is one JSON object of bounded size in printable ASCII, so nothing that a client sends begins a line of its own.
+- No API key, no query string, no header but the ones named here, and no field of a body but the ones named here is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+
+from midstream.core.errors import MidstreamError, Unauthorized
+from midstream.core.private import private_file
+from midstream.core.types import HEADER_OVERWRITE
+from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
+from midstream.http.bodies import MAX_BODY_BYTES, NOT_JSON
+from midstream.http.message import Request
+from midstream.proxy.auth import Authenticator
+
+logger = logging.getLogger("midstream.audit")
+# Whatever the level of the other loggers is.
+logger.setLevel(logging.INFO)
+
+# Of each text of a client's.
+SHOWN_CHARS = 200
+NOBODY_KNOWN = "unknown"
+_READS = (b"GET", b"HEAD")
+_FRONT = "/api/v1/"
+#: Calls of the Tinker API that only read, or that come many times in a training step.
+UNAUDITED = frozenset(
+    _FRONT + path
+    for path in (
+        *("client/config", "client/dynamic_config", "telemetry", "session_heartbeat"),
+        *("asample", "retrieve_future", "cancel_future", "forward_backward", "optim_step"),
+        *("get_info", "weights_info"),
+    )
+)
+_IN_PATH = tuple(
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"/v1/accounts/[^/]+/deployments/(?P<deployment>[^/:]+)(?:/replicas/(?P<replica>.+))?",
+        r"(?:/inference)?/v1/sessions/(?P<session>.+)",
+        r"/api/v1/sessions/(?P<session>[^/]+)/finish",
+        r"/api/v1/training_runs/(?P<model_id>[^/]+)/checkpoints/(?P<checkpoint>.+)",
+    )
+)
+
+
+class _Said(msgspec.Struct):
+    """What is told of a body. Any JSON value fits: the endpoint judges it."""
+
+    identity: Any = None
+    baseModel: Any = None
+    minReplicaCount: Any = None
+    maxReplicaCount: Any = None
+    replicaCount: Any = None
+    url: Any = None
+    weight: Any = None
+    drain: Any = None
+    session_id: Any = None
+    model_id: Any = None
+    base_model: Any = None
+    model_path: Any = None
+    path: Any = None
+
+
+_said = msgspec.json.Decoder(_Said)
+
+
+def write_to(where: str) -> None:
+    """where: as the setting `gateway.audit_log`. Raises OSError and ConfigError when the file cannot be written."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.disabled = where == "off"
+    logger.propagate = where in ("log", "off")
+    if logger.propagate:
+        return
+    file = _File(private_file(Path(where)), encoding="ascii")
+    file.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(file)
+
+
+class _File(WatchedFileHandler):
+    """Opens the file anew when it was moved away. Standard error gets the reason why a line is missing: it fails no call."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+
+class AuditLog:
+    """Of one gateway process."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        deployments: Deployments,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._authenticator = authenticator
+        self._deployments = deployments
+        self._now = now
+
+    def answered(self, request: Request, client: str, status: int, made: str | None = None) -> None:
+        """A request that is not inference was answered. made: the name that the server gave to what it made."""
+        if request.method in _READS or logger.disabled:
+            return
+        target, _, query = request.target.decode("latin-1").partition("?")
+        if not target.startswith("/"):
+            # It was refused as it is, and may name a user and a password.
+            target = "-"
+        path = unquote(target)
+        if path in UNAUDITED:
+            return
+        what = _what(path, query, request)
+        deployment = made or what.pop("deployment", None) or self._meant(path, request.first)
+        key, tenant = self._who(request.first)
+        line = {
+            "time": self._now().isoformat(timespec="milliseconds"),
+            "request": _header(request.first, "x-request-id") or "-",
+            "key": key,
+            "tenant": tenant,
+            "client": client,
+            "method": request.method.decode("latin-1"),
+            "path": _cut(target),
+            "deployment": _cut(deployment.rpartition("/")[2]),
+            "what": what,
+            "status": status,
+        }
+        logger.info("%s", json.dumps(line, ensure_ascii=True))
+
+    def _who(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
+        """The key's fingerprint, and the tenant."""
+        try:
+            caller = self._authenticator.caller(headers)
+        except Unauthorized:
+            return NOBODY_KNOWN, "-"
+        return caller.fingerprint, caller.tenant or "-"
+
+    def _meant(self, path: str, headers: Mapping[bytes, bytes]) -> str:
+        if path.startswith(_FRONT):
+            return self._deployments.default.name
+        deployment, model = _header(headers, DEPLOYMENT_HEADER), _header(headers, MODEL_HEADER)
+        if path.startswith("/v1/accounts/"):
+            return "-"
+        try:
+            return (self._deployments.decide(deployment, model) or self._deployments.default).name
+        except MidstreamError:
+            return deployment or model or "-"
+
+
+def _what(path: str, query: str, request: Request) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pattern in _IN_PATH:
+        if match := pattern.match(path):
+            found |= {name: value for name, value in match.groupdict().items() if value is not None}
+    asked = parse_qs(query)
+    if asked.get("deploymentId"):
+        found.setdefault("deployment", asked["deploymentId"][0])
+    found |= {name: True for name in ("hard", "validateOnly") if asked.get(name) == ["true"]}
+    if HEADER_OVERWRITE.encode() in request.first:
+        found["overwrite"] = _header(request.first, HEADER_OVERWRITE)
+    found |= _in_body(request.body)
+    return {name: _cut(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+def _in_body(body: bytes) -> dict[str, Any]:
+    # Longer ones are refused.
+    if len(body) > MAX_BODY_BYTES:
+        return {}
+    try:
+        said = msgspec.structs.asdict(_said.decode(body))
+    except NOT_JSON:
+        return {}
+    if isinstance(said["url"], str):
+        # It may hold a password.
+        said["url"] = said["url"].rpartition("@")[2].partition("?")[0]
+    return {name: value for name, value in said.items() if isinstance(value, str | int | float)}
+
+
+def _header(headers: Mapping[bytes, bytes], name: str) -> str | None:
+    value = headers.get(name.encode())
+    return None if not value else _cut(value.decode("utf-8", "replace"))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."

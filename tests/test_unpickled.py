@@ -1,0 +1,33 @@
+"""Nothing in the package unpickles, runs text as code, or runs the code of a model's directory."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import midstream
+
+MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
+#: As they are called; `.eval()` of a torch module is none of these.
+CALLS = {"eval", "exec", "torch.load", "numpy.load", "np.load"}
+ARGUMENTS = {"trust_remote_code", "allow_pickle"}
+
+
+def test_nothing_in_the_package_unpickles_or_runs_text() -> None:
+    found = []
+    root = Path(midstream.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    assert len(files) > 200
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: set[str] = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name.partition(".")[0] for alias in node.names} & MODULES
+            elif isinstance(node, ast.ImportFrom):
+                names = {(node.module or "").partition(".")[0]} & MODULES
+            elif isinstance(node, ast.Call):
+                names = {ast.unparse(node.func)} & CALLS | {
+                    key.arg or "" for key in node.keywords
+                } & ARGUMENTS
+            found += [f"{file.relative_to(root)}:{getattr(node, 'lineno', 0)}: {name}" for name in names]
+    assert found == []
