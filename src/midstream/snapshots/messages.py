@@ -1,12 +1,14 @@
 """Shows names and values from a snapshot's files in error messages. Pure.
 
-Always holds: the text is short and can be encoded as UTF-8, whatever the files hold.
+Always holds: the text is short, on one line, and can be encoded as UTF-8, whatever the files hold.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+
+from midstream.core.text import plain
 
 NAME_CHARS = 100
 NAMES_LISTED = 5
@@ -19,9 +21,9 @@ _REPR.maxlevel = 3
 
 
 def shown(text: str, limit: int = NAME_CHARS) -> str:
-    """`text`, cut to about `limit` characters. Characters that cannot be encoded are escaped."""
+    """`text`, cut to about `limit` characters. Characters that cannot be encoded or shown are escaped."""
     cut = text if len(text) <= limit else text[:limit] + "..."
-    return cut.encode("utf-8", "backslashreplace").decode()
+    return plain(cut)
 
 
 def shown_value(value: object) -> str:
