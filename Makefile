@@ -23,6 +23,8 @@
 # make gpu-check  what only a CUDA device can show, in pieces; JSON. First: make setup TORCH=torch (ARGS="--list", "--pieces families hotload",
 #                 "--resume --minutes 9", "--device cpu" for a dry run); the pieces with vLLM also need make setup-vllm VLLM=vllm==0.32.0
 # make simulate    SEEDS histories of a simulated server, on all cores; a wrong one is made smaller and shown (ARGS="--prove": planted faults)
+# make fuzz         every parser of bytes from outside for SECONDS under atheris, on all cores; a finding's bytes are kept
+#                   (SECONDS=3600 ARGS="--targets safetensors arc2_deltas", ARGS="--replay FILE"); docs/fuzzing.md
 # make bench-vllm  midstream in front of vLLM beside vLLM and vllm-router, rollouts on two vLLM replicas with swaps; JSON and docs/benchmarks.md
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,6 +33,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 SEEDS ?= 1000
+SECONDS ?= 60
 TEST_ARGS ?=
 TEST_PROCESSES ?= 2
 SHARE ?= 0/1
@@ -45,7 +48,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check simulate ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check simulate fuzz ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -124,6 +127,9 @@ test-ray-vllm: setup setup-vllm
 simulate: setup
 	$(BIN)/python tests/simulation/simulate.py --seeds 0:$(SEEDS) --keep-going $(ARGS)
 
+fuzz: setup
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -157,4 +163,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .fuzz .pytest_cache .mypy_cache .ruff_cache

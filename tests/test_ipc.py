@@ -46,8 +46,14 @@ async def linked() -> AsyncIterator[tuple[Listening, socket.socket]]:
 
 @pytest.mark.parametrize(
     "unread",
-    [b"\x03\x00\x00\x00\xff\xff\xff", ipc.frame("no tag"), ipc.frame(Said("who asked"))],
-    ids=["not MessagePack", "another type", "not asked for"],
+    [
+        b"\x03\x00\x00\x00\xff\xff\xff",
+        ipc.frame("no tag"),
+        ipc.frame(Said("who asked")),
+        ipc.frame(Said("who")).replace(b"who", b"\xff\xfe\xfd"),
+        (5003).to_bytes(4, "little") + b"\x82\xa1x" + b"\x91" * 5000,
+    ],
+    ids=["not MessagePack", "another type", "not asked for", "no text", "nested too deeply"],
 )
 def test_a_message_that_cannot_be_understood_closes_the_link_and_nothing_behind_it_is_heard(
     unread: bytes, caplog: pytest.LogCaptureFixture

@@ -224,3 +224,17 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: is not a JSON object"):
         read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("config", [b'{"x":' + b"[" * 5000, b'{"model_type":"\xff"}'])
+def test_a_config_that_is_nested_too_deeply_or_no_text_is_refused(config: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(ConfigError, match="is not a JSON object"):
+        read_shape(tmp_path)
+
+
+def test_a_config_of_more_layers_than_a_model_has_is_refused_at_once(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 10**15, "vocab_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000000000000"):
+        read_shape(tmp_path)

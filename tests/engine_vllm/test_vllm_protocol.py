@@ -406,3 +406,14 @@ def test_log_probabilities_under_a_grammar_are_not_the_model_s_own() -> None:
 
 def test_a_chunk_without_anything_says_nothing() -> None:
     assert ChunkReader().feed(b'data: {"choices":[],"usage":null}\n\n') == [Chunk()]
+
+
+def test_an_answer_that_is_nested_too_deeply_is_refused() -> None:
+    deep = b'{"x":' + b"[" * 5000
+    with pytest.raises(InvalidAnswer):
+        protocol.read_answer(deep)
+    with pytest.raises(InvalidAnswer):
+        protocol.prompt_records(deep, (1,), 1, 0, "s")
+    with pytest.raises(InvalidAnswer):
+        ChunkReader().feed(b"data: " + deep + b"\n\n")
+    assert protocol.error_of(500, deep).startswith("vLLM answered 500: ")

@@ -114,6 +114,21 @@ def test_any_head_is_served_or_refused_in_the_same_way_however_it_is_cut() -> No
     assert 150 < refused < 600, "requests of both kinds were tried"
 
 
+def test_a_length_with_more_zeros_than_python_reads_as_a_number_is_answered() -> None:
+    async def echo(request: Message, peer: Peer) -> None:
+        peer.respond(request.body)
+
+    async def main() -> None:
+        async with staged(echo, echo) as stage:
+            zeros = b"0" * 5000
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %b2\r\n\r\n{}" % zeros
+            statuses, served = await outcome(stage, [head])
+            assert statuses == [b"HTTP/1.1 400"]
+            assert served == []
+
+    run(main)
+
+
 def chunked(rng: random.Random) -> tuple[bytes, bytes]:
     """A body in chunks, with what may be in their framing; and its end."""
     framed = b""

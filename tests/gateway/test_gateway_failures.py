@@ -243,6 +243,32 @@ def test_a_response_that_cannot_be_framed_is_an_error(response: bytes) -> None:
     run(main)
 
 
+@pytest.mark.parametrize("extra", [b"\n", b"\r\n", b"\r\n\r\n"])
+@pytest.mark.parametrize(
+    "whole",
+    [
+        b"content-length: 2\r\n\r\nok",
+        b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx-t: 1\r\n\r\n",
+    ],
+)
+def test_empty_lines_after_the_end_of_a_response_reach_nobody(whole: bytes, extra: bytes) -> None:
+    """A parser passes them over. A client would take them for the beginning of the next response."""
+
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            peer.send(b"HTTP/1.1 200 OK\r\n" + whole + (extra if request.body == b"more" else b""))
+
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            client.send(post(b"more"))
+            assert (await client.message()).error["code"] == "engine_error"
+            client.send(post())
+            assert (await client.message()).body == b"ok"
+
+    run(main)
+
+
 def test_bytes_after_the_end_of_a_response_reach_nobody() -> None:
     async def main() -> None:
         head_arrived = asyncio.Event()

@@ -242,3 +242,24 @@ def test_deep_nesting_is_text_not_a_failure() -> None:
     text = f"<tool_call>{deep}</tool_call>"
     assert seen(parse("hermes", [text])) == [text]
     assert seen(parse("llama3", [deep])) == [deep]
+
+
+@pytest.mark.parametrize("spelled", ["1e999", "-1e999", '"\\ud800"', '["\\udc00"]', '{"a": [1e400]}'])
+def test_what_no_json_text_can_hold_stays_text(spelled: str) -> None:
+    schema = {"type": ["number", "string", "array", "object"]}
+    assert read_value(spelled, schema) == spelled
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 5},
+        {"type": {"a": 1}},
+        {"anyOf": 5},
+        {"oneOf": {"a": 1}},
+        {"anyOf": True},
+        {"type": [1, None]},
+    ],
+)
+def test_a_schema_that_is_none_leaves_the_value_as_it_is_spelled(schema: Any) -> None:
+    assert read_value("1", schema) == "1"

@@ -236,3 +236,9 @@ def test_what_is_published_carries_its_manifest(tmp_path: Path) -> None:
     put_directory((tmp_path / "bucket").as_uri(), "s0", source)
     manifest = tmp_path / "bucket" / "s0" / MANIFEST_FILE
     assert parse_manifest(manifest.read_bytes()) == directory_content(source, NAMES)
+
+
+@pytest.mark.parametrize("nested", [b'{"x":' + b"[" * 5000, b'{"x":"\xff"}', b'{"format":"\xff"}'])
+def test_a_manifest_that_is_nested_too_deeply_or_no_text_is_refused(nested: bytes) -> None:
+    with pytest.raises(SnapshotCorrupt, match="is no manifest"):
+        parse_manifest(nested)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,34 @@ def test_a_header_that_lies_is_corrupt(tmp_path: Path, header: dict[str, Any], s
         read_file_layout(path)
 
 
+EMPTY = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (b'{"__metadata__": {"a": [0]}}', "__metadata__"),
+        (b'{"__metadata__": []}', "__metadata__"),
+        (b' {"a": %b}' % json.dumps(EMPTY).encode(), "does not begin"),
+        (json.dumps({"a": EMPTY | {"more": 1}}).encode(), "a has more than dtype, shape and data_offsets"),
+        (json.dumps({"a": EMPTY | {"shape": [2**40, 2**40, 0]}}).encode(), "does not fill"),
+    ],
+)
+def test_what_the_safetensors_package_refuses_is_corrupt(tmp_path: Path, header: bytes, says: str) -> None:
+    data = struct.pack("<Q", len(header)) + header
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(SnapshotCorrupt, match=says):
+        read_file_layout(tmp_path / "model.safetensors")
+
+
+def test_a_shape_of_very_many_dimensions_is_not_multiplied_out(tmp_path: Path) -> None:
+    """The product of a header of 20 MB has 60 million bits: it took minutes."""
+    header = json.dumps({"a": EMPTY | {"shape": [2**62] * 10**6}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(SnapshotCorrupt, match="does not fill"):
+        read_file_layout(tmp_path / "model.safetensors")
+
+
 def test_header_bytes_that_are_not_a_json_object_are_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     twice = b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"a":{}}'
@@ -577,3 +606,13 @@ def test_messages_about_weight_files_are_short_and_can_be_encoded(tmp_path: Path
         seen.append(str(missing.value))
     assert [message for message in seen if len(message) > 1000] == []
     "".join(seen).encode()
+
+
+def test_a_name_with_line_breaks_makes_no_second_line_in_a_log(tmp_path: Path) -> None:
+    index = {"weight_map": {"a\nERROR forged\x1b[2J\u2028": 5}}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SnapshotCorrupt) as caught:
+        read_spec(tmp_path)
+    assert str(caught.value).isprintable()
+    assert "a\\nERROR forged" in str(caught.value)

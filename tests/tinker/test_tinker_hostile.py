@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from midstream.tinker import codec, proto, types
 from midstream.tinker import store as store_module
 from midstream.tinker.errors import TinkerError
+from midstream.tinker.samples import Sample, sampled
 from midstream.tinker.store import Store
 from midstream.tinker.types import (
     Body,
@@ -23,6 +26,7 @@ from midstream.tinker.types import (
     SampleBody,
     decode,
 )
+from midstream.trainer.errors import Failed
 from midstream.trainer.types import LoraConfig
 
 MODEL = b'{"session_id":"s","model_seq_id":0,"base_model":"m","user_metadata":%s}'
@@ -168,3 +172,45 @@ def test_an_error_of_the_records_shows_neither_the_statement_nor_its_values(tmp_
         word for word in ("secret", "tenant-digest", "SELECT", "INSERT") if word in caught.value.detail
     ]
     assert not [word for word in ("secret", "tenant-digest") if word in str(caught.value.__cause__)]
+
+
+def sparse(shape: list[int], starts: list[int]) -> bytes:
+    message = request()
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    tensor.dtype = proto.FLOAT32
+    tensor.shape.extend(shape)
+    tensor.sparse_csr.values = np.ones(3, dtype="<f4").tobytes()
+    tensor.sparse_csr.crow_indices = np.array(starts, dtype="<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.zeros(3, dtype="<i8").tobytes()
+    return bytes(message.SerializeToString())
+
+
+def test_sparse_rows_whose_sizes_only_fit_by_overflow_are_refused() -> None:
+    """Every difference of these starts is positive in 64 bits, and numpy would write beyond its array's end."""
+    made = "import sys; from midstream.tinker import codec; codec.forward_backward(sys.stdin.buffer.read())"
+    body = sparse([4, 2], [0, 2**63 - 1, -(2**63), -1, 3])
+    done = subprocess.run([sys.executable, "-c", made], input=body, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"TinkerError" in done.stderr
+    assert b"sparse indices" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["dense", "sparse_csr"])
+def test_an_empty_tensor_of_a_shape_that_no_array_can_have_is_refused(encoding: str) -> None:
+    message = request()
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    tensor.dtype = proto.FLOAT32
+    tensor.shape.extend([0, 2**62])
+    getattr(tensor, encoding)
+    if encoding == "sparse_csr":
+        tensor.sparse_csr.crow_indices = bytes(8)
+    with pytest.raises(TinkerError, match="shape") as caught:
+        codec.forward_backward(message.SerializeToString())
+    assert (caught.value.status, caught.value.param) == (400, "data[0].loss_fn_inputs.weights")
+
+
+def test_a_completion_that_is_nested_too_deeply_is_the_servers_failure() -> None:
+    params = types.SamplingParams()
+    sample = Sample(prompt=(1,), n=1, params=params, prompt_logprobs=False, topk=0, echoed=0)
+    with pytest.raises(Failed, match="cannot be read"):
+        sampled(sample, b'{"x":' + b"[" * 5000, {}, None)

@@ -268,3 +268,10 @@ def test_an_export_goes_nowhere_where_something_is(tiny_model: Models, tmp_path:
     (tmp_path / "export").mkdir()
     with pytest.raises(FileExistsError, match="export is there already"):
         export_weights(new_model(tiny_model()), tmp_path / "export")
+
+
+@pytest.mark.parametrize("meta", [b'{"x":' + b"[" * 5000, b'{"base":"\xff"}'])
+def test_a_state_whose_notes_cannot_be_read_is_refused(meta: bytes, tmp_path: Path) -> None:
+    (tmp_path / checkpoints.META_FILE).write_bytes(meta)
+    with pytest.raises(Failed, match="cannot be read"):
+        checkpoints.read_meta(tmp_path)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 
 from midstream.core.errors import Conflict, InvalidRequest
+from midstream.core.notjson import NOT_JSON
 from midstream.core.sse import json_line
 from midstream.core.types import FinishReason, GenerationEvent, TokenRecord
 
@@ -139,7 +140,7 @@ class ResumeLogReader:
         try:
             self.opening = _opening.decode(first)
             self._steps = {i: _step.decode(line) for i, line in enumerate(self._lines) if line[:1] == "{"}
-        except (msgspec.DecodeError, ValueError) as error:
+        except (*NOT_JSON, ValueError) as error:
             raise _unreadable(error) from error
 
     def __repr__(self) -> str:
@@ -192,7 +193,7 @@ def read_resume(body: bytes) -> Resume:
     """Raises InvalidRequest."""
     try:
         return _resume.decode(body)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"not a stream to resume: {error}") from error
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from midstream.core.errors import InvalidRequest, SnapshotNotServed, UnknownField
+from midstream.core.notjson import NOT_JSON
 
 HEADER_SNAPSHOT = "x-midstream-snapshot"
 HEADER_MIN_SNAPSHOT = "x-midstream-min-snapshot"
@@ -134,7 +135,7 @@ def from_header(value: str | bytes, kind: type[_T]) -> _T | None:
     """None when the header's value is no such JSON."""
     try:
         return msgspec.json.decode(value, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return None
 
 

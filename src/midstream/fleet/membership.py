@@ -26,12 +26,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
+from midstream.core.notjson import NOT_JSON
 from midstream.core.scopes import OBSERVE
 from midstream.core.types import ReplicaEntry
 from midstream.fleet.access import grant_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
-from midstream.http.bodies import NOT_JSON, read_body
+from midstream.http.bodies import read_body
 from midstream.ledger import DeploymentRow, Ledger
 
 logger = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.notjson import NOT_JSON
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.types import HEADER_TOKEN, Desired, Hint, ReplicaReport
 from midstream.fleet.placement import Fleet
@@ -341,7 +342,7 @@ class ReplicaSet:
                 report = msgspec.structs.replace(report, replica=view.name)
             if report.replica != view.name:
                 raise ValueError(f"{view.url} is {report.replica}, expected {view.name}")
-        except (msgspec.MsgspecError, ValueError):
+        except (*NOT_JSON, ValueError):
             # Another process answers there now: the replica that was heard before is lost.
             self._lost(view)
             raise

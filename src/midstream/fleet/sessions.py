@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from midstream.core import sessionkey
+from midstream.core.notjson import NOT_JSON
 from midstream.core.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
 from midstream.core.types import Session
-from midstream.http.bodies import NOT_JSON
 
 _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
 

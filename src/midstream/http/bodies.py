@@ -11,10 +11,9 @@ import msgspec
 from starlette.requests import Request
 
 from midstream.core.errors import InvalidRequest, PayloadTooLarge
+from midstream.core.notjson import NOT_JSON
 
 MAX_BODY_BYTES = 2**20
-#: What decoding JSON raises: nested too deeply it is a RecursionError, and not UTF-8 in a text a UnicodeDecodeError.
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 async def read_body(request: Request) -> bytes:

@@ -20,6 +20,10 @@ class CallFailed(Exception):
     """The other side refused the connection, broke it, or did not speak HTTP."""
 
 
+class _Complete(Exception):
+    """The response has ended."""
+
+
 class ResponseStream(asyncio.Protocol):
     """Sends `request` on connect and hands the decoded body to `on_body` as it arrives.
 
@@ -44,7 +48,7 @@ class ResponseStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             # The context is the exception that on_body raised, if it raised one.
             cause = error.__context__ or error
             self._end(f"bad response: {cause}")
@@ -55,6 +59,8 @@ class ResponseStream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.status >= 200:
             self._end(None)
+            # What follows is parsed no further.
+            raise _Complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"connection lost: {exc}" if exc else "connection closed before the response ended")

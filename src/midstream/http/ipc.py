@@ -57,7 +57,13 @@ class Frames(Generic[Message]):
                 return
             body = bytes(self._buffer[HEADER.size : end])
             del self._buffer[:end]
-            yield self._decoder.decode(body)
+            yield self._decoded(body)
+
+    def _decoded(self, body: bytes) -> Message:
+        try:
+            return self._decoder.decode(body)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(f"{error}") from error
 
 
 class Unexpected(Exception):

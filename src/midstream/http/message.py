@@ -18,6 +18,8 @@ from midstream.core.errors import InvalidRequest, MidstreamError, UnsupportedEnc
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
+#: As many as 2**64 has.
+LENGTH_DIGITS_MAX = 20
 _ABSOLUTE_FORM = re.compile(rb"https?://([^/?#@]+)((?:/[^?]*)?(?:\?.*)?)", re.IGNORECASE | re.DOTALL)
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
@@ -86,7 +88,11 @@ def check_framing(
                 raise InvalidRequest(f"more than one {once.decode()} header")
     if b"content-length" in first and coding is not None:
         raise InvalidRequest("both Content-Length and Transfer-Encoding are present")
-    length = int(first.get(b"content-length", 0))
+    declared = first.get(b"content-length", b"0")
+    # The parser reads any number of leading zeros, Python does not.
+    if len(declared) > LENGTH_DIGITS_MAX:
+        raise InvalidRequest(f"a Content-Length of more than {LENGTH_DIGITS_MAX} digits")
+    length = int(declared)
     encoding = first.get(b"content-encoding", b"").strip().lower()
     if encoding not in (b"", b"identity") and (length or coding is not None):
         name = encoding[:40].decode("latin-1")

@@ -18,6 +18,8 @@ from typing import Protocol, cast
 import httptools
 
 MAX_RESPONSE_HEAD_BYTES = 256 * 2**10
+# The end of a body in chunks.
+_LAST_LINES = b"\r\n\r\n"
 # Below this size, one copy is cheaper than a second buffer.
 JOINED_BODY_BYTES_MAX = 16 * 2**10
 
@@ -50,6 +52,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._complete = False
         # Something follows the response.
         self._extra = False
+        # Bytes of the body that are still to come, where the head says its length.
+        self._left: int | None = None
         self._keep_alive = False
         self._paused = False
         # The server's answer is no HTTP response.
@@ -177,6 +181,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._in_body = True
         self._head = b""
         reason = head[13 : head.index(b"\r\n")]
+        length = next((value for name, value in self._headers if name == b"content-length"), None)
+        self._left = None if length is None or self._complete else int(length.strip().lstrip(b"0") or 0)
         # There is no body.
         if self._complete:
             self._extra = bool(rest)
@@ -212,10 +218,19 @@ class UpstreamConnection(asyncio.Protocol):
     def _feed_body(self, data: bytes) -> bool:
         if not self._feed(data):
             return False
-        if self._extra:
+        if self._left is not None:
+            self._left -= len(data)
+        if self._extra or (self._complete and self._goes_on(data)):
             self._break("bytes follow the end of the response")
             return False
         return True
+
+    def _goes_on(self, data: bytes) -> bool:
+        """Whether empty lines follow the response's end, which is in `data`. The parser passes them over."""
+        if self._left is not None:
+            return self._left < 0
+        tail = data[-len(_LAST_LINES) - 1 :]
+        return not _LAST_LINES.endswith(tail[len(tail.rstrip(b"\r\n")) :])
 
     def _feed(self, data: bytes) -> bool:
         try:

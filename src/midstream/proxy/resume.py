@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.notjson import NOT_JSON
 from midstream.core.resumption import FAILOVER_MODES, HEADER_FAILOVER, HEADER_RESUMABLE, LAST
 
 #: Bytes of a stream that are gathered before the lines are picked out of them.
@@ -127,5 +128,5 @@ def reason_of(body: bytes) -> str:
     """The reason in a replica's answer for not going on with a stream."""
     try:
         return msgspec.json.decode(body, type=_Refusal).error.message
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return "its answer is no stream"

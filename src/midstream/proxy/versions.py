@@ -19,6 +19,7 @@ import msgspec
 
 from midstream.core.errors import SnapshotNotServed
 from midstream.core.names import HEADER_MODEL, ServedNames
+from midstream.core.notjson import NOT_JSON
 from midstream.core.types import ReplicaReport, Stage
 from midstream.core.versions import (
     HEADER_ADMITTED,
@@ -33,7 +34,6 @@ from midstream.core.versions import (
 )
 from midstream.fleet.signal_order import SignalOrder
 from midstream.fleet.view import ReplicaView
-from midstream.http.bodies import NOT_JSON
 from midstream.http.message import Request
 
 #: Only a replica reads a longer body.

@@ -29,6 +29,7 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     Unauthorized,
 )
+from midstream.core.notjson import NOT_JSON
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.types import HEADER_TOKEN, Desired, Hint
@@ -497,5 +498,5 @@ def _hint(replica: Replica, request: Request) -> Answer:
 def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], what: str) -> _Body:
     try:
         return decoder.decode(request.body)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"not {what}: {error}") from error

@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from midstream.core.errors import SnapshotCorrupt
+from midstream.core.notjson import NOT_JSON
 from midstream.core.types import Content, FileContent
 from midstream.snapshots.messages import shown
 
@@ -116,7 +117,7 @@ def parse_manifest(data: bytes) -> Content:
     """Raises SnapshotCorrupt."""
     try:
         files = msgspec.json.decode(data, type=_Manifest).files
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise SnapshotCorrupt(f"{MANIFEST_FILE}: is no manifest: {shown(str(error))}") from None
     names = [file.name for file in files]
     if len(set(names)) != len(names):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,15 +178,15 @@ def read_file_layout(path: Path, gaps: bool = False) -> FileLayout:
                 raise SnapshotCorrupt(f"{name}: truncated: {size} bytes do not hold its header")
             if length > MAX_HEADER_BYTES:
                 raise SnapshotCorrupt(f"{name}: a header of {length} bytes is over the format's limit")
-            header = _parse_object(name, file.read(length))
+            header = _parse_header(name, file.read(length), gaps)
     except FileNotFoundError as error:
         raise SnapshotMissing(f"{name}: is not there") from error
     except OSError as error:
         raise SnapshotError(f"{name}: cannot be read: {error.strerror}") from error
-    metadata = header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
     start = 8 + length
     ranges: list[tuple[int, int, str]] = []
-    result = FileLayout({}, {}, metadata if isinstance(metadata, dict) else {}, start)
+    result = FileLayout({}, {}, metadata, start)
     for tensor, entry in header.items():
         spec, begin, end = _tensor_entry(path.name, shown(tensor), entry)
         result.tensors[tensor] = spec
@@ -197,6 +196,32 @@ def read_file_layout(path: Path, gaps: bool = False) -> FileLayout:
     return result
 
 
+def _parse_header(name: str, data: bytes, of_delta: bool) -> dict[str, Any]:
+    """As the format says it, beside tensors: nothing before the object, and metadata that is text by name.
+
+    of_delta: the caller says which tensor has metadata that is no text.
+    """
+    header = _parse_object(name, data)
+    if not data.startswith(b"{"):
+        raise SnapshotCorrupt(f"{name}: its header does not begin with an object")
+    metadata = header.get("__metadata__")
+    if metadata is None:
+        return header
+    if not isinstance(metadata, dict) or not (of_delta or all(isinstance(v, str) for v in metadata.values())):
+        raise SnapshotCorrupt(f"{name}: its __metadata__ is not text by name")
+    return header
+
+
+def _bits(dtype: str, shape: Sequence[int]) -> int | None:
+    """Of a tensor; None where a part of the product is beyond 63 bits, as safetensors multiplies it."""
+    bits = 1
+    for size in (*shape, DTYPE_BITS[dtype]):
+        bits *= size
+        if bits >= 2**63:
+            return None
+    return bits
+
+
 def _tensor_entry(path_name: str, tensor: str, entry: Any) -> tuple[TensorSpec, int, int]:
     file = shown(path_name)
     match entry:
@@ -204,12 +229,13 @@ def _tensor_entry(path_name: str, tensor: str, entry: Any) -> tuple[TensorSpec, 
             pass
         case _:
             raise SnapshotCorrupt(f"{file}: {tensor} has no dtype, shape and data_offsets")
+    if len(entry) > 3:
+        raise SnapshotCorrupt(f"{file}: {tensor} has more than dtype, shape and data_offsets")
     if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)):
         raise SnapshotCorrupt(f"{file}: {tensor} has a size or offset that is not a whole number of 63 bits")
     if dtype not in DTYPE_BITS:
         raise SnapshotCorrupt(f"{file}: {tensor} has the unknown dtype {shown_value(dtype)}")
-    bits = DTYPE_BITS[dtype] * math.prod(shape)
-    if bits != 8 * (end - begin):
+    if _bits(dtype, shape) != 8 * (end - begin):
         raise SnapshotCorrupt(
             f"{file}: {tensor} {dtype}{shown_value(shape)} does not fill its {end - begin} bytes"
         )

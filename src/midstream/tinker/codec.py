@@ -22,6 +22,8 @@ from midstream.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, L
 
 MAX_MADE_BYTES = 1 << 28
 MAX_DIMENSIONS = 8
+# Of a tensor, with sizes of 0 counted as 1.
+MAX_ITEMS = 1 << 48
 _DATA = proto.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
 _NO_REQUEST = "the body is not a ForwardBackwardRequest in protobuf"
 # Fields of a request and of its datums. An empty one of two bytes takes far more memory than that.
@@ -268,7 +270,8 @@ def _tensor(message: Any, where: str, budget: _Budget) -> Tensor:
     if len(message.shape) > MAX_DIMENSIONS:
         raise TinkerError(400, f"{where} has {len(message.shape)} dimensions", where)
     shape = tuple(message.shape)
-    if any(size < 0 for size in shape):
+    # An empty array, too, is one of a shape whose other sizes fit the memory's addresses.
+    if any(size < 0 for size in shape) or prod(size or 1 for size in shape) > MAX_ITEMS:
         raise TinkerError(400, f"{where} has shape {list(shape)}", where)
     if message.WhichOneof("encoding") == "sparse_csr":
         return _dense(message.sparse_csr, dtype, shape, where, budget)
@@ -288,18 +291,18 @@ def _dense(csr: Any, dtype: Dtype, shape: tuple[int, ...], where: str, budget: _
     budget.take(prod(shape) * ITEM_BYTES[dtype] + shape[0] * 8, where)
     values = _numbers(csr.values, dtype, where)
     starts, columns = _numbers(csr.crow_indices, "int64", where), _numbers(csr.col_indices, "int64", where)
-    counts = np.diff(starts)
+    # Starts are compared, since the difference of two may overflow.
     fits = (
         len(starts) == shape[0] + 1
         and starts[0] == 0
         and starts[-1] == len(values) == len(columns)
-        and bool((counts >= 0).all())
+        and bool((starts[1:] >= starts[:-1]).all())
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not fits:
         raise TinkerError(400, f"{where}: its sparse indices do not fit its shape {list(shape)}", where)
     made = np.zeros(shape, dtype=values.dtype)
-    made[np.repeat(np.arange(shape[0]), counts), columns] = values
+    made[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     return Tensor(dtype=dtype, shape=shape, data=made.tobytes())
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from midstream.core.notjson import NOT_JSON
 from midstream.http.call import CallFailed, ResponseStream
 from midstream.trainer.errors import Failed
 
@@ -174,7 +175,7 @@ class _Response(ResponseStream):
 def _decoded(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return {}
 
 

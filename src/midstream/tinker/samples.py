@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from midstream.core.notjson import NOT_JSON
 from midstream.tinker.errors import TinkerError
 from midstream.tinker.types import SampleBody, SampleResult, SamplingParams, Sequence, Span
 from midstream.trainer.errors import Failed
@@ -199,7 +200,7 @@ def sampled(sample: Sample, body: bytes, headers: Mapping[str, str], key: str | 
     """headers: of the response, lower-case names. Raises Failed (server) when it is not an answer to `sample`."""
     try:
         completion = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise Failed(f"the server's completion cannot be read: {error}", "server") from error
     choices = sorted(completion.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(sample.n)):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from midstream.core.notjson import NOT_JSON
 from midstream.tinker.errors import TinkerError
 from midstream.trainer.types import MAX_INT64, AdamParams, LoraConfig
 
@@ -300,7 +301,7 @@ def addressee(body: bytes) -> tuple[str, int] | None:
     """The model_id and seq_id of a body that is refused, if they can be read."""
     try:
         found = msgspec.json.decode(body, type=_Addressed)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return None
     return found.model_id, found.seq_id
 

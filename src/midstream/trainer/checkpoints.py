@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from midstream.client.checkpoint import copy_matching
+from midstream.core.notjson import NOT_JSON
 from midstream.core.private import DIRECTORY_MODE, FILE_MODE, private_directory
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.layout import COMPANION_FILES, INDEX_FILE, read_file_layout, read_spec
@@ -98,7 +99,7 @@ def read_meta(directory: Path) -> Meta:
         meta = msgspec.json.decode((directory / META_FILE).read_bytes(), type=Meta)
     except FileNotFoundError as error:
         raise Failed("the checkpoint is not there") from error
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         raise Failed(f"the checkpoint's {META_FILE} cannot be read: {error}") from error
     if meta.format != FORMAT:
         raise Failed(f"the checkpoint has format {meta.format}, this server reads {FORMAT}")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from midstream.core.errors import ConfigError
+from midstream.core.notjson import NOT_JSON
 
 Config = Mapping[str, Any]
 
@@ -27,6 +28,8 @@ EXPERTS_PER_TOKEN = (
     "moe_top_k",
     "moe_k",
 )
+#: A rule looks at each layer.
+LAYERS_MAX = 100_000
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
@@ -53,7 +56,7 @@ def read_shape(directory: Path) -> Shape:
     levels = _levels(config)
     text = levels[0]
     where = f"{directory / 'config.json'}"
-    layers = _positive(text, "num_hidden_layers", where)
+    layers = _positive(text, "num_hidden_layers", where, LAYERS_MAX)
     experts, top_k = _first(text, EXPERTS, where), _first(text, EXPERTS_PER_TOKEN, where)
     moe = _moe_layers(text, layers, where) if experts > 1 and top_k > 0 else ()
     if moe and top_k > experts:
@@ -79,7 +82,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise ConfigError(f"{path}: is not a JSON object: {error}") from error
 
 
@@ -92,10 +95,10 @@ def _levels(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config]
 
 
-def _positive(config: Config, name: str, where: str) -> int:
+def _positive(config: Config, name: str, where: str, most: int = 2**63 - 1) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{where}: {name} is {value!r}; expected a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ConfigError(f"{where}: {name} is {value!r}; expected a positive integer, at most {most}")
     return value
 
 

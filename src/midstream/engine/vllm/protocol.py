@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.notjson import NOT_JSON
 from midstream.core.types import GenerateRequest, TokenRecord, TopLogprob
 
 PATH = "/inference/v1/generate"
@@ -184,7 +185,7 @@ def read_answer(data: bytes, top: int | None = 0) -> Chunk:
 def _read(data: bytes, top: int | None) -> Chunk:
     try:
         message: _Message = (_WITH_TOP if top else _PLAIN).decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise InvalidAnswer(f"{error}: {_excerpt(data)}") from error
     if message.error is not None:
         text = message.error if isinstance(message.error, str) else message.error.message
@@ -234,7 +235,7 @@ def prompt_records(
     """
     try:
         scores = _SCORES.decode(data).prompt_logprobs
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise InvalidAnswer(f"{error}: {_excerpt(data)}") from error
     if scores is None or len(scores) != len(prompt):
         found = "no prompt_logprobs" if scores is None else f"prompt_logprobs of {len(scores)} tokens"
@@ -371,7 +372,7 @@ def error_of(status: int, data: bytes) -> str:
 def error_text(data: bytes) -> str:
     try:
         answer = _ANYTHING.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_JSON:
         return _tidy(data.decode("utf-8", "replace"))
     error = answer.get("error", answer)
     text = error.get("message", error.get("detail")) if isinstance(error, dict) else error

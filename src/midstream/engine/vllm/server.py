@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from midstream.core.config import VllmSettings
+from midstream.core.notjson import NOT_JSON
 from midstream.engine.vllm import keeper, protocol
 from midstream.engine.vllm.arguments import (
     WORKER,
@@ -338,7 +339,7 @@ class VllmServer:
             raise self._failed(f"{where}: status {status}{'; ' * bool(hint)}{hint}")
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
+        except NOT_JSON as error:
             raise self._failed(f"{where}: not the answer of a vLLM server: {error}") from error
 
     async def _watch_exit(self, stdout: asyncio.StreamReader, exited: asyncio.Future[str]) -> None:

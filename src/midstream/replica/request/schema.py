@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.core.notjson import NOT_JSON
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -174,7 +175,7 @@ def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
         parsed = decoder.decode(body)
     except msgspec.ValidationError as error:
         _refuse(str(error))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     _check_supported(parsed)
     return parsed

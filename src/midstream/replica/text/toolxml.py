@@ -7,6 +7,7 @@ else the JSON it spells, else text again.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -100,7 +101,9 @@ def read_value(text: str, schema: Any) -> Any:
         return text
     spelled = text.strip(SPACE)
     try:
-        value = json.loads(_SPELLINGS.get(spelled, spelled), parse_constant=_no_constant)
+        value = json.loads(_SPELLINGS.get(spelled, spelled), parse_constant=_no_constant, parse_float=_finite)
+        # Half a surrogate pair cannot be sent.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text
     return value if _type_of(value) & types else text
@@ -110,16 +113,25 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(spelled: str) -> float:
+    value = float(spelled)
+    if math.isinf(value):
+        raise ValueError(f"{spelled} is beyond a float")
+    return value
+
+
 def _types(schema: Any) -> set[str]:
-    """The JSON types a schema names, through alternatives; empty when it names none."""
+    """The JSON types a schema names, through alternatives; empty when it names none. What is no schema names none."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")
-    found = {named} if isinstance(named, str) else {t for t in named or () if isinstance(t, str)}
+    listed = named if isinstance(named, list) else [named]
+    found = {t for t in listed if isinstance(t, str)}
     if "enum" in schema and not found and isinstance(schema["enum"], list):
         found = set().union(*(_type_of(value) for value in schema["enum"]))
     for key in ("anyOf", "oneOf"):
-        for alternative in schema.get(key) or ():
+        alternatives = schema.get(key)
+        for alternative in alternatives if isinstance(alternatives, list) else ():
             found |= _types(alternative)
     return found
 

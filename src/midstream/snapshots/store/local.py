@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from midstream.core.notjson import NOT_JSON
 from midstream.core.types import Content
 
 #: Directories of this name are worthless once their process is gone.
@@ -79,7 +80,7 @@ def is_whole(directory: Path, fingerprint: str | None, contents: Sequence[Conten
         files = msgspec.json.decode(encoded, type=_Listing)
         found = [(name, size, (directory / name).stat()) for name, size, _ in files]
         return all((now.st_size, now.st_mtime_ns) == (size, stamps[name]) for name, size, now in found)
-    except (OSError, KeyError, msgspec.DecodeError):
+    except (OSError, KeyError, *NOT_JSON):
         return False
 
 
@@ -97,7 +98,7 @@ def noted_contents(directory: Path) -> tuple[Content, ...]:
     """The contents noted in `directory`; none if they cannot be read."""
     try:
         return msgspec.json.decode((directory / CONTENT_FILE).read_bytes(), type=tuple[Content, ...])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *NOT_JSON):
         return ()
 
 

@@ -1,0 +1,71 @@
+"""Parsers of bytes from outside: what fuzzing found once passes for ever, it finds planted faults, and nothing else now."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import fuzz
+import pytest
+from planted_faults import FAULTS
+from targets import TARGETS
+
+SCRIPT = Path(fuzz.__file__)
+SECONDS = 60
+needs_atheris = pytest.mark.skipif(
+    find_spec("atheris") is None, reason="atheris has no wheel for this Python"
+)
+
+
+def fuzzed(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--work", str(work), "--jobs", "1", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_input_of_a_corpus_passes(name: str) -> None:
+    inputs = sorted((fuzz.CORPORA / name).iterdir())
+    assert len(inputs) >= 2
+    for file in inputs:
+        try:
+            TARGETS[name].run(file.read_bytes())
+        except Exception as error:
+            raise AssertionError(f"python {SCRIPT} --replay {file}") from error
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_the_encoders_write_passes(name: str) -> None:
+    seeds = [*TARGETS[name].seeds()]
+    assert seeds
+    for seed in seeds:
+        TARGETS[name].run(seed)
+
+
+def test_every_target_is_run_and_has_a_corpus() -> None:
+    assert fuzz.names_of_targets() == [*TARGETS]
+    assert {folder.name for folder in fuzz.CORPORA.iterdir()} == {*TARGETS}
+    assert sum(file.stat().st_size for file in fuzz.CORPORA.rglob("*") if file.is_file()) < 2**20
+
+
+@needs_atheris
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_its_input_passes_without_it(name: str, tmp_path: Path) -> None:
+    target, runs = FAULTS[name].target, FAULTS[name].runs
+    limits = ("--runs", str(runs), "--seconds", "300", "--seed", "1")
+    found = fuzzed(tmp_path, "--targets", target, "--plant", name, *limits)
+    assert found.returncode == 1, found.stdout + found.stderr
+    (finding,) = (tmp_path / target / "findings").iterdir()
+    assert str(finding) in found.stdout
+    again = fuzzed(tmp_path, "--targets", target, "--replay", str(finding))
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+@needs_atheris
+@pytest.mark.variant
+@pytest.mark.parametrize("name", TARGETS)
+def test_fuzzing_for_a_minute_finds_nothing(name: str, tmp_path: Path) -> None:
+    done = fuzzed(tmp_path, "--targets", name, "--seconds", str(SECONDS))
+    assert done.returncode == 0, done.stdout + done.stderr
