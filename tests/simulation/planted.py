@@ -198,7 +198,7 @@ FOUND_AT = {
     "gate_is_not_drained": (5, "several snapshots in a stream of a synchronous deployment"),
     "bytes_are_not_compared": (66, "computes:"),
     "log_loses_its_last_event": (0, "at most"),
-    "half_chunks_pass": (35, "invalid literal"),
+    "half_chunks_pass": (187, "invalid literal"),
     "sessions_are_forgotten": (0, "nothing had happened to it"),
     "everybody_is_admitted": (0, "the base weights serve again"),
     "nothing_is_started_again": (2, "in calm weather"),
