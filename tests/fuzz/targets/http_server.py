@@ -94,7 +94,7 @@ class Service:
         self.requests.append(request)
         return Exchange(client)
 
-    def refused(self, error: MidstreamError) -> None:
+    def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
         self.refusals.append(error)
 
 
