@@ -219,8 +219,9 @@ async def storm(server: Server, scratch: Path, models: list[Path]) -> tuple[list
     return turns, trainer.checkpoints
 
 
-def bears_out(recomputer: Recomputer, turn: Turn) -> bool:
-    """Whether its numbers are those of its labels, with whichever expert of a tie."""
+def wrong_numbers(recomputer: Recomputer, turn: Turn) -> str | None:
+    """None: its numbers are those of its labels, with whichever expert of a tie. Else where they differ most."""
+    closest: list[str] = []
     ids = turn.prompt + [token for token, _, _ in turn.tokens]
     targets = torch.tensor(ids[len(turn.prompt) :])[:, None]
     said = np.array([logprob for _, logprob, _ in turn.tokens])
@@ -230,9 +231,17 @@ def bears_out(recomputer: Recomputer, turn: Turn) -> bool:
 
     def fits(passes: Passes) -> bool:
         made = passes.logprobs[len(turn.prompt) - 1 :].gather(1, targets)[:, 0].numpy()
-        return bool(np.abs(said - made).max() <= ERROR)
+        off = np.abs(said - made)
+        at, labels = int(off.argmax()), [label for _, _, label in turn.tokens]
+        beyond = np.flatnonzero(off > ERROR)
+        closest.append(
+            f"{len(beyond)} logprobs of {len(off)} differ, the first at {beyond[:1]}, by {off[at]} at {at} ({labels[at]}); "
+            f"prompt {len(turn.prompt)}, cached {turn.cached}, ties {passes.ties}, labels {labels}"
+        )
+        return not len(beyond)
 
-    return recomputer.first_that(fits, ids[:-1], turn.kv, forced=forced) is not None
+    fitting = recomputer.first_that(fits, ids[:-1], turn.kv, forced=forced)
+    return None if fitting is not None else "\n".join(closest)
 
 
 @pytest.mark.timeout(900)
@@ -251,7 +260,8 @@ def test_a_swap_storm_fails_nothing_and_every_label_is_borne_out(
         assert labels == sorted(labels, key=order.index), "a label went backwards"
         crossed += len(set(labels)) - 1
         assert turn.kv[len(turn.prompt) - 1 :] == labels, "a label is not of the pass that gave the token"
-        assert bears_out(recomputer, turn), labels
+        wrong = wrong_numbers(recomputer, turn)
+        assert wrong is None, wrong
     assert len({label for turn in turns for _, _, label in turn.tokens}) > SWAPS // 2
     assert crossed >= STREAMS, "the swaps hit no live streams"
     reused = sum(turn.cached for turn in turns)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import fuzz
 import pytest
 from planted_faults import FAULTS
-from targets import TARGETS
+from targets import TARGETS, rollout_requests
 
 SCRIPT = Path(fuzz.__file__)
 SECONDS = 60
 needs_atheris = pytest.mark.skipif(
     find_spec("atheris") is None, reason="atheris has no wheel for this Python"
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_child_stays() -> Iterator[None]:
+    """Other tests of this process count the children that stay."""
+    yield
+    while rollout_requests._checks:
+        rollout_requests._checks.pop().close()
 
 
 def fuzzed(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

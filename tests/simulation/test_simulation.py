@@ -53,7 +53,9 @@ def test_a_seed_is_one_history() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_planted_fault_is_found() -> None:
-    said = simulate("--seeds", "0:0", "--processes", "1", "--prove").splitlines()
+    """The seed that found a fault last is tried first. A change of the histories may move a find to another seed."""
+    said = simulate("--seeds", "0:200", "--processes", "1", "--prove").splitlines()
     assert len(said) >= 10
     assert [line for line in said if ": seed " not in line] == []
