@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from midstream.core.types import Desired, ReplicaReport, Stage
-from midstream.fleet.order import Turn, next_turn
-from midstream.fleet.reconcile import decide, waits_staged
+from midstream.fleet.reconcile import Turn, decide, next_turn, waits_staged
 from midstream.ledger import DeploymentState
 from midstream.replica.swap.attempts import GIVEN_UP_MAX
 from midstream.replica.swap.table import Event, SwapMachine

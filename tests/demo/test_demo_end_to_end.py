@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from midstream.core.errors import ConfigError
-from midstream.demo.main import add_arguments, run_demo
-from midstream.demo.server import ServerFailed, ServerProcess
+from midstream.demo.main import ServerFailed, ServerProcess, add_arguments, run_demo
 
 SMALL = ["--groups", "3", "--samples", "4", "--tokens", "24"]
 

@@ -11,9 +11,7 @@ from demo_helpers import make_row
 from rich.console import Console
 
 from midstream.demo.progress import Display, steps_table, summary_lines
-from midstream.demo.report import render, write
-from midstream.demo.summary import difference_stderr, misses, summarise
-from midstream.demo.svg import Line, line_chart
+from midstream.demo.report import Line, difference_stderr, line_chart, misses, render, summarise, write
 
 pytestmark = pytest.mark.fast
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from midstream.demo.task import ALPHABETS, FOLLOW_UP, Problem, problems, request_seed
+from midstream.demo.records import ALPHABETS, FOLLOW_UP, Problem, problems, request_seed
 from midstream.models.tiny_moe import TOKEN_ID, build_tokenizer
 
 pytestmark = pytest.mark.fast

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from serving import Server, serve
 
-from midstream.tinker.proto import SampleResponse
+from midstream.tinker.codec import SampleResponse
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
 from midstream.engine.cpu import KernelsUnavailable
-from midstream.engine.cpu.library import kernels as native_kernels
+from midstream.engine.cpu.build import kernels as native_kernels
 from midstream.engine.embedded.core import EngineCore
 
 #: For parameters that need a CUDA device.

@@ -22,14 +22,12 @@ from midstream.core.types import EngineStats, SwapTiming
 from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded import loading
 from midstream.engine.embedded import protocol as m
-from midstream.engine.embedded.background import NICENESS, Background
+from midstream.engine.embedded.background import DROPPED, NICENESS, Background, Stager, digest
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.digest import digest
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
 from midstream.engine.embedded.loop import CALM_STEPS, EngineLoop
 from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.modules import UnsupportedModel
-from midstream.engine.embedded.staging import DROPPED, Stager
 
 SETTINGS = EngineSettings(kv_cache_tokens=256, threads=1)
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from engine_helpers import request, run
 
 from midstream.core.config import EngineSettings
 from midstream.engine.cpu import build
-from midstream.engine.cpu.library import kernels
+from midstream.engine.cpu.build import kernels
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.modules import ModuleDecoder
 

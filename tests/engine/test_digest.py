@@ -13,11 +13,11 @@ from engine_helpers import needs_compiler, request, run
 from midstream.core.config import EngineSettings
 from midstream.core.types import ModelInfo, SnapshotCheck
 from midstream.engine.base import EngineDied
-from midstream.engine.embedded import digest as digest_module
+from midstream.engine.embedded import background as digest_module
+from midstream.engine.embedded.background import CHUNK_BYTES, digest
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.digest import CHUNK_BYTES, digest
 from midstream.engine.embedded.engine import EmbeddedEngine
-from midstream.replica.swap.check import Checker
+from midstream.replica.swap.driver import Checker
 
 torch.set_num_threads(1)
 

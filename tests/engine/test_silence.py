@@ -13,8 +13,8 @@ import uvloop
 from engine_helpers import request
 
 from midstream.core.config import EngineSettings
+from midstream.engine.base import CHECK_INTERVAL_S, SilenceTimer
 from midstream.engine.embedded.engine import EmbeddedEngine
-from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 
 from midstream.core.types import GenerateRequest, TokenRecord
 from midstream.engine.vllm.arguments import WORKER, WORKER_DIR, command_line, environment
-from midstream.engine.vllm.proof import NotExact, prove_reload
+from midstream.engine.vllm.swap import NotExact, prove_reload
 
 
 class Experts:

@@ -10,7 +10,7 @@ from fake_vllm import logprob_at, route_bytes, until, weights_of
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import TokenRecord
-from midstream.engine.vllm.scoring import TRIES
+from midstream.engine.vllm.requests import TRIES
 
 PROMPT = tuple(range(20, 32))
 

@@ -22,7 +22,7 @@ from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST
 from midstream.core.types import ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.http.message import Request
+from midstream.http.reader import Request
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 from midstream.proxy.replica_route import ReplicaRoute

@@ -21,7 +21,7 @@ from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
 from midstream.core.versions import Refused, VersionConstraint
 from midstream.engine.base import EngineDied, StagingFailed
-from midstream.replica.gate import Door, Gate
+from midstream.replica.gate import Asked, Door, Gate, Namespaces, Pins
 from midstream.replica.swap.attempts import (
     ATTEMPTS,
     GIVEN_UP_MAX,
@@ -31,12 +31,8 @@ from midstream.replica.swap.attempts import (
     Phase,
     mermaid,
 )
-from midstream.replica.swap.check import Checker, NotSound
-from midstream.replica.swap.driver import Entrance, SwapDriver
-from midstream.replica.swap.hints import Hints
-from midstream.replica.swap.namespaces import Namespaces
-from midstream.replica.swap.pins import Asked, Pins
-from midstream.replica.swap.source import Files, SnapshotSource
+from midstream.replica.swap.driver import Checker, Entrance, NotSound, SwapDriver
+from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import Event as TableEvent
 from midstream.replica.swap.table import IllegalMove, SwapMachine
 

@@ -7,7 +7,7 @@ import pytest
 from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import ResumeLogReader, read_resume
 from midstream.core.versions import Admitted, from_header
-from midstream.http.message import Request
+from midstream.http.reader import Request
 from midstream.proxy.resume import reason_of
 from midstream.replica import app
 

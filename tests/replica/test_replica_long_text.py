@@ -15,9 +15,8 @@ from tokenizers import AddedToken
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT, InvalidRequest, Overloaded
 from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
-from midstream.replica.text import jobs as textjobs
-from midstream.replica.text.chat import PIECE_CHARACTERS, TextModel
-from midstream.replica.text.jobs import Leave, Left, TextJobs
+from midstream.replica.text import chat as textjobs
+from midstream.replica.text.chat import PIECE_CHARACTERS, Leave, Left, TextJobs, TextModel
 
 Scenario = Callable[[Running], Awaitable[None]]
 

@@ -11,9 +11,9 @@ from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import BASE_SNAPSHOT, Desired, FileContent, Hint, SnapshotFiles, Stage
 from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
-from midstream.replica.swap import hints as hints_module
+from midstream.replica.swap import source as hints_module
 from midstream.replica.swap.attempts import GIVEN_UP_MAX
-from midstream.replica.swap.hints import Hints
+from midstream.replica.swap.source import Hints
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 FULL = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="f0")

@@ -21,10 +21,8 @@ from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import Event
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
-from midstream.replica.gate import Gate
+from midstream.replica.gate import Gate, Namespaces, Pins
 from midstream.replica.response.generation import Surroundings
-from midstream.replica.swap.namespaces import Namespaces
-from midstream.replica.swap.pins import Pins
 from midstream.snapshots.store import fetch
 
 

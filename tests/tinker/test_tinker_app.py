@@ -17,8 +17,8 @@ from midstream.tinker import app as module
 from midstream.tinker import proto, serving
 from midstream.tinker.app import INLINE_BYTES, tinker_app
 from midstream.tinker.codec import sample_json, sample_response
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF, Futures
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.store import CheckpointRow, SamplingSession, Store
 from midstream.tinker.types import (
     CreateModelBody,

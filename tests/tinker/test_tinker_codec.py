@@ -11,7 +11,7 @@ import pytest
 from sdk_venvs import SDKS, run_sdk
 
 from midstream.tinker import codec, proto
-from midstream.tinker.errors import TinkerError
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import (
     CreateModelBody,
     OptimStepBody,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from midstream.tinker import futures as module
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import (
     ABANDONED_S,
     JSON,
@@ -19,6 +18,7 @@ from midstream.tinker.futures import (
     Future,
     Futures,
 )
+from midstream.tinker.serving import TinkerError
 
 
 class Clock:

@@ -14,8 +14,8 @@ import pytest
 
 from midstream.tinker import codec, proto, types
 from midstream.tinker import store as store_module
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.samples import Sample, sampled
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.store import Store
 from midstream.tinker.types import (
     Body,
@@ -26,8 +26,7 @@ from midstream.tinker.types import (
     SampleBody,
     decode,
 )
-from midstream.trainer.errors import Failed
-from midstream.trainer.types import LoraConfig
+from midstream.trainer.types import Failed, LoraConfig
 
 MODEL = b'{"session_id":"s","model_seq_id":0,"base_model":"m","user_metadata":%s}'
 STEP = b'{"model_id":"m","seq_id":1,"optimizer_params":%s}'

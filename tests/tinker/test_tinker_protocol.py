@@ -17,8 +17,8 @@ from sdk_venvs import API_KEY, SDKS, run_sdk
 from midstream.proxy.auth import Authenticator
 from midstream.tinker import codec
 from midstream.tinker.app import tinker_app
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF, Future, Futures
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.store import CheckpointRow, Store
 from midstream.tinker.types import CreateModelBody, SampleBody, SampleResult, Sequence, Served
 

@@ -26,8 +26,8 @@ from sampling_fakes import (
 )
 
 from midstream.tinker import sampling as module
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import Future
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import SampleBody, decode
 
 Scenario = Callable[[Front, FakeGateway], Awaitable[None]]

@@ -12,7 +12,7 @@ import pytest
 from midstream.core.clock import steady, steady_clock
 from midstream.core.errors import ConfigError
 from midstream.tinker import store as module
-from midstream.tinker.errors import TinkerError
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.store import EXPIRE_EVERY_S, IDLE_S, SILENT_S, CheckpointRow, Store
 from midstream.tinker.training import Training
 from midstream.trainer.types import LoraConfig

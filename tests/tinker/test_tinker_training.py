@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from training_fakes import BASE, TENANT, World, create, forward_backward, optim, world
 
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import (
     CreateSamplingSessionBody,
     LoadWeightsBody,
@@ -21,7 +21,7 @@ from midstream.tinker.types import (
 )
 from midstream.tinker.weights import parse_uri
 from midstream.trainer import protocol as m
-from midstream.trainer.errors import Failed
+from midstream.trainer.types import Failed
 
 KEY = "tml-key"
 Scene = Callable[[World], Awaitable[None]]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training_fakes import TENANT, World, world
 
-from midstream.tinker import proto
+from midstream.tinker import codec
 from midstream.tinker.types import LoadWeightsBody, SaveWeightsBody
 from midstream.trainer import protocol as m
 from midstream.trainer.process import Trainer
@@ -24,7 +24,7 @@ KEY = "tml-key"
 async def loss(at: World, model: str, seq_id: int) -> float:
     outcome = (await at.ended(await at.loss(model, seq_id))).outcome
     assert outcome is not None
-    value: float = proto.ForwardBackwardOutput.FromString(outcome.body).metrics["loss:sum"]
+    value: float = codec.ForwardBackwardOutput.FromString(outcome.body).metrics["loss:sum"]
     return value
 
 

@@ -19,11 +19,10 @@ sys.path.append(str(Path(__file__).parents[1] / "client"))
 import publish_world
 from s3server import S3Server
 
-from midstream.snapshots.store.upload import list_directory, put_directory
-from midstream.tinker import retention
-from midstream.tinker.publishing import DeploymentPublisher
-from midstream.tinker.retention import remove_snapshot
-from midstream.trainer.errors import Failed
+from midstream.snapshots.store.bucket import list_directory, put_directory
+from midstream.tinker import publishing as publishing_module
+from midstream.tinker.publishing import DeploymentPublisher, remove_snapshot
+from midstream.trainer.types import Failed
 
 KEY = "tml-key"
 
@@ -158,7 +157,9 @@ def test_old_files_that_somebody_else_removes_meanwhile_fail_no_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run(at: Scene) -> None:
-        monkeypatch.setattr(retention, "list_directory", lambda bucket, identity: (["model.safetensors"], []))
+        monkeypatch.setattr(
+            publishing_module, "list_directory", lambda bucket, identity: (["model.safetensors"], [])
+        )
         # Whole: 1, 4 and 7.
         for step in range(1, 8):
             if step == 7:

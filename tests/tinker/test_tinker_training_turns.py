@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import Future, Futures
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.turns import Turn, Turns
 
 MODEL = "session_ab:train:0"

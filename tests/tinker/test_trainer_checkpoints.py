@@ -36,9 +36,8 @@ from midstream.trainer.checkpoints import (
     save_state,
     write_directory,
 )
-from midstream.trainer.errors import Failed
 from midstream.trainer.model import TrainedModel
-from midstream.trainer.types import AdamParams, LoraConfig
+from midstream.trainer.types import AdamParams, Failed, LoraConfig
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]

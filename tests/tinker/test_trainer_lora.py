@@ -21,9 +21,8 @@ from trainer_helpers import (
     write_family,
 )
 
-from midstream.trainer.errors import Failed
 from midstream.trainer.model import LORA_FAMILIES
-from midstream.trainer.types import AdamParams, LoraConfig
+from midstream.trainer.types import AdamParams, Failed, LoraConfig
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]

@@ -27,9 +27,8 @@ from trainer_helpers import (
 )
 
 from midstream.trainer import passes
-from midstream.trainer.errors import Failed
 from midstream.trainer.passes import micro_batches, positions_of_pass
-from midstream.trainer.types import AdamParams, LoraConfig
+from midstream.trainer.types import AdamParams, Failed, LoraConfig
 
 Models = Callable[..., Path]
 LINES = ("a line of text", "short", "one that is longer than the two before it", "x" * 33, "ab")

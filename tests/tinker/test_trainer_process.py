@@ -16,9 +16,8 @@ from trainer_helpers import FULL, array, request, text
 
 from midstream.http.ipc import frame
 from midstream.trainer import protocol as m
-from midstream.trainer.errors import Failed
 from midstream.trainer.process import Trainer, TrainerDied, ending
-from midstream.trainer.types import AdamParams, LoraConfig
+from midstream.trainer.types import AdamParams, Failed, LoraConfig
 
 pytestmark = pytest.mark.slow
 

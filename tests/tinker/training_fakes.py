@@ -19,9 +19,16 @@ from midstream.tinker.training import Limits, Training
 from midstream.tinker.types import CreateModelBody, OptimStepBody, Served
 from midstream.tinker.weights import Places
 from midstream.trainer import protocol as m
-from midstream.trainer.errors import Failed
 from midstream.trainer.process import TrainerDied
-from midstream.trainer.types import AdamParams, Datum, ForwardBackward, LoraConfig, LossOutputs, Tensor
+from midstream.trainer.types import (
+    AdamParams,
+    Datum,
+    Failed,
+    ForwardBackward,
+    LoraConfig,
+    LossOutputs,
+    Tensor,
+)
 
 TENANT = "tenant"
 BASE = "Qwen/Qwen3-8B-Base"

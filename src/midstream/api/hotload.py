@@ -18,9 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from midstream.api.capabilities import check_signal
 from midstream.api.deployments import lies_in
-from midstream.api.ledgerview import ledger_body
 from midstream.api.signals import (
     SOURCE_URL_HEADER,
     HintBody,
@@ -30,7 +28,7 @@ from midstream.api.signals import (
     parse_signal,
     source_url,
 )
-from midstream.api.status import replica_rows
+from midstream.api.status import check_signal, ledger_body, replica_rows
 from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotCorrupt,

@@ -15,8 +15,7 @@ import msgspec
 from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
 from midstream.core.types import BASE_SNAPSHOT, HEADER_OVERWRITE, CompressionFormat, ResetPromptCache
 from midstream.http.bodies import json_object
-from midstream.snapshots.formats import check_checksum_format, compression_format
-from midstream.snapshots.identity import check_identity
+from midstream.snapshots.identity import check_checksum_format, check_identity, compression_format
 from midstream.snapshots.layout import is_snapshot_file
 
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"

@@ -3,19 +3,175 @@
 Always holds:
 - `loading_state` is an object; the least ready replica comes first, so that a client that reads only one waits for all.
 - A replica that names the desired snapshot as its own is ready only when it serves exactly that, and was checked.
+
+What a deployment's engines can do: what a signal needs of them, and how they are shown. Pure.
+
+Owns: which signals are refused when an engine lacks a feature.
+Always holds: a deployment has a feature when every known replica of it has the feature. Of unknown replicas nothing is
+claimed, and nothing is refused on their account.
+
+The ledger as the API shows it. Pure.
+
+Always holds: every snapshot the ledger has is shown, with its chain and with how each replica fared with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.core.types import ReplicaReport, Stage
+from midstream.api.signals import SignalBody
+from midstream.core.errors import SnapshotRefused
+from midstream.core.text import engine_name, in_order, refusal
+from midstream.core.types import ENGINE_FEATURES, EngineCard, FileContent, ReplicaReport, Stage
 from midstream.fleet.reconcile import failure, serves
 from midstream.fleet.replicas import ReplicaView
-from midstream.ledger import DeploymentState
+from midstream.ledger import DeploymentState, Disagreement, SnapshotRow, TransitionRow
+
+
+class Need(NamedTuple):
+    """words: what an engine without the feature does not do, as in `does not {words}`."""
+
+    feature: str
+    words: str
+
+
+_MAX_AGE = Need("max_cache_age", "know how old cached KV is; signal all, new_session or none")
+_POLICY = Need("cache_policies", "keep cached KV from being reused; signal none")
+# What the fields of reset_prompt_cache need.
+SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
+
+
+def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
+    """Raises SnapshotRefused, which names the field, the engine and the feature, when a replica's engine cannot do what the
+    signal asks for. reports: of the deployment's replicas, None of one that cannot be reached."""
+    need = _need(signal)
+    if need is None:
+        return
+    for card in _cards(reports):
+        if not card.has(need.feature):
+            param = "reset_prompt_cache"
+            raise SnapshotRefused(refusal(param, card, need.feature, need.words), param=param)
+
+
+def _need(signal: SignalBody) -> Need | None:
+    """A signal that does not say asks for `all`."""
+    if signal.max_cache_age is not None:
+        return _MAX_AGE
+    return None if signal.reset == "none" else _POLICY
+
+
+def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
+    """What a model's object says of the engines that serve it: `engine` and `max_model_len`. None while no engine is known.
+
+    `engine` names the features that all of them have, and those that one or more of them lacks. Engines of several kinds or
+    versions are named with commas. `max_model_len` is the shortest.
+    """
+    heard = [report for report in reports if report is not None]
+    cards = _cards(heard)
+    if not cards:
+        return None
+    common = set(ENGINE_FEATURES).intersection(*(card.features for card in cards))
+    engine = {
+        "kind": _all(card.kind for card in cards),
+        "version": _all(card.version for card in cards),
+        "features": in_order(common),
+        "lacks": in_order(ENGINE_FEATURES.keys() - common),
+    }
+    lengths = [report.max_model_len for report in heard if report.max_model_len is not None]
+    return {"engine": engine, **({"max_model_len": min(lengths)} if lengths else {})}
+
+
+def engine_of(report: ReplicaReport | None) -> dict[str, str]:
+    """`engine`: its name; nothing while it is not known."""
+    return {} if report is None or report.card is None else {"engine": engine_name(report.card)}
+
+
+def _cards(reports: Iterable[ReplicaReport | None]) -> list[EngineCard]:
+    return [report.card for report in reports if report is not None and report.card is not None]
+
+
+def _all(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name for name in names if name}))
+
+
+def ledger_body(
+    state: DeploymentState, snapshots: Sequence[SnapshotRow], transitions: Sequence[TransitionRow]
+) -> dict[str, Any]:
+    """`transitions`: the newest stage changes, oldest first."""
+    by_snapshot: dict[str, list[TransitionRow]] = {}
+    for moved in transitions:
+        by_snapshot.setdefault(moved.identity, []).append(moved)
+    return {
+        "desired_snapshot_identity": state.snapshot,
+        "generation": state.desired.generation if state.desired else 0,
+        "snapshots": [_snapshot(row, by_snapshot.get(row.identity, [])) for row in snapshots],
+        "disagreements": [_disagreement(row) for row in state.disagreements],
+    }
+
+
+def _snapshot(row: SnapshotRow, moves: Sequence[TransitionRow]) -> dict[str, Any]:
+    return {
+        "identity": row.identity,
+        "kind": row.kind,
+        "previous_snapshot_identity": row.previous,
+        "compression_format": row.compression,
+        "checksum_format": row.checksum_format,
+        "chain": [link.snapshot for link in row.parents],
+        "url": row.url,
+        "reset_prompt_cache": row.reset_prompt_cache,
+        "max_cache_age": row.max_cache_age,
+        "extra_fields_ignore": list(row.ignore_config),
+        "first_signalled_at": row.first_signalled_at,
+        "signalled_at": row.signalled_at,
+        "generation": row.generation,
+        "fingerprint": row.fingerprint,
+        "files": None if row.content is None else [_file(file) for file in row.content],
+        "ready_at": row.ready_at,
+        "replicas": _replicas(moves),
+        "transitions": [_transition(moved) for moved in moves],
+    }
+
+
+def _file(file: FileContent) -> dict[str, Any]:
+    return {"name": file.name, "size": file.size, "digest": file.digest}
+
+
+def _replicas(moves: Iterable[TransitionRow]) -> list[dict[str, Any]]:
+    """Of each replica, the last stage change and when it was ready, in the generation it was at last."""
+    found: dict[str, dict[str, Any]] = {}
+    for moved in moves:
+        row = found.get(moved.replica)
+        if row is None or row["generation"] != moved.generation:
+            row = found[moved.replica] = {
+                "replica": moved.replica,
+                "generation": moved.generation,
+                "ready_at": None,
+            }
+        row |= {"stage": moved.stage.value, "at": moved.at, "error": moved.detail or None}
+        if moved.stage is Stage.IDLE:
+            row["ready_at"] = moved.at
+    return [found[name] for name in sorted(found)]
+
+
+def _of_a_boot(row: TransitionRow | Disagreement) -> dict[str, Any]:
+    return {
+        "replica": row.replica,
+        "boot": row.boot,
+        "generation": row.generation,
+        "error": row.detail or None,
+    }
+
+
+def _transition(row: TransitionRow) -> dict[str, Any]:
+    return {**_of_a_boot(row), "seq": row.seq, "stage": row.stage.value, "at": row.at}
+
+
+def _disagreement(row: Disagreement) -> dict[str, Any]:
+    return {**_of_a_boot(row), "identity": row.identity, "verdict": row.verdict}
+
 
 #: Stages on the wire, in the order a replica goes through them; also how far from ready one is.
 SHOWN_STAGE = {

@@ -21,8 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import NotFound, ReplicaUnavailable
-from midstream.core.sessionkey import check_key
-from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats
+from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
 from midstream.core.types import HEADER_TENANT, Session
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView

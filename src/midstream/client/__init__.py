@@ -7,11 +7,17 @@ from midstream.client.decode import (
     snapshot_of,
     token_snapshots,
 )
-from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed
 from midstream.client.publication import Publication, Published
 from midstream.client.publish import SnapshotPublisher
-from midstream.client.server import HotLoadServer
-from midstream.client.status import ReplicaStatus, Status
+from midstream.client.server import (
+    HotLoadServer,
+    NotReadyInTime,
+    PublishError,
+    ReplicaStatus,
+    SignalRefused,
+    SnapshotFailed,
+    Status,
+)
 
 __all__ = [
     "HotLoadServer",

@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from midstream.client.bucket import Bucket
-from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.client.parent import Parent, WorkDirectory
-from midstream.client.retry import Answer
-from midstream.client.server import SIGNAL_RETRY_S, Compression, HotLoadServer, ResetPromptCache
-from midstream.client.status import ReplicaStatus, Status
+from midstream.client.server import (
+    SIGNAL_RETRY_S,
+    Answer,
+    Compression,
+    HotLoadServer,
+    PublishError,
+    ReplicaStatus,
+    ResetPromptCache,
+    SignalRefused,
+    SnapshotFailed,
+    Status,
+    Unanswered,
+)
 from midstream.core.errors import SnapshotError
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.layout import read_spec

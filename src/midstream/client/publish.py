@@ -21,8 +21,6 @@ from typing import Any, TypedDict, Unpack
 import httpx
 
 from midstream.client.bucket import open_bucket
-from midstream.client.checkpoint import Source, Weights
-from midstream.client.errors import PublishError
 from midstream.client.parent import WorkDirectory
 from midstream.client.publication import (
     Job,
@@ -37,11 +35,12 @@ from midstream.client.server import (
     SIGNAL_RETRY_S,
     Compression,
     HotLoadServer,
+    PublishError,
     ResetPromptCache,
     SignalOptions,
+    Status,
 )
-from midstream.client.status import Status
-from midstream.client.weights import Cast
+from midstream.client.weights import Cast, Source, Weights
 from midstream.snapshots.identity import check_identity
 
 #: The arguments in How that are those of checkpoint.Source.

@@ -1,20 +1,243 @@
 """The server's hot-load API as a trainer uses it: signal, hint, status, ledger, and waiting.
 
 Always holds: every call may be repeated. Errors that a retry can cure are retried until the deadline, others are not.
+
+The errors of publishing a snapshot.
+
+PublishError
+  SignalRefused      the server does not take the signal; no replica loads the snapshot
+    Unanswered       the server could not be reached, or could not answer, for too long
+  SnapshotFailed     a replica could not load the snapshot; it still serves the one before
+  NotReadyInTime     replicas were still loading at the deadline (also a TimeoutError)
+
+HTTP with the retry rules of the hot-load API.
+
+Always holds: a request is sent again only after no answer, 408, 425, 429 or 5xx, with growing pauses or those of Retry-After,
+and never past the deadline.
+
+The server's status of its replicas. Pure.
+
+Always holds: a snapshot counts as served, or as failed, only when the answer says so.
 """
 
 from __future__ import annotations
 
+import email.utils
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import httpx
 
-from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
-from midstream.client.retry import Answer, Caller
-from midstream.client.status import Status, read_status
 from midstream.core.types import HEADER_OVERWRITE
+
+
+class PublishError(Exception):
+    """The message is for the person who runs the trainer."""
+
+
+class SignalRefused(PublishError):
+    """`status`: the HTTP status, None when no answer came."""
+
+    def __init__(self, message: str, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unanswered(SignalRefused):
+    pass
+
+
+class SnapshotFailed(PublishError):
+    """`replica` could not load `identity`."""
+
+    def __init__(self, identity: str, replica: str, message: str) -> None:
+        super().__init__(f"{replica} could not load snapshot {identity!r}: {message}")
+        self.identity = identity
+        self.replica = replica
+
+
+class NotReadyInTime(PublishError, TimeoutError):
+    pass
+
+
+RETRY_STATUSES = frozenset({408, 425, 429})
+FIRST_PAUSE_S = 0.25
+LAST_PAUSE_S = 10.0
+
+
+class Answer(NamedTuple):
+    """body: decoded JSON. attempts: how many requests it took."""
+
+    body: Any
+    attempts: int
+
+
+class Caller:
+    def __init__(
+        self,
+        http: httpx.Client,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._http = http
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._now = now
+
+    def call(
+        self,
+        method: str,
+        url: str,
+        *,
+        deadline_s: float,
+        json: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """The answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`."""
+        response, attempts = self._request(method, url, deadline_s, json, headers)
+        return Answer(_decoded(response), attempts)
+
+    def text(self, method: str, url: str, *, deadline_s: float) -> str:
+        """Like `call`, for an answer that is not JSON."""
+        return self._request(method, url, deadline_s, None)[0].text
+
+    def _request(
+        self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None = None
+    ) -> tuple[httpx.Response, int]:
+        until = self._monotonic() + deadline_s
+        pause_s = FIRST_PAUSE_S
+        attempts = 0
+        while True:
+            attempts += 1
+            response: httpx.Response | None = None
+            try:
+                response = self._http.request(method, url, json=json, headers=headers)
+            except httpx.TransportError as error:
+                problem = f"{method} {url}: {error or type(error).__name__}"
+            else:
+                if response.is_success:
+                    return response, attempts
+                problem = f"{method} {url}: {response.status_code} {error_message(response)}"
+                if response.status_code not in RETRY_STATUSES and response.status_code < 500:
+                    raise SignalRefused(problem, response.status_code)
+            asked_s = retry_after_s(response, self._now()) if response is not None else None
+            wait_s = asked_s if asked_s is not None else pause_s
+            if self._monotonic() + wait_s > until:
+                status = response.status_code if response is not None else None
+                tried = f" (gave up after {deadline_s:g} s)" if deadline_s else ""
+                raise Unanswered(problem + tried, status)
+            self._sleep(wait_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+
+def retry_after_s(response: httpx.Response, now: float) -> float | None:
+    """The time of the Retry-After header, in seconds from `now`; None when it is absent or unreadable."""
+    value = response.headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
+    except ValueError:
+        return None
+
+
+def error_message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def _decoded(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise SignalRefused(
+            f"{response.url}: answered {response.status_code} without JSON", response.status_code
+        ) from error
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """One replica in the server's answer.
+
+    snapshot: the one that it serves; None when the replica is unreachable. generation: of the signal that it took last; None
+    when the server does not say. last_swap: fetch_ms, verify_ms, stage_ms, pause_ms, streams_crossed. raw: the whole entry.
+    """
+
+    snapshot: str | None
+    ready: bool
+    stage: str
+    target: str | None
+    name: str = "a replica"
+    error: str | None = None
+    generation: int | None = None
+    last_swap: dict[str, Any] | None = None
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Status:
+    """All replicas, the least ready first."""
+
+    replicas: tuple[ReplicaStatus, ...]
+
+    def serves(self, identity: str) -> bool:
+        """Whether every replica is ready on `identity`, and none is still to load other files of that name."""
+        return bool(self.replicas) and all(
+            r.ready and r.snapshot == identity and (r.target != identity or r.stage in ("done", "idle"))
+            for r in self.replicas
+        )
+
+    def failed(self, identity: str) -> ReplicaStatus | None:
+        """A replica that could not load `identity`, if any."""
+        return next((r for r in self.replicas if r.stage == "error" and r.target == identity), None)
+
+    def stands_on(self, identity: str, generation: int | None) -> bool:
+        """Whether a delta against the `identity` that was signalled as `generation` is certain to be understood.
+
+        One replica serves it, none is meant to serve anything else, and none is in trouble. generation: None when the
+        server's answer to the signal gave none.
+        """
+        heard = [r.generation for r in self.replicas if r.generation is not None]
+        return (
+            any(r.snapshot == identity for r in self.replicas)
+            and all(r.stage != "error" and (r.target or r.snapshot) == identity for r in self.replicas)
+            and (generation is None or not heard or max(heard) == generation)
+        )
+
+    def __str__(self) -> str:
+        shown = [
+            f"{r.name} is on {r.snapshot} ({r.stage}{': ' + r.error if r.error else ''})"
+            for r in self.replicas
+        ]
+        return "; ".join(shown) or "there are no replicas"
+
+
+def read_status(answer: Any) -> Status:
+    """Raises KeyError, TypeError or AttributeError when `answer` is something else."""
+    return Status(tuple(_replica(row) for row in answer["replicas"]))
+
+
+def _replica(row: dict[str, Any]) -> ReplicaStatus:
+    own = row.get("midstream") or {}
+    loading = row.get("loading_state") or {}
+    return ReplicaStatus(
+        snapshot=row["current_snapshot_identity"],
+        ready=bool(row["readiness"]),
+        stage=loading.get("stage", "idle"),
+        target=loading.get("target_snapshot_identity"),
+        name=own.get("replica", "a replica"),
+        error=own.get("error"),
+        generation=own.get("generation"),
+        last_swap=own.get("last_swap"),
+        raw=row,
+    )
+
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 SIGNAL_RETRY_S = 300.0

@@ -7,7 +7,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
+from midstream.commands.common import add_server_arguments, connect, full_deployment_name, guarded
 from midstream.core.text import plain, seconds, table
 
 HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")

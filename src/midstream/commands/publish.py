@@ -8,7 +8,8 @@ from pathlib import Path
 from midstream.client import Published, SnapshotPublisher
 from midstream.client.publication import Kind, Phase
 from midstream.client.server import ResetPromptCache
-from midstream.commands.connection import (
+from midstream.commands.common import (
+    ProgressLine,
     add_server_arguments,
     address,
     api_key,
@@ -16,7 +17,6 @@ from midstream.commands.connection import (
     full_deployment_name,
     guarded,
 )
-from midstream.commands.progress import ProgressLine
 from midstream.core.errors import ConfigError
 from midstream.core.text import seconds, size
 

@@ -8,7 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
-from midstream.commands import engines
+from midstream.commands import common
 from midstream.core.config import Settings, load_settings
 
 OPTIONS = (
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     parser.set_defaults(run=_replica)
     parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
-    engines.add_arguments(parser)
+    common.add_arguments(parser)
     parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
     parser.add_argument("--port", type=int, help="0 takes a free one (default: 8080)")
     parser.add_argument("--state-dir", help=f"caches, built-in models (default: {default.state_dir})")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _replica(options: argparse.Namespace) -> int:
-    from midstream.launch import standalone
+    from midstream.launch import replica
     from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
@@ -54,11 +54,9 @@ def _replica(options: argparse.Namespace) -> int:
     with locked(Path(settings.state_dir)):
         check_port(settings.host, settings.port)
         name, models = known_models(settings)
-        spec = standalone.replica_spec(
-            settings, name, model_directory(models, name, Path(settings.state_dir))
-        )
+        spec = replica.replica_spec(settings, name, model_directory(models, name, Path(settings.state_dir)))
         try:
-            asyncio.run(standalone.run(spec, lambda line: print(line, flush=True)))
+            asyncio.run(replica.run(spec, lambda line: print(line, flush=True)))
         except StartFailed as error:
             print(f"midstream replica: {error}", file=sys.stderr)
             return 1

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midstream.commands import engines
+from midstream.commands import common
 from midstream.core.config import Settings, load_settings
 from midstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from midstream.launch.launcher import Launcher
+    from midstream.launch.local import Launcher
 
 SERVE_OPTIONS = (
     "model",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_serve)
     parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
     parser.add_argument("--replicas", type=int, help=f"engines to start (default: {default.replicas})")
-    engines.add_arguments(parser)
+    common.add_arguments(parser)
     parser.add_argument(
         "--launcher",
         choices=("local", "ray"),

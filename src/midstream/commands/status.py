@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, PublishError, ReplicaStatus, SignalRefused, Status
-from midstream.commands.connection import add_server_arguments, connect, full_deployment_name, guarded
+from midstream.commands.common import add_server_arguments, connect, full_deployment_name, guarded
 from midstream.core.errors import Forbidden
 from midstream.core.text import plain, table
 

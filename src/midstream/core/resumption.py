@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 
 from midstream.core.errors import Conflict, InvalidRequest
-from midstream.core.notjson import NOT_JSON
-from midstream.core.sse import json_line
+from midstream.core.text import NOT_JSON, json_line
 from midstream.core.types import FinishReason, GenerationEvent, TokenRecord
 
 #: Internal: asks a replica for comments (request), says that they come (response). The value is always "1".

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from midstream.core.errors import InvalidRequest, SnapshotNotServed, UnknownField
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 
 HEADER_SNAPSHOT = "x-midstream-snapshot"
 HEADER_MIN_SNAPSHOT = "x-midstream-min-snapshot"

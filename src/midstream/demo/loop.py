@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.client import Publication, SnapshotPublisher, Status
-from midstream.demo.records import Rollout, StepRow
+from midstream.demo.records import Rollout, StepRow, problems
 from midstream.demo.rollouts import Sampler
-from midstream.demo.task import problems
 from midstream.demo.trainer import Trainer
 
 PUBLISH_TIMEOUT_S = 60.0

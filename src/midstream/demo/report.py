@@ -1,4 +1,7 @@
-"""Writes `report.html`, one file with styles, SVG plots and tables, which needs no network; and `summary.json`."""
+"""Writes `report.html`, one file with styles, SVG plots and tables, which needs no network; and `summary.json`.
+
+Always holds: in a chart every label is escaped, and a value that is not finite is left out of its line. Every number of the summary but seed, steps and seconds is computed here, from rows alone.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,207 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from midstream.core.text import size
 from midstream.demo.records import StepRow
-from midstream.demo.svg import Line, line_chart
+
+WIDTH, HEIGHT = 460, 240
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
+COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626")
+
+
+@dataclass(frozen=True)
+class Line:
+    """values: at x = 1, 2, ... errors: the half-width of a band around the line, for each value."""
+
+    name: str
+    values: Sequence[float]
+    errors: Sequence[float] = ()
+
+
+def line_chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False) -> str:
+    """One chart over steps. log: a decimal logarithmic y axis, which leaves out values at or below 0."""
+    shown = [v for line in lines for v in line.values if _shows(v, log)]
+    count = max((len(line.values) for line in lines), default=0)
+    low, high, ticks = (_log_axis if log else _linear_axis)(shown or [1.0])
+
+    def x(i: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (i / max(count - 1, 1))
+
+    def y(value: float) -> float:
+        at = math.log10(value) if log else value
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (min(max(at, low), high) - low) / (high - low))
+
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">',
+        f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>',
+    ]
+    for tick in ticks:
+        value = 10.0**tick if log else tick
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
+        )
+        parts.append(
+            f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>'
+        )
+    parts.extend(
+        f'<text class="tick" x="{x(i):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{i + 1}</text>'
+        for i in range(0, count, max(1, math.ceil(count / 10)))
+    )
+    parts.append(
+        f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">step, y: {escape(unit)}</text>'
+    )
+    for line, color in zip(lines, COLORS, strict=False):
+        points = [(x(i), y(v), v, i) for i, v in enumerate(line.values) if _shows(v, log)]
+        parts.append(_band(line, color, x, y))
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+        parts.extend(
+            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.4" fill="{color}">'
+            f"<title>{escape(line.name)}, step {i + 1}: {v:.4g}</title></circle>"
+            for px, py, v, i in points
+        )
+    parts.append(_legend(lines))
+    return "".join(parts) + "</svg>"
+
+
+def _shows(value: float, log: bool) -> bool:
+    return math.isfinite(value) and (value > 0 or not log)
+
+
+def _band(line: Line, color: str, x: object, y: object) -> str:
+    if not line.errors:
+        return ""
+    assert callable(x)
+    assert callable(y)
+    upper = [(x(i), y(v + e)) for i, (v, e) in enumerate(zip(line.values, line.errors, strict=True))]
+    lower = [(x(i), y(v - e)) for i, (v, e) in enumerate(zip(line.values, line.errors, strict=True))]
+    outline = " ".join(f"{px:.1f},{py:.1f}" for px, py in [*upper, *reversed(lower)])
+    return f'<polygon points="{outline}" fill="{color}" opacity="0.18"/>'
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    if len(lines) < 2:
+        return ""
+    parts, at = [], float(LEFT)
+    for line, color in zip(lines, COLORS, strict=False):
+        parts.append(f'<rect x="{at:.0f}" y="{HEIGHT - 15}" width="10" height="10" fill="{color}"/>')
+        parts.append(f'<text class="tick" x="{at + 14:.0f}" y="{HEIGHT - 6}">{escape(line.name)}</text>')
+        at += 26 + 6.2 * len(line.name)
+    return "".join(parts)
+
+
+def _linear_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
+    """From 0 or below to a round number above the largest value, with about five ticks."""
+    low, high = min(0.0, *values), max(values)
+    if high <= low:
+        high = low + 1.0
+    rough = (high - low) / 5
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
+    first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
+    return first * step, last * step, [i * step for i in range(first, last + 1)]
+
+
+def _log_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
+    """Whole decades around the values. Ticks are exponents."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+    return float(low), float(high), [float(e) for e in range(low, high + 1)]
+
+
+SWAPS_WANTED = 10
+STANDARD_ERRORS_WANTED = 3.0
+
+
+def summarise(rows: Sequence[StepRow], *, seed: int, steps: int, seconds: float) -> dict[str, Any]:
+    """The summary of a run.
+
+    reward_stderr: standard error of `reward_last - reward_first`, the difference of the mean rewards of the last and
+        the first step's rollouts: sqrt(var_first / n_first + var_last / n_last).
+    swaps: snapshots that every replica served. pause_ms_*: over all swaps of all replicas.
+    bytes_full, bytes_delta: medians of the bytes that such a publication wrote into the bucket; None if there was none.
+    publish_s_*: medians of the time from the copy of the weights, through encoding, until every replica served them.
+    affinity_share: of rollouts that one replica served alone. KLs and other shares are means over all tokens of the run.
+    """
+    first, last = rows[0], rows[-1]
+    tokens = sum(row.tokens for row in rows)
+    streams = sum(row.streams for row in rows)
+    rollouts = sum(len(row.rewards) for row in rows)
+    pauses = [pause for row in rows for pause in row.pause_ms]
+    served = [row for row in rows if row.served]
+    sizes = {kind: [row.bytes_sent for row in served if row.kind == kind] for kind in ("full", "delta")}
+
+    def token_mean(name: str) -> float:
+        return float(sum(getattr(row, name) * row.tokens for row in rows) / tokens)
+
+    return {
+        "seed": seed,
+        "steps": steps,
+        "seconds": seconds,
+        "reward_first": first.reward,
+        "reward_last": last.reward,
+        "reward_stderr": difference_stderr(first.rewards, last.rewards),
+        "swaps": len(served),
+        "full_snapshots": len(sizes["full"]),
+        "deltas": len(sizes["delta"]),
+        "bytes_full": _median(sizes["full"]),
+        "bytes_delta": _median(sizes["delta"]),
+        "publish_s_full": _median([row.publish_s for row in served if row.kind == "full"]),
+        "publish_s_delta": _median([row.publish_s for row in served if row.kind == "delta"]),
+        "failed_requests": sum(row.failed_requests for row in rows),
+        "rollouts": rollouts,
+        "streams": streams,
+        "streams_crossed_swap": sum(row.streams_crossed_swap for row in rows),
+        "affinity_share": sum(row.one_replica for row in rows) / rollouts,
+        "older_snapshot_share": token_mean("older_snapshot_share"),
+        "kl_own_routes": token_mean("kl_own_routes"),
+        "kl_replayed_routes": token_mean("kl_replayed_routes"),
+        "route_diff_share": token_mean("route_diff_share"),
+        "route_layer_diff_share": token_mean("route_layer_diff_share"),
+        "pause_ms_p50": _median(pauses),
+        "pause_ms_max": max(pauses, default=None),
+        "cached_prompt_share": sum(row.cached_prompt_tokens for row in rows)
+        / sum(row.prompt_tokens for row in rows),
+        "generated_tokens": tokens,
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def difference_stderr(first: Sequence[float], last: Sequence[float]) -> float:
+    return math.sqrt(sum(statistics.variance(x) / len(x) if len(x) > 1 else 0.0 for x in (first, last)))
+
+
+def misses(summary: dict[str, Any]) -> list[str]:
+    """The checks that do not hold, one line each."""
+    rise = summary["reward_last"] - summary["reward_first"]
+    swaps_wanted = min(SWAPS_WANTED, summary["steps"])
+    checks = [
+        (
+            rise > 0 and rise >= STANDARD_ERRORS_WANTED * summary["reward_stderr"],
+            f"reward went from {summary['reward_first']:.3f} to {summary['reward_last']:.3f}: less than "
+            f"{STANDARD_ERRORS_WANTED:.0f} standard errors of {summary['reward_stderr']:.3f}",
+        ),
+        (summary["swaps"] >= swaps_wanted, f"{summary['swaps']} swaps, wanted {swaps_wanted}"),
+        (summary["failed_requests"] == 0, f"{summary['failed_requests']} requests failed"),
+        (
+            summary["streams_crossed_swap"] >= 1 or summary["steps"] < 2,
+            "no stream crossed a swap",
+        ),
+        (
+            summary["affinity_share"] == 1.0,
+            f"one replica served {summary['affinity_share']:.1%} of the rollouts, wanted all",
+        ),
+    ]
+    return [message for holds, message in checks if not holds]
+
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 980px; padding: 0 1rem; }

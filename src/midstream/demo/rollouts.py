@@ -20,8 +20,7 @@ import numpy as np
 import openai
 
 from midstream.client import routes_of, snapshot_of
-from midstream.demo.records import Rollout, Turn
-from midstream.demo.task import Problem, request_seed
+from midstream.demo.records import Problem, Rollout, Turn, request_seed
 
 SESSION_HEADER = "x-multi-turn-session-id"
 REPLICA_HEADER = "x-midstream-replica"

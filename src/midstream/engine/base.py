@@ -2,11 +2,22 @@
 
 Owns: the contract only. Implementations: engine/embedded (PyTorch), engine/vllm (an unmodified vLLM server).
 Methods are called from one asyncio event loop. None of them blocks it.
+
+The events of one request on their way from an engine to the iterator of `generate`.
+
+Always holds: events come out in the order in which the engine put them. After the last event of a choice, after `end_choice`
+and after an error, no event of that choice comes out.
+
+How long another process has been silent while this process listened. Pure.
+
+Always holds: time in which our own event loop stood still does not count. Messages from that time are read afterwards.
 """
 
 from __future__ import annotations
 
 import abc
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -100,3 +111,67 @@ class Engine(abc.ABC):
 
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:  # noqa: B027 - optional to override
         """Call `callback(reason)` when the engine dies by itself (not by close)."""
+
+
+class RequestEvents:
+    """open: the choices that are not over."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.open = set(request.choices)
+        self._arrived: deque[GenerationEvent | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.request.request_id}, open={sorted(self.open)})"
+
+    def put(self, item: GenerationEvent | Exception) -> None:
+        """Add an event, or the error that ends the request."""
+        self._arrived.append(item)
+        self._wake()
+
+    async def next(self) -> GenerationEvent | None:
+        """The next event; None when every choice is over. Raises the error that ended the request."""
+        while self.open:
+            if not self._arrived:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+                continue
+            item = self._arrived.popleft()
+            if isinstance(item, Exception):
+                raise item
+            if item.error is not None:
+                self.open.clear()
+            elif item.index not in self.open:
+                # The choice was ended while this event was on its way.
+                continue
+            elif item.finish is not None:
+                self.open.discard(item.index)
+            return item
+        return None
+
+    def end_choice(self, index: int) -> None:
+        self.open.discard(index)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+CHECK_INTERVAL_S = 1.0
+
+
+class SilenceTimer:
+    def __init__(self, now: float) -> None:
+        self._updated_at = now
+        self.silent_s = 0.0
+
+    def heard(self) -> None:
+        self.silent_s = 0.0
+
+    def update(self, now: float) -> float:
+        """Seconds of silence. Of the time since the last update, no more counts than a late update on a busy machine takes."""
+        self.silent_s += min(now - self._updated_at, 2 * CHECK_INTERVAL_S)
+        self._updated_at = now
+        return self.silent_s

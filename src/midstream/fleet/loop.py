@@ -28,19 +28,22 @@ from midstream.core.config import SwapOrder
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.types import Desired, ReplicaReport, SnapshotContent, Stage, Transition
 from midstream.fleet.agree import findings, settled
-from midstream.fleet.order import TURN_S_MAX, Turn, next_turn
 from midstream.fleet.reconcile import (
+    KEPT,
     LOSSES_MAX,
+    TURN_S_MAX,
+    SignalOrder,
+    Turn,
     decide,
     loss,
     lost_boots,
+    next_turn,
     retry_delay_s,
     serves,
     target_of,
     waits_staged,
 )
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
-from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
-from midstream.core.notjson import NOT_JSON
 from midstream.core.scopes import OBSERVE
+from midstream.core.text import NOT_JSON
 from midstream.core.types import ReplicaEntry
 from midstream.fleet.access import grant_of
 from midstream.fleet.registry import Deployment, Deployments

@@ -10,11 +10,25 @@ Always holds:
 - A replica that is admitted stays admitted for the rest of its boot: swaps never take it out of rotation. The one exception
   is a replica whose weights are not those of the others (agree.py), until they are.
 - The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
+
+The order in which a deployment's snapshots were signalled. Pure.
+
+Always holds: snapshots are ordered by their last signal; the base weights of a start come before all. One that is not among the
+newest KEPT signals has no place in that order.
+
+Which replica may switch now, when they switch one by one. Pure.
+
+All prepare the new snapshot up to STAGED and are held there; one at a time is let go. The next one's turn comes when it has
+been checked, has failed, or is gone. Only replicas that take requests queue: one that is out of rotation loads as it likes.
+
+Always holds: while a replica is between its release and the end of its check, no other is released. When none is and a replica
+is staged, a replica is released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -22,6 +36,128 @@ from msgspec.structs import replace
 from midstream.core.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
 from midstream.fleet.agree import is_out, standing_of
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
+from midstream.ledger.records import Signalled
+
+# Signals that are kept.
+KEPT = 1024
+
+
+class SignalOrder:
+    """The order in which a deployment's snapshots were signalled. reset: the generation under which all were forgotten."""
+
+    def __init__(self) -> None:
+        self._clear(0)
+
+    def _clear(self, reset: int) -> None:
+        self.reset = reset
+        self._generations: dict[str, int] = {BASE_SNAPSHOT: 0}
+        self._names: dict[int, str] = {0: BASE_SNAPSHOT}
+        self._sorted = [0]
+        # The highest generation of a ready snapshot.
+        self._ready = 0
+
+    def __repr__(self) -> str:
+        return f"SignalOrder({len(self._sorted) - 1} signals, the last one {self.desired!r})"
+
+    @property
+    def desired(self) -> str:
+        """What was signalled last."""
+        return self._names[self._sorted[-1]]
+
+    def learn(self, signals: Iterable[Signalled], reset: int = 0) -> None:
+        """Signals in any order, known ones too. reset: of the last reset; what was known before a newer one is forgotten."""
+        if reset > self.reset:
+            self._clear(reset)
+        for signal in signals:
+            self._learn(*signal)
+
+    def ready(self, snapshot: str, generation: int) -> None:
+        """It is on a replica, which was told to load it under `generation`."""
+        position = self._generations.get(snapshot, 0)
+        if self._ready < position <= generation:
+            self._ready = position
+
+    def told(self) -> tuple[Signalled, ...]:
+        """All that is known, for `learn`, in order."""
+        known = ((self._names[generation], generation) for generation in self._sorted[1:])
+        return tuple(Signalled(name, at, at <= self._ready) for name, at in known)
+
+    def position(self, snapshot: str) -> int | None:
+        """Greater for what was signalled later; None: it is not known."""
+        return self._generations.get(snapshot)
+
+    def newest(self, served: Iterable[str]) -> int:
+        """The position of the newest snapshot that was ready, or is served."""
+        newest = max(self._ready, *(self._generations.get(name, 0) for name in (*served, BASE_SNAPSHOT)))
+        # A snapshot may have been signalled again after its first signal.
+        return self._sorted[bisect_right(self._sorted, newest) - 1]
+
+    def name(self, position: int) -> str:
+        return self._names[position]
+
+    def between(self, older: int, newer: int) -> int:
+        """How many snapshots `older` is behind `newer`, 0 when it is not."""
+        return max(0, bisect_left(self._sorted, newer) - bisect_left(self._sorted, older))
+
+    def _learn(self, snapshot: str, generation: int, ready: bool) -> None:
+        before = self._generations.get(snapshot)
+        if before is not None and before < generation:
+            self._forget(before)
+        if before is None or before < generation:
+            self._generations[snapshot], self._names[generation] = generation, snapshot
+            insort(self._sorted, generation)
+            if len(self._sorted) > KEPT + 1:
+                self._forget(self._sorted[1])
+        if ready:
+            self.ready(snapshot, generation)
+
+    def _forget(self, generation: int) -> None:
+        del self._generations[self._names.pop(generation)]
+        del self._sorted[bisect_right(self._sorted, generation) - 1]
+
+
+# A replica that was let go so long ago and is still staged was not reached.
+TURN_S_MAX = 30.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The replica that was let go last."""
+
+    replica: str
+    boot: str
+
+
+def next_turn(
+    in_rotation: Sequence[ReplicaReport], staged: Collection[str], last: Turn | None, overdue: bool = False
+) -> Turn | None:
+    """Who may switch, of the reachable replicas in rotation, in their order; None: nobody is ready to.
+
+    staged: names of those that wait, prepared, for what they should serve. last: of the pass before, None after a restart:
+    what it knew shows in the reports by then. overdue: it was let go long ago and has not moved: another may go first.
+    """
+    for report in in_rotation:
+        if _switching(report):
+            return _turn(report)
+    waiting = [_turn(report) for report in in_rotation if report.replica in staged]
+    if last in waiting and not (overdue and len(waiting) > 1):
+        return last
+    return next((turn for turn in waiting if turn != last), None)
+
+
+def _turn(report: ReplicaReport) -> Turn:
+    return Turn(report.replica, report.boot)
+
+
+def _switching(report: ReplicaReport) -> bool:
+    """Whether it was let go already.
+
+    It may still wait, staged, for requests to end. Meanwhile a sync switch closes the gate, and an async one takes no pinned
+    requests.
+    """
+    waits = not (report.admitting and report.pinnable)
+    return waits or report.stage in (Stage.COMMITTING, Stage.CHECKING)
+
 
 # One death may be an accident.
 DEATHS_MAX = 2

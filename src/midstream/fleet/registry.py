@@ -19,10 +19,10 @@ from midstream.core.names import ServedNames
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired, ReplicaEntry
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.prefixes import PrefixTable
+from midstream.fleet.placement import PrefixTable
+from midstream.fleet.reconcile import SignalOrder
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
-from midstream.fleet.signal_order import SignalOrder
 from midstream.ledger import Signalled
 
 DEPLOYMENT_HEADER = "fireworks-deployment"

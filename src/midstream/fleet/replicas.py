@@ -27,8 +27,8 @@ from typing import NamedTuple
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.notjson import NOT_JSON
 from midstream.core.sessions import SessionsReport, Trajectories
+from midstream.core.text import NOT_JSON
 from midstream.core.types import HEADER_TOKEN, Desired, Hint, ReplicaReport
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from midstream.core import sessionkey
-from midstream.core.notjson import NOT_JSON
-from midstream.core.sessionkey import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
+from midstream.core.sessions import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
+from midstream.core.sessions import session_key as key_named
+from midstream.core.text import NOT_JSON
 from midstream.core.types import Session
 
 _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
@@ -52,7 +52,7 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
             # Nearly all requests of sessions take this branch.
             if key:
                 return check_key(key, text_name)
-    return sessionkey.session_key(_named(headers, body))
+    return key_named(_named(headers, body))
 
 
 def _named(headers: Mapping[bytes, bytes], body: bytes) -> Iterator[tuple[str, str | None]]:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from midstream.core.errors import InvalidRequest, PayloadTooLarge
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 
 MAX_BODY_BYTES = 2**20
 

@@ -25,8 +25,7 @@ import httptools
 
 from midstream.core.errors import InvalidRequest, MidstreamError, RequestTimeout
 from midstream.http.budget import Budget, Share
-from midstream.http.message import Limits, Request, error_response
-from midstream.http.reader import RequestReader
+from midstream.http.reader import Limits, Request, RequestReader, error_response
 
 # Pipelined requests that are read ahead before reading pauses.
 QUEUED_REQUESTS_MAX = 16

@@ -36,9 +36,8 @@ from midstream.launch.specs import Accepting, GatewaySpec, Listening
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.records import DeploymentChange
 from midstream.proxy import audit
-from midstream.proxy.handover import Offer, take_over
 from midstream.proxy.metrics import GatewayMetrics
-from midstream.proxy.server import Gateway
+from midstream.proxy.server import Gateway, Offer, take_over
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,10 @@
 
 Owns: wiring concrete classes. Run as `python -m midstream.launch.replica` by the supervisor.
 Always holds: one process at a time has a cache directory.
+
+A replica without a supervisor and gateways of its own: for gateways on other machines, or several of them.
+
+Always holds: it is started again when it dies, at the same port. When this process ends, however it ends, the replica is gone.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from midstream.core.config import Settings, deployment_resource, model_resource, parse_size
 from midstream.core.errors import ConfigError
 from midstream.core.names import ServedNames
 from midstream.core.private import UMASK
 from midstream.engine.base import EngineDied
 from midstream.launch.caches import held
 from midstream.launch.channel import STOP_GRACE_S, Channel, run_child
-from midstream.launch.engines import make_engine, requests_max
+from midstream.launch.engines import engine_fields, make_engine, requests_max
+from midstream.launch.local import engine_settings, stop_signals, until_stopped
+from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import Listening, ReplicaSpec
 from midstream.replica.gate import Door
 from midstream.replica.replica import Bounds, Replica
@@ -103,3 +110,45 @@ def main() -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main())
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec:
+    """model: its bare name. Raises ConfigError when the replica could be reached by others and has no token."""
+    if settings.replica_token is None and settings.host not in LOOPBACK:
+        raise ConfigError(
+            f"--host {settings.host}: needs the setting replica_token, the same as its gateways have: whoever knows it may ask"
+        )
+    size = settings.snapshot_cache
+    return ReplicaSpec(
+        host=settings.host,
+        port=settings.port,
+        model_dir=str(directory),
+        model=model_resource(settings, model),
+        deployment=deployment_resource(settings),
+        cache_dir=str(Path(settings.state_dir).absolute() / "snapshots" / "replica"),
+        token=settings.replica_token or "",
+        engine=engine_settings(settings, 1),
+        log_level=settings.log_level,
+        session_idle_s=settings.gateway.session_idle_s,
+        pin_drain_s=settings.pin_drain_s,
+        cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+        **engine_fields(settings, 0, 1, alone=True),
+    )
+
+
+async def run(spec: ReplicaSpec, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM. Raises StartFailed."""
+    child = Child("replica", "midstream.launch.replica", spec)
+
+    async def serve() -> None:
+        await child.start()
+        on_ready(f"midstream replica ready on http://{spec.host}:{child.port} (model {spec.model})")
+        await child.supervise()
+
+    try:
+        await until_stopped(serve(), stop_signals())
+    finally:
+        await child.stop(STOP_GRACE_S + KILL_AFTER_S)

@@ -28,8 +28,8 @@ from midstream.core.types import HEADER_TOKEN
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch.channel import STOP_GRACE_S
 from midstream.launch.gateways import Gateways
-from midstream.launch.launcher import Launcher
 from midstream.launch.local import (
+    Launcher,
     engine_settings,
     gateway_url,
     own_address,

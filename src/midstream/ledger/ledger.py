@@ -190,7 +190,7 @@ class Ledger:
         younger. chain_max: how many incremental snapshots may stand on one full one.
 
         A snapshot that is only asked for again has the stronger of the two cache policies. Raises NotFound for an unknown
-        deployment. Raises SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/parents.py), and for
+        deployment. Raises SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/signals.py), and for
         files that differ from those that the identity means (ledger/contents.py).
         """
         return await self._write(signals.accept, name, signal, fleet, chain_max, self._contents, self._now())

@@ -23,12 +23,12 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from midstream.core.errors import MidstreamError, Unauthorized
-from midstream.core.notjson import NOT_JSON
 from midstream.core.private import private_file
+from midstream.core.text import NOT_JSON
 from midstream.core.types import HEADER_OVERWRITE
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
 from midstream.http.bodies import MAX_BODY_BYTES
-from midstream.http.message import Request
+from midstream.http.reader import Request
 from midstream.proxy.auth import Authenticator
 
 logger = logging.getLogger("midstream.audit")

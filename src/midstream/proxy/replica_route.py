@@ -36,11 +36,10 @@ from midstream.core.errors import (
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
 from midstream.core.types import HEADER_BOOT, HEADER_PLACED, HEADER_SESSION, ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
-from midstream.fleet.prefixes import Prompt, follows, read_prompt
+from midstream.fleet.placement import Prompt, follows, read_prompt
 from midstream.fleet.sessions import session_key
 from midstream.fleet.view import ReplicaView
-from midstream.http.message import Request
-from midstream.proxy.heads import Headers, ResponseHead
+from midstream.http.reader import Request
 from midstream.proxy.poison import Life, Losses, is_the_largest
 from midstream.proxy.request_state import ANSWERED, RESUMING, Event, Phase
 from midstream.proxy.resume import (
@@ -56,8 +55,10 @@ from midstream.proxy.route import (
     ELSEWHERE,
     HEAD,
     PLACED,
+    Headers,
     Judgement,
     Loss,
+    ResponseHead,
     Route,
     Until,
     reason_of_failure,

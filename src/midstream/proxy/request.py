@@ -17,17 +17,16 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from midstream.core import sse
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
+from midstream.core.text import sse_event
 from midstream.core.types import HEADER_MADE
 from midstream.http.http1 import ClientConnection
-from midstream.http.message import Request, error_response
+from midstream.http.reader import Request, error_response
 from midstream.http.upstream import UpstreamConnection
-from midstream.proxy.heads import Headers, ResponseHead, to_client, to_upstream
 from midstream.proxy.metrics import Histogram
 from midstream.proxy.request_state import ANSWERED, Action, Event, RequestState
 from midstream.proxy.resume import ResumeLog
-from midstream.proxy.route import Judgement, Loss, Route, Until
+from midstream.proxy.route import Headers, Judgement, Loss, ResponseHead, Route, Until, to_client, to_upstream
 
 if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Proxy
@@ -292,7 +291,7 @@ class ProxiedRequest:
         http10 = self._request.http10
         between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
         if self._event_stream and self._chunked and between_events and not self._in_chunk:
-            event = sse.event(error.event_body())
+            event = sse_event(error.event_body())
             self._client.end_short(event if http10 else b"%x\r\n%b\r\n" % (len(event), event))
         else:
             self._client.reset()

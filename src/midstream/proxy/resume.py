@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import msgspec
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.notjson import NOT_JSON
 from midstream.core.resumption import FAILOVER_MODES, HEADER_FAILOVER, HEADER_RESUMABLE, LAST
+from midstream.core.text import NOT_JSON
 
 #: Bytes of a stream that are gathered before the lines are picked out of them.
 GATHERED_BYTES_MAX = 8192

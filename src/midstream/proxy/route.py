@@ -3,25 +3,86 @@
 Owns: the port between the policies and the one class that does the I/O (request.py). Owns also the simplest policy, for the
 one control app. Requests for replicas ask ReplicaRoute (replica_route.py).
 Always holds: a policy does no I/O on the request; it answers with an event of the table.
+
+Heads of requests and responses as they are sent on: what is dropped, what is added. Pure.
+
+Always holds: hop-by-hop headers end here, also those that a Connection header names. A client's `x-midstream-` headers do not
+reach an upstream. An upstream's reach the client only where `labels` says so.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable
 from midstream.core.types import HEADER_OVERWRITE, HEADER_TENANT
-from midstream.http.message import Request
-from midstream.proxy.heads import Headers, ResponseHead
+from midstream.http.reader import HOP_BY_HOP, Request
 from midstream.proxy.request_state import Event, Phase
 
 if TYPE_CHECKING:
     from midstream.fleet.replicas import ReplicaSet
     from midstream.proxy.proxy import AtReplica, Proxy
     from midstream.proxy.resume import ResumeLog
+
+Headers = list[tuple[bytes, bytes]]
+_WITH_LENGTH = (b"POST", b"PUT", b"PATCH")
+_PERSISTENCE = (b"close", b"keep-alive")
+
+
+class ResponseHead(NamedTuple):
+    """`reason` is the status line after the code; header names are lower-case; `body` came with the head."""
+
+    status: int
+    reason: bytes
+    headers: Headers
+    body: bytes
+
+
+def to_upstream(
+    request: Request, target: bytes, length: int, dropped: frozenset[bytes], added: Sequence[bytes]
+) -> bytes:
+    """The head to send. target, length: of what is sent, which may be another request than the client's. added: lines."""
+    listed = request.first.get(b"connection")
+    if listed is not None and listed.lower() not in _PERSISTENCE:
+        dropped = dropped | _listed(listed)
+    lines = [request.method + b" " + target + b" HTTP/1.1"]
+    lines += [
+        b": ".join(header)
+        for header in request.headers
+        if header[0] not in dropped and not header[0].startswith(b"x-midstream-")
+    ]
+    if length or request.method in _WITH_LENGTH:
+        lines.append(b"content-length: %d" % length)
+    lines += added
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines)
+
+
+def to_client(
+    head: ResponseHead, added: Collection[bytes], *, http10: bool, close: bool, labels: bool
+) -> list[bytes]:
+    """The parts of the head to write; without the body. added: whole lines with their ends."""
+    dropped = HOP_BY_HOP
+    parts = [b"HTTP/1.1 %d " % head.status, head.reason, b"\r\n"]
+    for name, value in head.headers:
+        if name == b"transfer-encoding":
+            parts.append(b"" if http10 else b"transfer-encoding: chunked\r\n")
+        elif name == b"connection" and value.lower() not in _PERSISTENCE:
+            dropped = dropped | _listed(value)
+        if name not in dropped and (labels or not name.startswith(b"x-midstream-")):
+            parts += (name, b": ", value, b"\r\n")
+    parts += added
+    parts.append(b"connection: close\r\n\r\n" if close else b"\r\n")
+    return parts
+
+
+def _listed(connection: bytes) -> frozenset[bytes]:
+    """Header names that a Connection header declares to be hop-by-hop."""
+    return frozenset(name.strip().lower() for name in connection.split(b","))
+
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
-from midstream.http.message import Request
+from midstream.http.reader import Request
 from midstream.proxy.front import PREFIX as FRONT_PREFIX
 from midstream.proxy.front import FrontRoute, FrontUnauthorized
 from midstream.proxy.proxy import Proxy

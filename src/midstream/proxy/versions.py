@@ -19,7 +19,7 @@ import msgspec
 
 from midstream.core.errors import SnapshotNotServed
 from midstream.core.names import HEADER_MODEL, ServedNames
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 from midstream.core.types import ReplicaReport, Stage
 from midstream.core.versions import (
     HEADER_ADMITTED,
@@ -32,9 +32,9 @@ from midstream.core.versions import (
     constraint_of_body,
     from_header,
 )
-from midstream.fleet.signal_order import SignalOrder
+from midstream.fleet.reconcile import SignalOrder
 from midstream.fleet.view import ReplicaView
-from midstream.http.message import Request
+from midstream.http.reader import Request
 
 #: Only a replica reads a longer body.
 BODY_READ_BYTES_MAX = 2**20

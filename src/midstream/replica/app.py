@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from midstream.core import sse
 from midstream.core.errors import (
     AnotherBoot,
     InvalidRequest,
@@ -29,13 +28,13 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     Unauthorized,
 )
-from midstream.core.notjson import NOT_JSON
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
+from midstream.core.text import NOT_JSON, sse_event
 from midstream.core.types import HEADER_TOKEN, Desired, Hint
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
-from midstream.http.message import Request, response_head
+from midstream.http.reader import Request, response_head
 from midstream.replica.replica import Replica
 from midstream.replica.request.checked import Kind
 from midstream.replica.response.generation import Generation
@@ -225,7 +224,7 @@ class BaseExchange(abc.ABC):
 
     def _fail(self, error: MidstreamError) -> None:
         if self._started:
-            self._end(sse.event(error.event_body()))
+            self._end(sse_event(error.event_body()))
         else:
             self._whole(error.status, msgspec.json.encode(error.body()), error.headers())
 

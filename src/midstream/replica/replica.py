@@ -4,17 +4,22 @@ Owns: the life of the engine (start, death, start again) and the boot id. A swap
 Always holds: a boot starts on the base weights with an empty cache and no accepted target. A report's `ready` is true only
 between a successful engine start and its death, and only while the serving weights have not failed their check. Every change
 of the report wakes its watchers.
+
+Measures whether the replica's event loop stands still. A loop that stands still cannot report it, so the report follows.
+
+Always holds: a stall is reported for KEPT_S after it ended; the log names each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from midstream.core.capabilities import declared
 from midstream.core.names import ServedNames
+from midstream.core.text import declared
 from midstream.core.types import (
     BASE_SNAPSHOT,
     ENGINE_SILENT_FROM_S,
@@ -25,22 +30,60 @@ from midstream.core.types import (
     Stage,
 )
 from midstream.engine.base import Engine, EngineDied
-from midstream.replica.gate import REQUESTS_MAX, Door, Gate
-from midstream.replica.pulse import Pulse
+from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
-from midstream.replica.swap.check import Checker
-from midstream.replica.swap.driver import Entrance, SwapDriver
-from midstream.replica.swap.hints import Hints
-from midstream.replica.swap.namespaces import Namespaces
-from midstream.replica.swap.pins import PIN_DRAIN_S, Pins
-from midstream.replica.swap.source import Files, SnapshotSource
+from midstream.replica.swap.driver import Checker, Entrance, SwapDriver
+from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
-from midstream.replica.text.chat import TextModel
+from midstream.replica.text.chat import TextJobs, TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
-from midstream.replica.text.jobs import TextJobs
 
 log = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+#: A beat that is later than this is a stall.
+STALL_S = 0.5
+KEPT_S = 30.0
+
+
+class Pulse:
+    def __init__(
+        self,
+        name: str,
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._name = name
+        self._on_change = on_change
+        self._clock = clock
+        self._sleep = sleep
+        self._until = 0.0
+        self.stalled_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Pulse({self._name}, stalled {self.stalled_s:g} s)"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        before = self._clock()
+        while True:
+            await self._sleep(BEAT_S)
+            now = self._clock()
+            self._beat(now, now - before - BEAT_S)
+            before = now
+
+    def _beat(self, now: float, late_s: float) -> None:
+        if late_s >= STALL_S:
+            log.warning("%s: the event loop stood still for %.1f s", self._name, late_s)
+            self.stalled_s, self._until = max(self.stalled_s, round(late_s, 1)), now + KEPT_S
+            self._on_change()
+        elif self.stalled_s and now >= self._until:
+            self.stalled_s = 0.0
+            self._on_change()
+
+
 
 RESTART_DELAY_MAX_S = 10.0
 

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from midstream.core.errors import InvalidRequest
 from midstream.core.names import HEADER_MODEL
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
-from midstream.core.sessionkey import named_in_body, named_in_headers, session_key
+from midstream.core.sessions import named_in_body, named_in_headers, session_key
 from midstream.core.types import (
     HEADER_BOOT,
     HEADER_SESSION,
@@ -42,14 +42,17 @@ from midstream.core.versions import (
     from_header,
 )
 from midstream.replica import gate
-from midstream.replica.request.capabilities import ages_are_kept, check_needs, check_resume
+from midstream.replica.gate import Asked, Namespaces, Pins, cache_salt
 from midstream.replica.request.checked import (
     Checked,
     Kind,
     Prompt,
+    ages_are_kept,
     check,
     check_choices,
     check_messages,
+    check_needs,
+    check_resume,
     check_room,
     sampling_for,
     split_prompts,
@@ -58,11 +61,9 @@ from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, echoed_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
-from midstream.replica.swap.namespaces import Namespaces, cache_salt
-from midstream.replica.swap.pins import Asked, Pins
 from midstream.replica.text import grammar
+from midstream.replica.text.chat import Leave, TextJobs
 from midstream.replica.text.grammarcheck import GrammarChecks
-from midstream.replica.text.jobs import Leave, TextJobs
 from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import check_template, prepare_history
 

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from midstream.core.errors import SnapshotCorrupt
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 from midstream.core.types import Content, FileContent
 from midstream.snapshots.messages import shown
 

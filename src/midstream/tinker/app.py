@@ -24,10 +24,9 @@ from midstream.core.errors import MidstreamError
 from midstream.fleet.access import behind
 from midstream.proxy.auth import Authenticator
 from midstream.tinker import codec, serving
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
 from midstream.tinker.runs import Runs
-from midstream.tinker.serving import PREFIX, answer, body_of
+from midstream.tinker.serving import PREFIX, TinkerError, answer, body_of
 from midstream.tinker.store import SamplingSession, Store, no_session
 from midstream.tinker.types import (
     Body,

@@ -3,6 +3,11 @@
 Results are also given as JSON, made of the protobuf when a client accepts nothing else.
 Always holds: numbers are little-endian and packed. The size of a request's data is checked before anything is made of it.
 Sparse tensors become dense ones, of at most MAX_MADE_BYTES in a request.
+
+The protobuf messages of the Tinker API (package tinker_public, proto3), from a description in Python.
+
+Always holds: the numbers and types are those of SDK 0.24, 0.36 and 0.38, as far as the server reads or writes them. The
+messages are in a pool of their own, so that the SDK may be imported into the same process.
 """
 
 from __future__ import annotations
@@ -10,27 +15,155 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice, pairwise
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
-from midstream.tinker import proto
-from midstream.tinker.errors import TinkerError
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import SampleResult
 from midstream.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, LossOutputs, Tensor
+
+STOP: Final = 0
+LENGTH: Final = 1
+FLOAT32: Final = 1
+INT64: Final = 2
+INT32: Final = 3
+
+_PACKAGE = "tinker_public"
+#: number name type: `type*` repeated, `type?` optional, `type|group` one of a group, `>type` a map from string. Enums are
+#: int32, which has the same bytes.
+_MESSAGES = {
+    "SampleResponse": """1 sequences SampledSequence*
+        2 prompt_logprobs bytes?
+        3 topk_prompt_logprobs TopkLogprobs?
+        4 prompt_cache_hit_tokens int32""",
+    "SampledSequence": """1 stop_reason int32
+        2 tokens bytes
+        3 logprobs bytes?""",
+    "TopkLogprobs": """1 token_ids bytes
+        2 logprobs bytes
+        3 k uint32
+        4 length uint32""",
+    "SparseCsr": """1 values bytes
+        2 crow_indices bytes
+        3 col_indices bytes""",
+    "Tensor": """1 dense bytes|encoding
+        2 sparse_csr SparseCsr|encoding
+        3 dtype int32
+        4 shape int64*""",
+    "BatchedTensor": """1 data bytes
+        2 offsets bytes
+        3 dtype int32
+        4 trailing_shape int64*""",
+    "ArrayRecord": """1 type_tag string
+        2 fields >BatchedTensor
+        3 num_datums int64""",
+    "ForwardBackwardOutput": """1 loss_fn_output_type string
+        2 loss_fn_outputs ArrayRecord*
+        3 metrics >double""",
+    "ForwardBackwardRequest": """1 model_id string
+        2 seq_id int32
+        3 data Datum*
+        4 loss_fn string
+        5 loss_fn_config >double
+        6 forward_only bool
+        7 loss_fn_config_v2 >LossConfigValue""",
+    "LossConfigValue": """1 number double|value
+        2 text string|value""",
+    "Datum": """1 model_input Chunk*
+        2 loss_fn_inputs >Tensor""",
+    "Chunk": """1 encoded_text EncodedTextChunk|chunk
+        2 image OtherChunk|chunk
+        3 dmel OtherChunk|chunk""",
+    "EncodedTextChunk": "1 tokens bytes",
+    "OtherChunk": "",
+}
+_SCALARS = {
+    name: getattr(FieldDescriptorProto, f"TYPE_{name.upper()}")
+    for name in ("bool", "bytes", "double", "int32", "int64", "string", "uint32")
+}
+
+
+def _file() -> FileDescriptorProto:
+    file = FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        optional = []
+        for line in filter(None, map(str.strip, fields.splitlines())):
+            number, field_name, kind = line.split()
+            field = message.field.add(name=field_name, number=int(number))
+            if _set_type(message, field, kind):
+                optional.append(field)
+        # Their groups of one come after all others.
+        for field in optional:
+            field.proto3_optional = True
+            _into_group(message, field, f"_{field.name}")
+    return file
+
+
+def _set_type(message: DescriptorProto, field: FieldDescriptorProto, kind: str) -> bool:
+    """As _MESSAGES writes it; whether it is optional."""
+    kind, _, group = kind.partition("|")
+    bare = kind.strip("*?>")
+    repeated = kind != bare and not kind.endswith("?")
+    field.label = FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
+    if kind.startswith(">"):
+        bare = f"{message.name}.{_add_entry(message, field.name, bare)}"
+    if bare in _SCALARS:
+        field.type = _SCALARS[bare]
+    else:
+        field.type = FieldDescriptorProto.TYPE_MESSAGE
+        field.type_name = f".{_PACKAGE}.{bare}"
+    if group:
+        _into_group(message, field, group)
+    return kind.endswith("?")
+
+
+def _add_entry(message: DescriptorProto, field_name: str, kind: str) -> str:
+    name = "".join(part.capitalize() for part in field_name.split("_")) + "Entry"
+    entry = message.nested_type.add(name=name)
+    entry.options.map_entry = True
+    _set_type(entry, entry.field.add(name="key", number=1), "string")
+    _set_type(entry, entry.field.add(name="value", number=2), kind)
+    return name
+
+
+def _into_group(message: DescriptorProto, field: FieldDescriptorProto, group: str) -> None:
+    groups = [declared.name for declared in message.oneof_decl]
+    if group not in groups:
+        message.oneof_decl.add(name=group)
+        groups.append(group)
+    field.oneof_index = groups.index(group)
+
+
+_pool = DescriptorPool()
+_pool.Add(_file())
+
+
+def _message(name: str) -> Any:
+    return GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+SampleResponse = _message("SampleResponse")
+ForwardBackwardOutput = _message("ForwardBackwardOutput")
+ForwardBackwardRequest = _message("ForwardBackwardRequest")
+
 
 MAX_MADE_BYTES = 1 << 28
 MAX_DIMENSIONS = 8
 # Of a tensor, with sizes of 0 counted as 1.
 MAX_ITEMS = 1 << 48
-_DATA = proto.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
+_DATA = ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
 _NO_REQUEST = "the body is not a ForwardBackwardRequest in protobuf"
 # Fields of a request and of its datums. An empty one of two bytes takes far more memory than that.
 MAX_PARTS = 1 << 20
 # With token 0: an empty cell of a top-k table.
 EMPTY_LOGPROB = -99999.0
-_DTYPES: dict[int, Dtype] = {proto.FLOAT32: "float32", proto.INT64: "int64", proto.INT32: "int32"}
+_DTYPES: dict[int, Dtype] = {FLOAT32: "float32", INT64: "int64", INT32: "int32"}
 _NUMBERS: dict[Dtype, int] = {dtype: number for number, dtype in _DTYPES.items()}
 
 _Row = Sequence[tuple[int, float]] | None
@@ -38,10 +171,10 @@ _Row = Sequence[tuple[int, float]] | None
 
 def sample_response(result: SampleResult) -> bytes:
     """A SampleResponse. A prompt position without logprobs is NaN, or a row of empty cells."""
-    message = proto.SampleResponse()
+    message = SampleResponse()
     for sequence in result.sequences:
         added = message.sequences.add()
-        added.stop_reason = proto.STOP if sequence.stopped else proto.LENGTH
+        added.stop_reason = STOP if sequence.stopped else LENGTH
         added.tokens = np.asarray(sequence.tokens, dtype="<i4").tobytes()
         added.logprobs = np.asarray(sequence.logprobs, dtype="<f4").tobytes()
     if result.prompt_logprobs is not None:
@@ -66,7 +199,7 @@ def _write_topk(message: Any, rows: Sequence[_Row]) -> None:
 
 def loss_outputs(result: LossOutputs) -> bytes:
     """A ForwardBackwardOutput: one record of all datums, or several where their fields or inner shapes differ."""
-    message = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    message = ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for _, datums in groupby(result.outputs, key=_signature):
         _write_record(message.loss_fn_outputs.add(), list(datums))
     for name, value in result.metrics.items():
@@ -92,12 +225,12 @@ def _write_record(record: Any, datums: list[dict[str, Tensor]]) -> None:
 
 def sample_json(encoded: bytes) -> dict[str, Any]:
     """A SampleResponse in the SDK's JSON form: null where a prompt position has no logprob."""
-    message = proto.SampleResponse.FromString(encoded)
+    message = SampleResponse.FromString(encoded)
     result: dict[str, Any] = {
         "type": "sample",
         "sequences": [
             {
-                "stop_reason": "stop" if sequence.stop_reason == proto.STOP else "length",
+                "stop_reason": "stop" if sequence.stop_reason == STOP else "length",
                 "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
                 "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
             }
@@ -126,7 +259,7 @@ def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
 
 def loss_outputs_json(encoded: bytes) -> dict[str, Any]:
     """A ForwardBackwardOutput in the SDK's JSON form: for each datum, its fields as {data (flat), dtype, shape}."""
-    message = proto.ForwardBackwardOutput.FromString(encoded)
+    message = ForwardBackwardOutput.FromString(encoded)
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": [datum for record in message.loss_fn_outputs for datum in _read_record(record)],
@@ -150,7 +283,7 @@ def forward_backward(body: bytes) -> ForwardBackward:
     """A ForwardBackwardRequest. Raises TinkerError (400)."""
     _check_parts(body)
     try:
-        message = proto.ForwardBackwardRequest.FromString(body)
+        message = ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise TinkerError(400, _NO_REQUEST) from error
     if not message.model_id:
@@ -177,7 +310,7 @@ def addressee(body: bytes) -> tuple[str, int] | None:
     """The model_id and seq_id of a request that is refused, if they can be read."""
     try:
         _check_parts(body)
-        message = proto.ForwardBackwardRequest.FromString(body)
+        message = ForwardBackwardRequest.FromString(body)
     except (DecodeError, TinkerError):
         return None
     return (message.model_id, message.seq_id) if message.model_id and message.seq_id > 0 else None

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 from midstream.http.call import CallFailed, ResponseStream
-from midstream.trainer.errors import Failed
+from midstream.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from midstream.trainer import protocol as m
-from midstream.trainer.errors import Failed
 from midstream.trainer.process import TrainerDied
+from midstream.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,18 @@
 Always holds:
 - One publication at a time goes to the deployment, in the order in which they were asked for, each with its caller's key.
 - What goes wrong is `Failed`, with the server's own words; nothing is left running when a call ends or is cancelled.
+
+Ephemeral snapshots that the bucket does not need any more.
+
+Always holds: the files of the newest CHAINS chains stay, each a full snapshot and the deltas on it. Replicas start from the
+newest one, and fall back on the one before. Only snapshots that this process published are ever removed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import ssl
 import threading
 from collections.abc import Callable
@@ -15,13 +22,68 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import httpx
+from obstore.exceptions import BaseError
 
 from midstream.client import SnapshotPublisher
-from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
+from midstream.client.server import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.core.errors import ConfigError, MidstreamError, SnapshotError
+from midstream.snapshots.content import MANIFEST_FILE
+from midstream.snapshots.identity import parse_bucket, snapshot_url
+from midstream.snapshots.store.bucket import describe, list_directory, open_bucket
+from midstream.snapshots.store.listing import has_manifest
 from midstream.snapshots.tasks import finished
-from midstream.tinker.retention import Chains, remove_snapshot
-from midstream.trainer.errors import Category, Failed
+from midstream.trainer.types import Category, Failed
+
+logger = logging.getLogger(__name__)
+
+CHAINS = 2
+
+
+class Chains:
+    """What was published, by what stands on what. Pure."""
+
+    def __init__(self, keep: int = CHAINS) -> None:
+        self._keep = keep
+        self._chains: list[list[str]] = []
+
+    def published(self, identity: str, previous: str | None) -> list[str]:
+        """`identity` serves, a delta on `previous` or, without one, a full snapshot; those that are of no use any more."""
+        if previous is not None and self._chains:
+            self._chains[-1].append(identity)
+            return []
+        self._chains.append([identity])
+        old, self._chains = self._chains[: -self._keep], self._chains[-self._keep :]
+        return [identity for chain in old for identity in chain]
+
+    def uncertain(self, identity: str) -> None:
+        """`identity` may be in the bucket, and may yet serve: it goes together with the snapshot before it."""
+        if not self._chains:
+            self._chains.append([])
+        self._chains[-1].append(identity)
+
+
+def remove_snapshot(bucket: str, identity: str) -> None:
+    """Its files in the bucket, of any kind. Never raises: what stays only takes room."""
+    url = snapshot_url(bucket, identity)
+    try:
+        names, _ = list_directory(bucket, identity)
+        manifest = [MANIFEST_FILE] if names and has_manifest(url) else []
+        if names:
+            open_bucket(url).delete([*names, *manifest])
+        place = parse_bucket(url)
+    except (
+        BaseError,
+        OSError,
+        SnapshotError,
+        ConfigError,
+    ) as error:
+        # A file that is not there is an OSError.
+        logger.warning("the files of the old snapshot %s stay: %s", identity, describe(error))
+        return
+    if place.kind == "file":
+        with contextlib.suppress(OSError):
+            Path(place.path).rmdir()
+
 
 REQUEST_TIMEOUT_S = 30.0
 # The time that the replicas have to load a snapshot.

@@ -15,8 +15,7 @@ from starlette.routing import Route
 
 from midstream.proxy.auth import Authenticator
 from midstream.tinker import serving
-from midstream.tinker.errors import TinkerError
-from midstream.tinker.serving import PREFIX, answer, body_of
+from midstream.tinker.serving import PREFIX, TinkerError, answer, body_of
 from midstream.tinker.store import CheckpointRow, ModelRow, Store
 from midstream.tinker.types import ModelBody, Served, WeightsInfoBody, decode
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.core.notjson import NOT_JSON
-from midstream.tinker.errors import TinkerError
+from midstream.core.text import NOT_JSON
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import SampleBody, SampleResult, SamplingParams, Sequence, Span
-from midstream.trainer.errors import Failed
+from midstream.trainer.types import Failed
 
 # Samples of one request.
 MAX_SAMPLES = 128

@@ -2,6 +2,11 @@
 
 Always holds: a route is served only to a key that has the scope it needs. Every error is a JSON object `{"detail", "param"}`
 with a sentence for a person. A body is read up to a limit.
+
+How a Tinker call is refused. One that was accepted fails later, as the error of its future (trainer/types.py).
+
+Always holds: no status has another meaning for the SDK: 402 (billing), 409 (retried for minutes), a 400 without a body (a
+broken connection). A refusal that the SDK retries (408, 429, 5xx) says when to come again.
 """
 
 from __future__ import annotations
@@ -19,7 +24,27 @@ from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, TINKER_ROUTES, Grant, forbidden, need_of
 from midstream.fleet.access import log_refusal
 from midstream.proxy.auth import Authenticator, tenant_of
-from midstream.tinker.errors import TinkerError
+
+
+class TinkerError(Exception):
+    """The request is answered with `status`; `param` names the field at fault."""
+
+    def __init__(
+        self, status: int, detail: str, param: str | None = None, *, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(detail)
+        assert status not in (402, 409), f"the SDK has its own idea of {status}"
+        self.status = status
+        self.detail = detail
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {"detail": self.detail, "param": self.param}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
 
 PREFIX = "/api/v1"
 MAX_JSON_BYTES = 1 << 20

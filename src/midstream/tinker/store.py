@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from midstream.core.clock import steady
 from midstream.core.errors import ConfigError
 from midstream.core.private import private_file
-from midstream.tinker.errors import TinkerError
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.tables import SCHEMA_VERSION, checkpoints, metadata, models, sampling_sessions, sessions
 from midstream.tinker.types import CheckpointKind, Policy
 from midstream.trainer.types import LoraConfig

@@ -24,10 +24,10 @@ from midstream.core.clock import steady
 from midstream.core.private import private_directory
 from midstream.tinker import weights as names
 from midstream.tinker.codec import loss_outputs, loss_outputs_json
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import PROTOBUF, Future, Futures
 from midstream.tinker.loaded import MAX_MODELS, Loaded, TrainerPort
 from midstream.tinker.publishing import Publish
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
 from midstream.tinker.turns import GAP_S, Turn, Turns, failing
 from midstream.tinker.types import (
@@ -41,8 +41,7 @@ from midstream.tinker.types import (
     Served,
 )
 from midstream.trainer import protocol as m
-from midstream.trainer.errors import Failed
-from midstream.trainer.types import AdamParams, ForwardBackward, LoraConfig
+from midstream.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig
 
 # Bytes of one model's requests whose turn has not come.
 MAX_WAITING_BYTES = 1 << 30

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.futures import Future
-from midstream.trainer.errors import Failed
+from midstream.tinker.serving import TinkerError
+from midstream.trainer.types import Failed
 
 # The SDK gives a submission up after five minutes.
 GAP_S = 600.0

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from midstream.core.notjson import NOT_JSON
-from midstream.tinker.errors import TinkerError
+from midstream.core.text import NOT_JSON
+from midstream.tinker.serving import TinkerError
 from midstream.trainer.types import MAX_INT64, AdamParams, LoraConfig
 
 Policy = Literal["exact", "run", "serving"]

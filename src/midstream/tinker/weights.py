@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from midstream.tinker.errors import TinkerError
+from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import CheckpointKind
 
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)

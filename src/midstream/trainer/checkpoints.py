@@ -26,14 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from midstream.client.checkpoint import copy_matching
-from midstream.core.notjson import NOT_JSON
+from midstream.client.weights import copy_matching
 from midstream.core.private import DIRECTORY_MODE, FILE_MODE, private_directory
+from midstream.core.text import NOT_JSON
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.layout import COMPANION_FILES, INDEX_FILE, read_file_layout, read_spec
-from midstream.trainer.errors import Failed
 from midstream.trainer.model import BaseModel, TrainedModel
-from midstream.trainer.types import LoraConfig
+from midstream.trainer.types import Failed, LoraConfig
 
 META_FILE = "meta.json"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -23,8 +23,8 @@ import transformers
 from midstream.http.ipc import Channel, Disconnected
 from midstream.trainer import protocol as m
 from midstream.trainer.checkpoints import export_weights, load_state, read_meta, save_state
-from midstream.trainer.errors import Failed
 from midstream.trainer.model import BaseModel, TrainedModel
+from midstream.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 

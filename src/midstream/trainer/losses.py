@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from midstream.trainer import types
-from midstream.trainer.errors import Failed
+from midstream.trainer.types import Failed
 
 # An input of every loss: the experts to take (replay.py).
 ROUTES = "routing_matrix"

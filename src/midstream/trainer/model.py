@@ -29,12 +29,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from midstream.models.tiny_moe import no_progress_bars
 from midstream.trainer import protocol as m
-from midstream.trainer.errors import Failed
 from midstream.trainer.losses import Example, Loss, named_loss, read_config, read_example
 from midstream.trainer.optimizer import Optimizer
 from midstream.trainer.passes import positions_of_pass, run_passes
 from midstream.trainer.replay import RouterTap, check_routes, routers_of
-from midstream.trainer.types import AdamParams, ForwardBackward, LoraConfig, LossOutputs
+from midstream.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig, LossOutputs
 
 logger = logging.getLogger(__name__)
 

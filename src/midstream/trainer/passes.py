@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from midstream.trainer import types
-from midstream.trainer.errors import Failed
 from midstream.trainer.losses import Example, Loss, Terms
 from midstream.trainer.replay import OWN_ROUTE, RouterTap, pad_routes, pad_sequences
+from midstream.trainer.types import Failed
 
 # Logits of one pass, in float32.
 LOGITS_BYTES_MAX = 2**30

@@ -16,7 +16,7 @@ from typing import overload
 
 from midstream.http import ipc
 from midstream.trainer import protocol as m
-from midstream.trainer.errors import Failed
+from midstream.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 

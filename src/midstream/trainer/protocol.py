@@ -10,8 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from midstream.trainer.errors import Category
-from midstream.trainer.types import AdamParams, ForwardBackward, LoraConfig, LossOutputs
+from midstream.trainer.types import AdamParams, Category, ForwardBackward, LoraConfig, LossOutputs
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):

@@ -1,6 +1,8 @@
 """What a trainer is given and gives back. Pure, and without torch.
 
 Always holds: a tensor has as many bytes as its shape and its type say.
+
+How a training call fails after it was accepted.
 """
 
 from __future__ import annotations
@@ -10,6 +12,18 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
+
+Category = Literal["user", "server", "unknown"]
+
+
+class Failed(Exception):
+    """What was accepted cannot be done: the future ends with this error. The SDK shows it once and does not try again."""
+
+    def __init__(self, message: str, category: Category = "user") -> None:
+        super().__init__(message)
+        self.message = message
+        self.category: Category = category
+
 
 Dtype = Literal["int64", "int32", "float32"]
 ITEM_BYTES: Final[dict[Dtype, int]] = {"int64": 8, "int32": 4, "float32": 4}

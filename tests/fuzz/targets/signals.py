@@ -79,7 +79,7 @@ def check_place(identity: str) -> None:
 
 def run_internal(data: bytes) -> None:
     """Bodies that gateways send replicas."""
-    from midstream.http.message import Request
+    from midstream.http.reader import Request
 
     request = Request(b"POST", b"/", [], {}, data, False, True)
     for decoder, what in ((app._desired, "desired"), (app._asked, "asked"), (app._hinted, "hint")):

@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from midstream.tinker import codec, proto, types
-from midstream.tinker.errors import TinkerError
 from midstream.tinker.samples import check as check_sample
-from midstream.trainer.errors import Failed
-from midstream.trainer.types import ForwardBackward
+from midstream.tinker.serving import TinkerError
+from midstream.trainer.types import Failed, ForwardBackward
 from targets.snapshot_files import BETWEEN, directory, safetensors_file
 from targets.target import Target, check, controlled, outcome
 

@@ -1,4 +1,4 @@
-"""Tool calls in generated text: every parser of replica/text/dialects.py.
+"""Tool calls in generated text: every parser of replica/text/toolformat.py.
 
 Checked: no character is lost. The calls and the text are the same however the text is cut. The arguments of a call are a JSON
 object that can be sent as UTF-8. No schema that a client may send makes a parser fail.
@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.sse import event
-from midstream.replica.text.dialects import DIALECTS, Dialect
+from midstream.core.text import sse_event
 from midstream.replica.text.toolcalls import Item, ParsedCall
+from midstream.replica.text.toolformat import DIALECTS, Dialect
 from targets.target import Target, check, controlled
 
 #: Between the schemas of the tools, as JSON, and the text.
@@ -36,7 +36,7 @@ def run(data: bytes) -> None:
         check(call.name, "a call of nothing", call)
         arguments = json.loads(call.arguments, parse_constant=no_constant)
         check(isinstance(arguments, dict), "arguments that are no object", call)
-        event([call.name, call.arguments, call.id])
+        sse_event([call.name, call.arguments, call.id])
 
 
 def no_constant(name: str) -> Any:

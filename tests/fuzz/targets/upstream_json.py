@@ -22,8 +22,8 @@ from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 from midstream.http.ipc import Frames, frame
 from midstream.tinker.samples import Sample, sampled
 from midstream.tinker.types import SamplingParams
-from midstream.trainer.errors import Failed
 from midstream.trainer.protocol import reply_decoder as trainer_decoder
+from midstream.trainer.types import Failed
 from targets.target import Target, check, controlled, outcome, pieces
 
 RECORDED = Path(__file__).parents[2] / "engine_vllm" / "data"

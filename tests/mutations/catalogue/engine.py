@@ -159,7 +159,7 @@ ENGINE = (
     ),
     Mutation(
         "digest_of_half_the_weights",
-        "engine/embedded/digest.py",
+        "engine/embedded/background.py",
         "words = len(data) // 4\n",
         "words = len(data) // 8\n",
         "The digest of what serves is made of every byte of the weights.",
@@ -175,7 +175,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_cache_one_switch_too_old",
-        "engine/vllm/salts.py",
+        "engine/vllm/labels.py",
         "now - began > age_max",
         "now - began > age_max + 1",
         "What is found under a salt of vLLM's cache was computed at most age_max switches ago.",
@@ -191,7 +191,7 @@ ENGINE = (
     ),
     Mutation(
         "random_number_of_the_batch",
-        "engine/embedded/logit_rows.py",
+        "engine/embedded/batch.py",
         "position=len(work.seq.tokens),",
         "position=len(work.seq.tokens) + len(rows.samples),",
         "Tokens do not depend on what else is in the batch.",

@@ -45,7 +45,7 @@ FLEET = (
     ),
     Mutation(
         "two_switch_at_once",
-        "fleet/order.py",
+        "fleet/reconcile.py",
         "        if _switching(report):\n            return _turn(report)",
         "        if _switching(report):\n            continue",
         "One by one, no replica is let go while another one switches.",

@@ -21,7 +21,7 @@ GATEWAY = (
     ),
     Mutation(
         "session_key_ignored",
-        "core/sessionkey.py",
+        "core/sessions.py",
         '("x-multi-turn-session-id", "x-session-affinity", "x-session-id")',
         '("x-multi-turn-session-id", "x-session-id")',
         "A session is found by any of the headers that name it.",
@@ -45,7 +45,7 @@ GATEWAY = (
     ),
     Mutation(
         "prompts_of_tenants_joined",
-        "fleet/prefixes.py",
+        "fleet/placement.py",
         "chain, at = hash(tenant), start",
         "chain, at = 0, start",
         "The equal prompts of two tenants are different ones.",
@@ -77,7 +77,7 @@ GATEWAY = (
     ),
     Mutation(
         "older_generation_read_last_counts",
-        "fleet/signal_order.py",
+        "fleet/reconcile.py",
         "if before is None or before < generation:",
         "if before is None or before != generation:",
         "A snapshot's place in the order is that of its last signal, whichever is read last.",
@@ -117,7 +117,7 @@ GATEWAY = (
     ),
     Mutation(
         "successor_not_waited_for",
-        "proxy/handover.py",
+        "proxy/server.py",
         "if await loop.sock_recv(asking, len(_TAKEN)) == _TAKEN:",
         "if await loop.sock_recv(asking, len(_TAKEN)) != asking:",
         "A gateway stops accepting only once its successor accepts.",
@@ -165,7 +165,7 @@ GATEWAY = (
     ),
     Mutation(
         "two_hosts_of_one_request",
-        "http/message.py",
+        "http/reader.py",
         'for once in (b"host", b"transfer-encoding", b"content-length", b"content-encoding"):',
         'for once in (b"transfer-encoding", b"content-length", b"content-encoding"):',
         "A request that two parsers could read differently is refused.",

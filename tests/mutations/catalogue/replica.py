@@ -68,7 +68,7 @@ REPLICA = (
     ),
     Mutation(
         "pinned_while_a_swap_waits",
-        "replica/swap/pins.py",
+        "replica/gate.py",
         "elif self.pinned and coming is not None:",
         "elif self.pinned and coming == serving:",
         "While a swap waits for pinned requests, nobody is pinned anew.",
@@ -94,7 +94,7 @@ REPLICA = (
     ),
     Mutation(
         "canary_of_no_numbers",
-        "replica/swap/check.py",
+        "replica/swap/driver.py",
         "if not math.isfinite(logprob):",
         "if math.isinf(logprob):",
         "A check either tells finite numbers or fails.",
@@ -102,7 +102,7 @@ REPLICA = (
     ),
     Mutation(
         "namespace_dropped",
-        "replica/swap/namespaces.py",
+        "replica/gate.py",
         "for part in (str(namespace), tenant, isolation_key, model):",
         "for part in (tenant, isolation_key, model):",
         "Requests of different cache namespaces share no KV.",
@@ -110,7 +110,7 @@ REPLICA = (
     ),
     Mutation(
         "new_session_is_all",
-        "replica/swap/namespaces.py",
+        "replica/gate.py",
         'if policy == "all":',
         'if policy != "none":',
         "The policy new_session leaves known sessions in their cache namespace.",
@@ -160,7 +160,7 @@ REPLICA = (
     ),
     Mutation(
         "line_separator_in_an_event",
-        "core/sse.py",
+        "core/text.py",
         '.replace(_PARAGRAPH_SEPARATOR, rb"\\u2029")',
         "",
         "A server-sent event holds no character at which a client splits lines.",
@@ -176,7 +176,7 @@ REPLICA = (
     ),
     Mutation(
         "text_that_fits_refused",
-        "replica/text/size.py",
+        "replica/text/vocabulary.py",
         "return shrinks * max([*sizes,",
         "return shrinks * min([*sizes,",
         "Only text that cannot fit the context is refused unread.",
@@ -192,7 +192,7 @@ REPLICA = (
     ),
     Mutation(
         "undeclared_feature_served",
-        "replica/request/capabilities.py",
+        "replica/request/checked.py",
         "if not card.has(need.feature) and need.asked(checked, body):",
         'if not card.has(need.feature) and need.feature != "grammars" and need.asked(checked, body):',
         "What an engine does not declare is refused by name.",

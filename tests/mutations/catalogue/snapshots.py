@@ -47,7 +47,7 @@ SNAPSHOTS = (
     ),
     Mutation(
         "chain_longer_than_allowed",
-        "ledger/parents.py",
+        "ledger/signals.py",
         "if len(chain) > chain_max:",
         "if len(chain) > chain_max + 1:",
         "A chain has at most the allowed number of incremental snapshots.",

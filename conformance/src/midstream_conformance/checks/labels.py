@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from midstream.client.server import HOT_LOAD_PATH
-from midstream.client.status import read_status
+from midstream.client.server import HOT_LOAD_PATH, read_status
 from midstream_conformance.answers import Answer
 from midstream_conformance.endpoint import refusal
 from midstream_conformance.outcome import expect

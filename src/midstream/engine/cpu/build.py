@@ -1,9 +1,11 @@
-"""The C++ library of the kernels: compiled once per machine, kept in the user's cache directory, loaded. Imports no torch.
+"""The C++ library of the kernels: compiled once per machine, kept in the user's cache directory, loaded with its signatures.
 
 Always holds:
 - The name of a library is a hash of its source, compiler and processor. So it never runs on a machine it was not built for,
   and edited source is always compiled again.
 - A library appears in the cache whole or not at all. It is never loaded from a directory that other users can write to.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +124,29 @@ def _built(compiler: str, source: Path, target: Path) -> ctypes.CDLL:
             raise KernelsUnavailable(f"{compiler} failed: {done.stderr.strip()[-400:]}")
         built.replace(target)
     return ctypes.CDLL(str(target))
+
+
+SOURCE = Path(__file__).parent / "kernels" / "kernels.cpp"
+
+#: Letters of the signatures: P pointer, S int64, I int, F float.
+C_TYPES: dict[str, Any] = {"P": ctypes.c_void_p, "S": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
+SIGNATURES = {
+    "pack": "PPSSP",
+    "linear": "PPPSSSIPSI",
+    "rms_norm": "PPPSSFPI",
+    "prepare": "PSSSSPPSFPPSPPPPI",
+    "attention": "PSPSSSPPPSPSFI",
+    "moe": "PPPPSSSSSIFPPSPI",
+    "sample": "PSSPPPPFPPPPSPPI",
+}
+
+
+@cache
+def kernels(suffix: str) -> SimpleNamespace:
+    """The kernels of one element type, "bf16" or "f32". Raises KernelsUnavailable."""
+    library, functions = load(SOURCE), {}
+    for name, signature in SIGNATURES.items():
+        function = library[f"{name}_{suffix}"]
+        function.argtypes, function.restype = [C_TYPES[letter] for letter in signature], None
+        functions[name] = function
+    return SimpleNamespace(**functions)

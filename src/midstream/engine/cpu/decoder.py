@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.engine.cpu.build import KernelsUnavailable
-from midstream.engine.cpu.library import kernels
+from midstream.engine.cpu.build import KernelsUnavailable, kernels
 from midstream.engine.cpu.memory import big, copied, give_back
 from midstream.engine.step import StepBatch, near_tie, route_dtype
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from midstream.engine.cpu.build import kernels
 from midstream.engine.cpu.decoder import SUFFIX
-from midstream.engine.cpu.library import kernels
 from midstream.engine.step import GREEDY_BELOW, SEED_MASK, Sampled, SampleRow, near_tie
 
 

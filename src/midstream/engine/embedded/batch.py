@@ -1,18 +1,24 @@
-"""The planned work of a step as a batch of arrays. Imports no torch."""
+"""The planned work of a step as arrays: its batch, the rows whose logits are needed, and the sampler's input.
+
+Always holds: rows of logits are in one order everywhere: prompt scores, then samples, then ends. Pure but for tensor
+arithmetic.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import torch
 
 from midstream.engine.embedded.blocks import SCRATCH_SLOT
-from midstream.engine.embedded.scheduler import Work
-from midstream.engine.step import StepBatch
+from midstream.engine.embedded.scheduler import Sequence, Work
+from midstream.engine.step import Sampled, SampleRow, StepBatch
 
 
-def pack(works: Sequence[Work], block_size: int) -> StepBatch:
+def pack(works: list[Work], block_size: int) -> StepBatch:
     firsts = np.array([w.first for w in works])
     sizes = np.array([w.last for w in works]) - firsts
     blocks = np.fromiter(chain.from_iterable(w.seq.blocks for w in works), dtype=np.int32)
@@ -49,3 +55,66 @@ def alone(ids: np.ndarray, block_size: int) -> StepBatch:
 def _starts(sizes: np.ndarray) -> np.ndarray:
     starts: np.ndarray = np.cumsum(sizes) - sizes
     return starts
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """The tokens of the batch that need logits. A row is the index of a token in the batch.
+
+    scores: for prompt records, as (work, position whose pass scores the next position, row). samples: (work, row).
+    ends: the same for prompts that are not complete yet. Their logits only show whether the KV is good.
+    """
+
+    scores: list[tuple[Work, int, int]]
+    samples: list[tuple[Work, int]]
+    ends: list[tuple[Work, int]]
+
+    @property
+    def packed(self) -> list[int]:
+        return [row for _, _, row in self.scores] + [row for _, row in (*self.samples, *self.ends)]
+
+
+def rows_needed(works: list[Work]) -> LogitRows:
+    scores: list[tuple[Work, int, int]] = []
+    samples: list[tuple[Work, int]] = []
+    ends: list[tuple[Work, int]] = []
+    row = 0
+    for work in works:
+        seq, first, last, _ = work
+        # A decode scores no prompt token.
+        if first < seq.prompt_len - 1:
+            unscored = max(first, seq.first_scored - 1)
+            scores.extend((work, p, row + p - first) for p in range(unscored, min(last, seq.prompt_len - 1)))
+        row += last - first
+        (samples if last == len(seq.tokens) else ends).append((work, row - 1))
+    return LogitRows(scores, samples, ends)
+
+
+def sample_rows(rows: LogitRows) -> list[SampleRow]:
+    return [
+        SampleRow(
+            params=work.seq.request.sampling,
+            index=work.seq.index,
+            position=len(work.seq.tokens),
+            history=work.seq.tokens,
+            prompt_len=work.seq.prompt_len,
+            top_logprobs=work.seq.request.top_logprobs,
+            mask=None if work.seq.matcher is None else work.seq.matcher.mask(),
+        )
+        for work, _ in rows.samples
+    ]
+
+
+def not_finite(rows: LogitRows, sampled: Sampled | None, ends: torch.Tensor) -> set[Sequence]:
+    """The sequences whose sample has no finite log-probability, or whose unfinished prompt gave logits that are not finite.
+
+    ends: [rows.ends, vocab]. The last token of a prompt looks at all KV before it, so its logits show any fault in it.
+    """
+    broken: set[Sequence] = set()
+    if sampled is not None and not all(map(math.isfinite, sampled.logprobs)):
+        pairs = zip(rows.samples, sampled.logprobs, strict=True)
+        broken |= {work.seq for (work, _), logprob in pairs if not math.isfinite(logprob)}
+    if rows.ends and not torch.isfinite(ends).all():
+        good = torch.isfinite(ends).all(-1).tolist()
+        broken |= {work.seq for (work, _), fine in zip(rows.ends, good, strict=True) if not fine}
+    return broken

@@ -34,15 +34,14 @@ from midstream.core.types import (
     TopLogprob,
 )
 from midstream.engine.cpu import CpuSampler, KernelsUnavailable
-from midstream.engine.embedded.blocks import BlockPool
-from midstream.engine.embedded.card import embedded_card
+from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
+from midstream.engine.embedded.blocks import NO_SNAPSHOT, BlockPool, ScoreStore
 from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.loading import LoadedModel, batch_invariant, load_beside, load_model
-from midstream.engine.embedded.logit_rows import LogitRows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.model_runner import ModelRunner, dispose
+from midstream.engine.embedded.protocol import embedded_card
 from midstream.engine.embedded.sampler import Sampler
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
-from midstream.engine.embedded.scores import NO_SNAPSHOT, ScoreStore
 from midstream.engine.step import Sampled, route_dtype
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,15 @@ from pathlib import Path
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
-from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.engine.base import (
+    CHECK_INTERVAL_S,
+    Engine,
+    EngineDied,
+    RequestEvents,
+    SilenceTimer,
+    StagingFailed,
+)
 from midstream.engine.embedded import protocol as m
-from midstream.engine.events import RequestEvents
-from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer
 from midstream.http import ipc
 
 logger = logging.getLogger(__name__)

@@ -33,9 +33,7 @@ class ModelRunner:
         self.written = np.zeros(0, dtype=np.int64)
 
     @torch.inference_mode()
-    def forward(
-        self, works: Sequence[Work], logit_rows: Sequence[int]
-    ) -> tuple[torch.Tensor, np.ndarray | None]:
+    def forward(self, works: list[Work], logit_rows: Sequence[int]) -> tuple[torch.Tensor, np.ndarray | None]:
         """Run the tokens of `works`, decodes first; see loading.Decoder. logit_rows: indices of tokens in the batch."""
         batch = pack(works, self.block_size)
         self.written = batch.slots

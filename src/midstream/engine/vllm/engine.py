@@ -33,16 +33,13 @@ from midstream.core.types import (
 )
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.card import vllm_card
-from midstream.engine.vllm.labels import Epochs
+from midstream.engine.vllm.arguments import vllm_card
+from midstream.engine.vllm.labels import Epochs, Salts
 from midstream.engine.vllm.model import Shape, read_shape
-from midstream.engine.vllm.proof import NotExact, prove_reload
-from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished
-from midstream.engine.vllm.salts import Salts
-from midstream.engine.vllm.scoring import Scorer, WrongWeights
+from midstream.engine.vllm.requests import ChoiceStream, Scorer, VllmRequest, WrongWeights, finished
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 from midstream.engine.vllm.staging import Staging
-from midstream.engine.vllm.swap import Control, Refused, Unchanged, switch
+from midstream.engine.vllm.swap import Control, NotExact, Refused, Unchanged, prove_reload, switch
 from midstream.http.call import CallFailed, open_stream
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from midstream.core.errors import ConfigError
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 
 Config = Mapping[str, Any]
 

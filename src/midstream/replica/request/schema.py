@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest, UnknownField
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import EngineFailed
-from midstream.core.sse import event, json_line
+from midstream.core.text import json_line, sse_event
 from midstream.core.types import NEAR_TIES, FinishReason, TokenRecord, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Piece, Scored, ToolCall
@@ -287,7 +287,7 @@ class Encoder:
         if extras is not None:
             response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
         response.midstream, self.seam = self.seam, UNSET
-        return event(response)
+        return sse_event(response)
 
     # Plain responses
 

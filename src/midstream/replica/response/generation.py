@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost
 from midstream.core.names import ServedNames
 from midstream.core.resumption import Opening, ResumeLogWriter
-from midstream.core.sse import DONE
+from midstream.core.text import DONE
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo, TokenRecord
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Gate

@@ -6,12 +6,18 @@ newer target comes; a switch that has begun is finished, whoever is cancelled; n
 snapshot; an attempt's staged weights are dropped when it ends; the gate is open again however an attempt ends; between the
 engine's switch and the new namespace no request is admitted. A failure that leaves open what the engine serves ends the driver,
 and its owner starts a new boot.
+
+Proves what serves: a digest of the weights in the engine, and a canary, a fixed prompt whose tokens are scored.
+
+Always holds: the canary goes the way of any request, with a salt of its own, so no other request shares its KV. A check
+returns finite numbers or raises.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +25,83 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.errors import SnapshotError
-from midstream.core.types import BASE_SNAPSHOT, Desired, ModelInfo, SnapshotCheck, SnapshotContent, SwapTiming
+from midstream.core.types import (
+    BASE_SNAPSHOT,
+    Desired,
+    GenerateRequest,
+    ModelInfo,
+    SamplingParams,
+    SnapshotCheck,
+    SnapshotContent,
+    SwapTiming,
+    TokenRecord,
+)
 from midstream.engine.base import Engine, EngineDied, StagingFailed
-from midstream.replica.gate import Door, Gate
+from midstream.replica.gate import Door, Gate, Namespaces, Pins
 from midstream.replica.swap.attempts import Action, Attempts, Phase
-from midstream.replica.swap.check import Checker, NotSound
-from midstream.replica.swap.namespaces import Namespaces
-from midstream.replica.swap.pins import Pins
 from midstream.replica.swap.source import Files
 from midstream.replica.swap.table import Event, SwapMachine
 
 log = logging.getLogger(__name__)
+
+CANARY_TOKENS = 32
+CANARY_PREFIX = "canary-"
+
+
+class NotSound(Exception):
+    """The serving weights are not what they should be."""
+
+
+class Checker:
+    """new_id: never the same twice, also between boots."""
+
+    def __init__(self, engine: Engine, new_id: Callable[[], str]) -> None:
+        self._engine = engine
+        self._new_id = new_id
+
+    async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
+        """Checks what the engine serves now. Raises NotSound, EngineDied."""
+        canary = await self._canary(info)
+        return SnapshotCheck(
+            snapshot=snapshot, generation=generation, weights=await self._digest(), canary=canary
+        )
+
+    async def _digest(self) -> str | None:
+        try:
+            return await self._engine.weights_digest()
+        except StagingFailed as error:
+            log.warning("the weights could not be read for a digest: %s", error)
+            return None
+
+    async def _canary(self, info: ModelInfo) -> tuple[float, ...]:
+        prompt = canary_prompt(info)
+        request = GenerateRequest(
+            request_id=CANARY_PREFIX + self._new_id(),
+            prompt=prompt,
+            sampling=SamplingParams(max_tokens=0),
+            salt=f"{CANARY_PREFIX}{self._new_id()}".encode(),
+            prompt_records=len(prompt),
+            urgent=True,
+        )
+        records: tuple[TokenRecord, ...] = ()
+        async for event in self._engine.generate(request):
+            if event.error is not None:
+                raise NotSound(f"the canary prompt failed: {event.error}")
+            records += event.prompt or ()
+        if len(records) != len(prompt):
+            raise NotSound(f"the canary prompt has {len(prompt)} tokens, {len(records)} were scored")
+        logprobs = tuple(record.logprob for record in records[1:])
+        for position, logprob in enumerate(logprobs, start=1):
+            if not math.isfinite(logprob):
+                raise NotSound(f"the log-probability of canary token {position} is {logprob}")
+        return logprobs
+
+
+def canary_prompt(info: ModelInfo) -> tuple[int, ...]:
+    """Token ids all over the vocabulary; the same for every replica of a model."""
+    size = max(2, min(CANARY_TOKENS, info.max_model_len - 1))
+    return tuple((i * 7919 + 13) % info.vocab_size for i in range(size))
+
 
 DRAIN_LOG_EVERY_S = 10.0
 #: A check that takes longer has failed.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from midstream.core.notjson import NOT_JSON
+from midstream.core.text import NOT_JSON
 from midstream.core.types import Content
 
 #: Directories of this name are worthless once their process is gone.

@@ -1,7 +1,9 @@
-"""The server of a subcommand: its address, the API key, and how its errors look.
+"""What subcommands share: the server they ask, progress, and the options that choose an engine.
 
 Always holds: a key comes from the option or the environment, and is never printed. A refusal of the server, or no answer, is
 one line and exit code 1.
+
+Always holds of progress: it is one line on standard error. On a terminal the line is written over, and is gone at the end. Elsewhere lines follow each other.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
+from types import TracebackType
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
+from midstream.core.config import Settings
 from midstream.core.errors import ConfigError, SnapshotRefused
 from midstream.core.text import plain
 
@@ -86,3 +91,58 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
             return 1
 
     return run
+
+
+#: Between two lines of `often`: on a terminal, and elsewhere.
+TERMINAL_EVERY_S = 0.2
+FILE_EVERY_S = 5.0
+
+
+class ProgressLine:
+    """A context manager."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._last = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal:
+            self._write("\r\x1b[K")
+
+    def show(self, text: str) -> None:
+        self._last = time.monotonic()
+        self._write(f"\r\x1b[K{text}" if self._terminal else f"{text}\n")
+
+    def often(self, text: str) -> None:
+        """Show it, unless a line was shown a moment ago."""
+        if time.monotonic() - self._last >= (TERMINAL_EVERY_S if self._terminal else FILE_EVERY_S):
+            self.show(text)
+
+    def _write(self, text: str) -> None:
+        print(text, end="", file=sys.stderr, flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.add_argument("--engine", choices=("embedded", "vllm"), help=f"(default: {default.engine})")
+    parser.add_argument(
+        "--vllm-args",
+        metavar="ARGS",
+        help='for each vLLM server, in one string: --vllm-args "--tensor-parallel-size 2 --quantization fp8"',
+    )
+    parser.add_argument(
+        "--vllm-python",
+        metavar="FILE",
+        help="interpreter of the environment that vLLM is installed in (default: this one)",
+    )
+    parser.add_argument(
+        "--vllm-url",
+        action="append",
+        metavar="URL",
+        help="http://HOST:PORT of a running vLLM server to attach to instead of starting one; one per replica",
+    )
