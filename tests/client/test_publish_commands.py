@@ -17,7 +17,7 @@ from publish_world import World, listening, weights
 
 from midstream import cli
 from midstream.client.server import read_status
-from midstream.commands import progress, status
+from midstream.commands import common, status
 from midstream.core.text import table
 
 
@@ -352,8 +352,8 @@ def test_progress_is_one_line_on_a_terminal_and_lines_now_and_then_elsewhere(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with progress.ProgressLine() as line:
+    monkeypatch.setattr(common.time, "monotonic", lambda: clock[0])
+    with common.ProgressLine() as line:
         line.show("begins")
         for clock[0] in (0.1, 0.25, 0.3, 5.1, 5.2, 5.6):
             line.often(f"at {clock[0]}")

@@ -14,7 +14,7 @@ from midstream.core.config import KeySettings
 from midstream.core.scopes import TINKER_ROUTES
 from midstream.proxy.auth import Authenticator
 from midstream.tinker import app as module
-from midstream.tinker import proto, serving
+from midstream.tinker import codec, serving
 from midstream.tinker.app import INLINE_BYTES, tinker_app
 from midstream.tinker.codec import sample_json, sample_response
 from midstream.tinker.futures import PROTOBUF, Futures
@@ -494,7 +494,7 @@ def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
 
 
 def forward_backward_body(**changes: Any) -> bytes:
-    message = proto.ForwardBackwardRequest(model_id="known", seq_id=1, loss_fn="cross_entropy", **changes)
+    message = codec.ForwardBackwardRequest(model_id="known", seq_id=1, loss_fn="cross_entropy", **changes)
     message.data.add().model_input.add().encoded_text.tokens = b"\x01\0\0\0"
     return bytes(message.SerializeToString())
 
@@ -555,7 +555,7 @@ def test_a_forward_backward_in_protobuf_is_read_and_in_json_refused() -> None:
 
 def test_a_refused_training_request_fails_in_its_turn() -> None:
     async def test(front: Front) -> None:
-        message = proto.ForwardBackwardRequest(model_id="known", seq_id=7, loss_fn="ppo")
+        message = codec.ForwardBackwardRequest(model_id="known", seq_id=7, loss_fn="ppo")
         headers = {"content-type": PROTOBUF}
         sent = message.SerializeToString()
         answered = await front.client.post("/api/v1/forward_backward", content=sent, headers=headers)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sdk_venvs import SDKS, run_sdk
 
-from midstream.tinker import codec, proto
+from midstream.tinker import codec
 from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import (
     CreateModelBody,
@@ -135,7 +135,7 @@ def integers(*values: int) -> Tensor:
 def test_datums_of_different_shapes_are_several_records_in_order() -> None:
     two_wide = floats(-1.0, -2.0, -3.0, -4.0, shape=(2, 2))
     outputs = ({"logprobs": floats(-9.0)}, {"logprobs": two_wide}, {"logprobs": floats(-8.0, -7.0)})
-    message = proto.ForwardBackwardOutput.FromString(
+    message = codec.ForwardBackwardOutput.FromString(
         codec.loss_outputs(LossOutputs(outputs=outputs, metrics={}))
     )
     records = message.loss_fn_outputs
@@ -154,7 +154,7 @@ def test_a_text_option_of_a_loss_is_read_beside_numbers() -> None:
 
 
 def request() -> Any:
-    message = proto.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.asarray([1, 2], dtype="<i4").tobytes()
     return message
@@ -164,7 +164,7 @@ def sparse(
     message: Any, shape: list[int], starts: list[int], columns: list[int], values: list[float]
 ) -> None:
     tensor = message.data[0].loss_fn_inputs["weights"]
-    tensor.dtype = proto.FLOAT32
+    tensor.dtype = codec.FLOAT32
     tensor.shape.extend(shape)
     tensor.sparse_csr.values = np.asarray(values, dtype="<f4").tobytes()
     tensor.sparse_csr.crow_indices = np.asarray(starts, dtype="<i8").tobytes()
@@ -217,10 +217,10 @@ def damaged(change: str) -> bytes:
         inputs["weights"].dtype = 4
         inputs["weights"].dense = b"1234"
     elif change == "size":
-        inputs["weights"].dtype = proto.FLOAT32
+        inputs["weights"].dtype = codec.FLOAT32
         inputs["weights"].dense = b"12345"
     elif change == "shape":
-        inputs["weights"].dtype = proto.FLOAT32
+        inputs["weights"].dtype = codec.FLOAT32
         inputs["weights"].dense = b"12345678"
         inputs["weights"].shape.extend([3])
     elif change == "no tokens":
@@ -352,7 +352,7 @@ def test_what_is_not_json_is_said_to_be_none() -> None:
 
 def test_logprobs_that_are_not_finite_survive() -> None:
     sequence = Sequence(tokens=(1,), logprobs=(-math.inf,), stopped=False)
-    message = proto.SampleResponse.FromString(codec.sample_response(SampleResult(sequences=(sequence,))))
+    message = codec.SampleResponse.FromString(codec.sample_response(SampleResult(sequences=(sequence,))))
     assert np.frombuffer(message.sequences[0].logprobs, dtype="<f4")[0] == -math.inf
     assert not message.HasField("prompt_logprobs")
     assert not message.HasField("topk_prompt_logprobs")

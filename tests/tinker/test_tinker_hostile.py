@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.tinker import codec, proto, types
+from midstream.tinker import codec, types
 from midstream.tinker import store as store_module
 from midstream.tinker.samples import Sample, sampled
 from midstream.tinker.serving import TinkerError
@@ -106,7 +106,7 @@ def test_a_number_beyond_a_float_is_refused_by_name() -> None:
 
 
 def request(tokens: int = 1) -> Any:
-    message = proto.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     chunk = message.data.add().model_input.add()
     chunk.encoded_text.tokens = np.arange(tokens, dtype="<i4").tobytes()
     return message
@@ -115,7 +115,7 @@ def request(tokens: int = 1) -> Any:
 def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied() -> None:
     message = request()
     tensor = message.data[0].loss_fn_inputs["weights"]
-    tensor.dtype, tensor.dense = proto.FLOAT32, np.ones(4, dtype="<f4").tobytes()
+    tensor.dtype, tensor.dense = codec.FLOAT32, np.ones(4, dtype="<f4").tobytes()
     tensor.shape.extend([2**62] * 4 + [0] * 100)
     with pytest.raises(TinkerError, match="104 dimensions") as caught:
         codec.forward_backward(message.SerializeToString())
@@ -176,7 +176,7 @@ def test_an_error_of_the_records_shows_neither_the_statement_nor_its_values(tmp_
 def sparse(shape: list[int], starts: list[int]) -> bytes:
     message = request()
     tensor = message.data[0].loss_fn_inputs["weights"]
-    tensor.dtype = proto.FLOAT32
+    tensor.dtype = codec.FLOAT32
     tensor.shape.extend(shape)
     tensor.sparse_csr.values = np.ones(3, dtype="<f4").tobytes()
     tensor.sparse_csr.crow_indices = np.array(starts, dtype="<i8").tobytes()
@@ -198,7 +198,7 @@ def test_sparse_rows_whose_sizes_only_fit_by_overflow_are_refused() -> None:
 def test_an_empty_tensor_of_a_shape_that_no_array_can_have_is_refused(encoding: str) -> None:
     message = request()
     tensor = message.data[0].loss_fn_inputs["weights"]
-    tensor.dtype = proto.FLOAT32
+    tensor.dtype = codec.FLOAT32
     tensor.shape.extend([0, 2**62])
     getattr(tensor, encoding)
     if encoding == "sparse_csr":

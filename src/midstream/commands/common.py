@@ -3,7 +3,8 @@
 Always holds: a key comes from the option or the environment, and is never printed. A refusal of the server, or no answer, is
 one line and exit code 1.
 
-Always holds of progress: it is one line on standard error. On a terminal the line is written over, and is gone at the end. Elsewhere lines follow each other.
+Always holds of progress: it is one line on standard error. On a terminal the line is written over, and is gone at the end.
+Elsewhere lines follow each other.
 """
 
 from __future__ import annotations

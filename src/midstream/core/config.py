@@ -98,7 +98,7 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # The key itself, or "sha256:" and the 64 hexadecimal digits of its SHA-256.
     key: str
-    # Of midstream/scopes.py: sample, publish, observe, operate; on one deployment only as "sample:NAME".
+    # Of core/scopes.py: sample, publish, observe, operate; on one deployment only as "sample:NAME".
     scopes: tuple[str, ...]
     # The owner of the key. Keys of one tenant share sessions, caches and Tinker models.
     tenant: Name | None = None

@@ -2,14 +2,13 @@
 
 Whoever reads JSON of another process catches all of NOT_JSON, so that any bytes raise the reader's own error.
 
-Server-sent events. Always holds: an event holds no character at which a client could split lines, except its own line feeds. Python's
-`str.splitlines`, and so httpx's `iter_lines`, also splits at U+0085, U+2028 and U+2029, which JSON allows in strings as they
-are; here they are escaped. (JSON itself escapes all line breaks below U+0020.)
+Server-sent events. Always holds: an event holds no character at which a client could split lines, except its own line feeds.
+Python's `str.splitlines`, and so httpx's `iter_lines`, also splits at U+0085, U+2028 and U+2029, which JSON allows in strings
+as they are; here they are escaped. (JSON itself escapes all line breaks below U+0020.)
 
 What engines can do, in words: an engine's name, what it has and lacks, how a refusal for want of a feature reads.
-types.ENGINE_FEATURES says which features there are; replica/request/checked.py and api/status.py which request and
-which signal needs one.
-Always holds: a refusal names the field, the engine and the feature.
+types.ENGINE_FEATURES says which features there are; replica/request/checked.py and api/status.py which request and which signal
+needs one. Always holds: a refusal names the field, the engine and the feature.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Writes `report.html`, one file with styles, SVG plots and tables, which needs no network; and `summary.json`.
 
-Always holds: in a chart every label is escaped, and a value that is not finite is left out of its line. Every number of the summary but seed, steps and seconds is computed here, from rows alone.
+Always holds: in a chart every label is escaped, and a value that is not finite is left out of its line. Every number of the
+summary but seed, steps and seconds is computed here, from rows alone.
 """
 
 from __future__ import annotations

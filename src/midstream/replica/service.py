@@ -1,7 +1,7 @@
 """Checks and admits one inference request; response/generation.py runs it on the engine.
 
 Always holds: an invalid request is refused before it waits at the gate, and one that the gate would refuse is refused before
-it is tokenized. Long text is tokenized beside the event loop (text/jobs.py); text that cannot fit the context is refused
+it is tokenized. Long text is tokenized beside the event loop (text/chat.py); text that cannot fit the context is refused
 unread. A request takes its salt in the step in which it passes the gate, and the snapshot it asks for serves in that step.
 """
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from midstream.tinker import codec, proto, types
+from midstream.tinker import codec, types
 from midstream.tinker.samples import check as check_sample
 from midstream.tinker.serving import TinkerError
 from midstream.trainer.types import Failed, ForwardBackward
@@ -129,7 +129,7 @@ def ordered(read: ForwardBackward) -> str:
 
 
 def written(read: ForwardBackward) -> bytes:
-    message = proto.ForwardBackwardRequest(
+    message = codec.ForwardBackwardRequest(
         model_id=read.model_id, seq_id=read.seq_id, loss_fn=read.loss_fn, forward_only=read.forward_only
     )
     for name, value in read.config.items():
@@ -143,7 +143,7 @@ def written(read: ForwardBackward) -> bytes:
         added.model_input.add().encoded_text.tokens = np.asarray(datum.tokens, "<i4").tobytes()
         for name, tensor in datum.inputs.items():
             field = added.loss_fn_inputs[name]
-            field.dtype = {"float32": proto.FLOAT32, "int64": proto.INT64, "int32": proto.INT32}[tensor.dtype]
+            field.dtype = {"float32": codec.FLOAT32, "int64": codec.INT64, "int32": codec.INT32}[tensor.dtype]
             field.dense = tensor.data
             field.shape.extend(tensor.shape)
     return bytes(message.SerializeToString())
@@ -153,7 +153,7 @@ def sparse(shape: list[int], starts: list[int], columns: list[int]) -> bytes:
     """A request with a sparse tensor."""
     message = request()
     field = message.data[0].loss_fn_inputs["weights"]
-    field.dtype = proto.FLOAT32
+    field.dtype = codec.FLOAT32
     field.shape.extend(shape)
     field.sparse_csr.values = np.ones(len(columns), "<f4").tobytes()
     field.sparse_csr.crow_indices = np.array(starts, "<i8").tobytes()
@@ -162,7 +162,7 @@ def sparse(shape: list[int], starts: list[int], columns: list[int]) -> bytes:
 
 
 def request() -> Any:
-    message = proto.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     message.data.add().model_input.add().encoded_text.tokens = np.arange(2, dtype="<i4").tobytes()
     return message
 
@@ -172,7 +172,7 @@ def protobuf_seeds() -> Iterator[bytes]:
     yield sparse([2, 3], [0, 1, 2], [0, 2])
     yield sparse([4, 2], [0, 0, 1, 1, 3], [1, 0, 1])
     yield sparse([0, 3], [0], [])
-    for dtype, kind in ((proto.FLOAT32, "<f4"), (proto.INT64, "<i8"), (proto.INT32, "<i4")):
+    for dtype, kind in ((codec.FLOAT32, "<f4"), (codec.INT64, "<i8"), (codec.INT32, "<i4")):
         message = request()
         field = message.data[0].loss_fn_inputs["target_tokens"]
         field.dtype = dtype

@@ -4,7 +4,7 @@ Owns: the token records that are made from a step's numbers, and the scores kept
 Always holds:
 - The snapshot in a record is the one whose forward pass gave the logits: both are read in the same step, and weights change
   only between steps.
-- The logprob, the snapshot and the route of a record come from one pass, also when they were kept (scores.py). An echo
+- The logprob, the snapshot and the route of a record come from one pass, also when they were kept (blocks.py). An echo
   reuses a cached block only if the serving snapshot scored it.
 - A failed step ends the requests that were in it, and no other. After three failed steps in a row the engine gives up.
 """

@@ -1,11 +1,12 @@
 """What an answer must match, as a grammar for the engine: response formats and forced tool calls. Imports no torch.
 
-Always holds: a grammar that this module returns is within the bounds below and has been compiled by the library
-once, so the engine can compile it too, but for what depends on the tokenizer; a schema that cannot be compiled is refused with
-the field it stands in.
+Always holds: a grammar that this module returns is within the bounds below and has been compiled by the library once, so the
+engine can compile it too, but for what depends on the tokenizer; a schema that cannot be compiled is refused with the field it
+stands in.
 
-Always holds of the bounds of a schema: looking at a schema stops where a bound is passed, so it takes no longer than the bounds allow. A schema within
-them compiles in a few tenths of a second at most, as far as we know; grammarcheck.py stops what does not.
+Always holds of the bounds of a schema: looking at a schema stops where a bound is passed, so it takes no longer than the bounds
+allow. A schema within them compiles in a few tenths of a second at most, as far as we know; grammarcheck.py stops what does
+not.
 """
 
 from __future__ import annotations
