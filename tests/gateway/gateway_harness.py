@@ -11,8 +11,8 @@ import uvloop
 
 from midstream.api.app import control_app
 from midstream.core.config import GatewaySettings
-from midstream.core.names import ServedNames
 from midstream.core.types import ReplicaReport
+from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet, ReplicaView

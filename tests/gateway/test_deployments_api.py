@@ -13,8 +13,8 @@ from gateway_harness import reconciler
 from midstream.api.app import control_app
 from midstream.api.deployments import deployment_routes, lies_in
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.core.names import ServedNames
 from midstream.core.types import ReplicaReport
+from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

@@ -12,8 +12,8 @@ import pytest
 
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.core.names import ServedNames
 from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard, ReplicaReport
+from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

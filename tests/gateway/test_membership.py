@@ -14,8 +14,8 @@ from gateway_harness import reconciler
 
 from midstream.api.app import control_app
 from midstream.core.errors import ConfigError
-from midstream.core.names import ServedNames
 from midstream.core.types import ReplicaEntry, ReplicaReport
+from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.membership import (
     Resolver,

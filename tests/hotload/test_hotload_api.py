@@ -14,8 +14,8 @@ from midstream.api import hotload
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.core.errors import SnapshotError
-from midstream.core.names import ServedNames
 from midstream.core.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
+from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

@@ -16,7 +16,6 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from midstream.core.errors import SnapshotCorrupt
-from midstream.core.names import ServedNames
 from midstream.core.types import (
     BASE_SNAPSHOT,
     NEAR_ROUTER,
@@ -31,6 +30,7 @@ from midstream.core.types import (
     TokenRecord,
     TopLogprob,
 )
+from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from midstream.core.errors import InvalidRequest, NotFound
-from midstream.core.names import ServedNames
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired, ReplicaEntry
+from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.placement import PrefixTable
 from midstream.fleet.reconcile import SignalOrder

@@ -21,9 +21,9 @@ from midstream.api.app import control_app
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import hotload_routes
 from midstream.core.errors import ConfigError, NotFound
-from midstream.core.names import ServedNames
 from midstream.core.private import UMASK
 from midstream.core.types import TransitionType
+from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import Resolver, entries_of_settings, membership_routes

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from midstream.core.names import ServedNames
 from midstream.core.text import declared
 from midstream.core.types import (
     BASE_SNAPSHOT,
@@ -29,6 +28,7 @@ from midstream.core.types import (
     Session,
     Stage,
 )
+from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
 from midstream.replica.service import REAL, Kept, Outside, Service

@@ -23,7 +23,6 @@ from urllib.parse import unquote
 from msgspec.structs import replace
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.names import HEADER_MODEL
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
 from midstream.core.sessions import named_in_body, named_in_headers, session_key
 from midstream.core.types import (
@@ -36,6 +35,7 @@ from midstream.core.types import (
 )
 from midstream.core.versions import (
     HEADER_ADMITTED,
+    HEADER_MODEL,
     Admitted,
     VersionConstraint,
     constraint_of_body,

@@ -16,13 +16,13 @@ import msgspec
 
 from midstream.core import sessions
 from midstream.core.errors import MidstreamError
-from midstream.core.names import ServedNames
 from midstream.core.resumption import ResumeLogReader, read_resume, snapshot_to_resume_under
 from midstream.core.text import sse_event
 from midstream.core.types import ModelInfo
 from midstream.core.versions import (
     Admitted,
     Refusal,
+    ServedNames,
     VersionConstraint,
     as_header,
     constraint_of_body,

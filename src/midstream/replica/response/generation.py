@@ -18,10 +18,10 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost
-from midstream.core.names import ServedNames
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.text import DONE
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo, TokenRecord
+from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Gate
 from midstream.replica.request.checked import Checked, Prompt
