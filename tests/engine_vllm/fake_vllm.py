@@ -31,8 +31,8 @@ GENERATE = "/inference/v1/generate"
 PATHS = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version", GENERATE)
 
 
-async def until(condition: Callable[[], object], what: str = "", patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
+async def until(condition: Callable[[], object], what: str = "", timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"never: {what or condition}"
         await asyncio.sleep(0.002)

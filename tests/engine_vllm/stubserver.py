@@ -58,8 +58,8 @@ class Fake:
         return pids
 
 
-def until(condition: Callable[[], object], what: str, patience_s: float = 30.0) -> None:
-    deadline = time.monotonic() + patience_s
+def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.01)

@@ -77,7 +77,7 @@ class Holder:
             peer.chunk(msgspec.json.encode(SessionsReport(boot=self.boot)) + b"\n")
             while not peer.writer.is_closing():
                 self._changed.clear()
-                for line in self.sessions.told(feed):
+                for line in self.sessions.reports(feed):
                     peer.chunk(line)
                 peer.chunk(report)
                 peer.chunk(msgspec.json.encode(self.sessions.trajectories()) + b"\n")

@@ -57,7 +57,7 @@ class Gateways(RuleBasedStateMachine):
         if (gateway, replica) not in self.begun:
             self.begun.add((gateway, replica))
             table.begin(replica, str(self.boots[replica]))
-        for line in self.held[replica].told(self.feeds[gateway][replica]):
+        for line in self.held[replica].reports(self.feeds[gateway][replica]):
             told = msgspec.json.decode(line, type=SessionsReport)
             for session, stamp in told.held:
                 table.learn(session, replica, stamp)

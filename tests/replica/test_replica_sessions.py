@@ -33,7 +33,7 @@ def one_turn(sessions: Sessions, session: Session | None, stamp: int | None = No
 def told(sessions: Sessions, feed: Feed) -> tuple[dict[Session, int], set[Session]]:
     held: dict[Session, int] = {}
     closed: set[Session] = set()
-    for line in sessions.told(feed):
+    for line in sessions.reports(feed):
         said = msgspec.json.decode(line, type=SessionsReport)
         held |= dict(said.held)
         closed |= set(said.closed)
@@ -58,18 +58,18 @@ def test_a_reader_is_told_all_that_is_held_and_then_what_changes() -> None:
 
 
 def test_many_sessions_are_told_in_bounded_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TOLD_AT_ONCE_MAX", 4)
+    monkeypatch.setattr(module, "REPORTED_AT_ONCE_MAX", 4)
     sessions = table(Clock())
     for number in range(10):
         one_turn(sessions, ("", f"s{number}"))
     with sessions.feed() as feed:
-        lines = [msgspec.json.decode(line, type=SessionsReport) for line in sessions.told(feed)]
+        lines = [msgspec.json.decode(line, type=SessionsReport) for line in sessions.reports(feed)]
     assert [len(line.held) for line in lines] == [4, 4, 2]
     assert {key for line in lines for (_, key), _ in line.held} == {f"s{n}" for n in range(10)}
 
 
 def test_a_reader_that_is_far_behind_has_to_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNTOLD_MAX", 2)
+    monkeypatch.setattr(module, "UNREPORTED_MAX", 2)
     sessions = table(Clock())
     with sessions.feed() as feed:
         for key in "abc":

@@ -389,7 +389,7 @@ class EventsExchange(TaskExchange):
                 changed = asyncio.create_task(replica.changed(timeout_s))
                 try:
                     replica.sessions.sweep()
-                    for line in replica.sessions.told(feed):
+                    for line in replica.sessions.reports(feed):
                         await self._tell(line)
                     if early <= 0:
                         due = loop.time() + REPORT_GAP_S
@@ -413,7 +413,7 @@ class EventsExchange(TaskExchange):
         self._telling = False
         ends = self._task.done() or self._task.cancelling()
         if self._feed is not None and self._started and self.writable and not ends:
-            for line in self._replica.sessions.told(self._feed):
+            for line in self._replica.sessions.reports(self._feed):
                 self._client.write(self._framed(line))
 
     async def _tell(self, line: bytes) -> None:

@@ -98,7 +98,7 @@ class Gate:
         if self._door is Door.DOWN:
             raise AnotherBoot("the engine is not ready; retry this request")
 
-    async def enter(self, patience_s: float = DRAIN_TIMEOUT_S, choices: int = 1) -> None:
+    async def enter(self, timeout_s: float = DRAIN_TIMEOUT_S, choices: int = 1) -> None:
         """Waits until the door is open, and returns in the step of the loop that found it open. Raises MidstreamError."""
         self.check(choices)
         if self._door is Door.OPEN:
@@ -107,7 +107,7 @@ class Gate:
         self.choices += choices
         self._on_change()
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 while self._door is Door.HELD:
                     await self._moved.wait()
         except TimeoutError:

@@ -157,7 +157,7 @@ class Service(Surroundings):
                     self,
                     Work(checked, prompts, requests, seed, tool_format),
                     timings,
-                    told=resumable and headers.get(HEADER_RESUMABLE) is not None,
+                    resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
                 )
                 try:

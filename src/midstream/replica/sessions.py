@@ -26,9 +26,9 @@ from midstream.core.types import HEADER_PLACED, Session
 
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S = 3600.0
-TOLD_AT_ONCE_MAX = 1000
+REPORTED_AT_ONCE_MAX = 1000
 #: A reader that is further behind begins anew.
-UNTOLD_MAX = 200_000
+UNREPORTED_MAX = 200_000
 
 
 @dataclass(slots=True)
@@ -51,27 +51,27 @@ class Feed:
     """The changes that one reader has not been told yet."""
 
     def __init__(self, held: list[Session], begun: Callable[[], None]) -> None:
-        self._untold: dict[Session, None] = dict.fromkeys(held)
+        self._unreported: dict[Session, None] = dict.fromkeys(held)
         self.begun = begun
 
     @property
     def behind(self) -> bool:
-        """True when so much is untold that the reader should begin anew."""
-        return len(self._untold) > UNTOLD_MAX
+        """True when so much is unreported that the reader should begin anew."""
+        return len(self._unreported) > UNREPORTED_MAX
 
     def note(self, session: Session) -> None:
-        self._untold.pop(session, None)
-        self._untold[session] = None
+        self._unreported.pop(session, None)
+        self._unreported[session] = None
 
     def take(self) -> list[Session]:
-        """The next ones to tell of, the longest untold first."""
-        if len(self._untold) <= TOLD_AT_ONCE_MAX:
-            taken, self._untold = list(self._untold), {}
+        """The next ones to tell of, the longest unreported first."""
+        if len(self._unreported) <= REPORTED_AT_ONCE_MAX:
+            taken, self._unreported = list(self._unreported), {}
             return taken
-        sessions = iter(self._untold)
-        taken = [next(sessions) for _ in range(TOLD_AT_ONCE_MAX)]
+        sessions = iter(self._unreported)
+        taken = [next(sessions) for _ in range(REPORTED_AT_ONCE_MAX)]
         for session in taken:
-            del self._untold[session]
+            del self._unreported[session]
         return taken
 
 
@@ -226,8 +226,8 @@ class Sessions:
         finally:
             self._feeds.pop(feed, None)
 
-    def told(self, feed: Feed) -> Iterator[bytes]:
-        """Lines of JSON until the feed has nothing untold."""
+    def reports(self, feed: Feed) -> Iterator[bytes]:
+        """Lines of JSON until the feed has nothing unreported."""
         while sessions := feed.take():
             held, closed = [], []
             for session in sessions:

@@ -129,12 +129,12 @@ class Choice:
             self.finish = "stop"
         return pieces + self._label(self._stops.flush())
 
-    def take_kv(self, told: Sequence[tuple[str, int, int]], prompt_len: int) -> None:
+    def take_kv(self, spans: Sequence[tuple[str, int, int]], prompt_len: int) -> None:
         """What the engine says of the KV from the next token on: that of before and more, or KV that was computed again."""
         self.close_kv(prompt_len)
-        if self.kv and not _continues(self.kv, told):
+        if self.kv and not _continues(self.kv, spans):
             self.earlier_kv.append((self.generated, self.kv))
-        self.kv = list(told)
+        self.kv = list(spans)
 
     def close_kv(self, prompt_len: int) -> None:
         """The last KV span grew up to the token before the last one."""

@@ -106,10 +106,10 @@ class Generation:
         work: Work,
         timings: Timings,
         *,
-        told: bool = False,
+        resumable: bool = False,
         continued: Continued | None = None,
     ) -> None:
-        """told: the stream tells what another replica needs to go on with it; continued: it goes on with one."""
+        """resumable: the stream carries what another replica needs to go on with it; continued: it goes on with one."""
         checked, prompts, requests = work.checked, work.prompts, work.requests
         tool_format = work.tool_format
         self._service = service
@@ -146,10 +146,10 @@ class Generation:
         self._replaying = False
         #: The tokens of each choice that were generated elsewhere.
         self._had = [0] * len(self._choices)
-        opening = self._opening(work.seed, told) if continued is None else continued.opening
-        self.resumable = told and continued is None
+        opening = self._opening(work.seed, resumable) if continued is None else continued.opening
+        self.resumable = resumable and continued is None
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
-        if told or continued is not None:
+        if resumable or continued is not None:
             self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
         self._encoder = Encoder(
             checked,
@@ -160,9 +160,9 @@ class Generation:
             wide_routes=service.info.num_experts > 256,
         )
 
-    def _opening(self, seed: int, told: bool) -> Opening:
+    def _opening(self, seed: int, resumable: bool) -> Opening:
         prefix = "chatcmpl" if self.checked.kind == "chat" else "cmpl"
-        prompts = digest(self._prompts) if told else ""
+        prompts = digest(self._prompts) if resumable else ""
         return Opening(f"{prefix}-{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts)
 
     async def stream(self, sink: Sink) -> None:
