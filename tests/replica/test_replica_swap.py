@@ -208,6 +208,18 @@ def stages(replica: Replica) -> list[tuple[str, str]]:
     return [(t.snapshot, t.stage.value) for t in replica.report().transitions]
 
 
+def test_a_change_counts_from_the_call_on_also_before_the_task_that_waits_runs(tmp_path: Path) -> None:
+    """The event stream starts a task that waits, then writes the report. What runs before that task may change the report."""
+
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        told = asyncio.create_task(replica.changed(60.0))
+        replica.gate.set(Door.HELD)
+        await asyncio.wait({told}, timeout=5.0)
+        assert told.done()
+
+    play(tmp_path, scenario)
+
+
 def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         replica.desire(wanted("v1", 3))

@@ -1,7 +1,8 @@
 """The network between simulated processes: listeners and connections.
 
 Always holds: the bytes of one direction arrive in order, cut into pieces anywhere. Between connections, nothing has an order.
-What a process wrote before it died may still arrive; then the other end sees the connection end or break.
+What a process wrote before it died may still arrive; then the other end sees the connection end or break. As in a real loop, a
+protocol is told that its connection is lost in a callback of its own, behind what its data woke; one that closes hears no more.
 """
 
 from __future__ import annotations
@@ -311,12 +312,12 @@ class SimTransport(asyncio.Transport):
             elif first is _RESET:
                 self._inbox.clear()
                 self._closing = True
-                self._lose(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+                self._lose_soon(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
             else:
                 if self._paused:
                     return
                 self._inbox.popleft()
-                if not self._guard(self._protocol.eof_received):
+                if not self._closing and not self._guard(self._protocol.eof_received):
                     self.close()
 
     def _take_bytes(self) -> None:

@@ -13,10 +13,12 @@ Always holds: a stall is reported for KEPT_S after it ended; the log names each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from midstream.core.text import declared
 from midstream.core.types import (
@@ -239,14 +241,9 @@ class Replica:
             engine_silent_s=silent_s if silent_s >= ENGINE_SILENT_FROM_S else 0,
         )
 
-    async def changed(self, timeout_s: float) -> None:
-        """Returns at the next change of the report, or after `timeout_s`."""
-        watch = self._watch
-        try:
-            async with asyncio.timeout(timeout_s):
-                await watch.wait()
-        except TimeoutError:
-            return
+    def changed(self, timeout_s: float) -> Coroutine[Any, Any, None]:
+        """Returns at the first change of the report after this call, or after `timeout_s`."""
+        return _until_set(self._watch, timeout_s)
 
     def engine_died(self, boot: str, reason: str) -> None:
         """Start over, once per boot: whoever notices first says so."""
@@ -329,6 +326,13 @@ class Replica:
             return
         watch, self._watch = self._watch, asyncio.Event()
         watch.set()
+
+
+async def _until_set(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for it, `timeout_s` at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:
