@@ -137,7 +137,7 @@ def test_a_blob_cut_anywhere_is_refused(compression: CompressionFormat) -> None:
 @pytest.mark.parametrize("compression", FORMATS)
 @pytest.mark.parametrize("tail", [b"\0", b"garbage", b"\x28\xb5\x2f\xfd"])
 def test_anything_behind_the_blob_is_refused(compression: CompressionFormat, tail: bytes) -> None:
-    for size in (0, 3000, 70000):
+    for size in (0, 3000, 70000, PIECE_BYTES + 1):
         blob, _ = encode(compression, bytes(size), sparse(size))
         with pytest.raises(BlobError):
             decode(compression, blob + tail, size)

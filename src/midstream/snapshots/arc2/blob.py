@@ -112,7 +112,8 @@ def _zlib_pieces(blob: memoryview, size: int) -> Iterator[memoryview]:
             if decoder.eof:
                 raise BlobError("goes on after its end")
             data: bytes | memoryview = blob[start : start + ZLIB_INPUT_BYTES]
-            while data:
+            # Behind the end of the stream, unconsumed_tail keeps the bytes that are in unused_data.
+            while data and not decoder.eof:
                 if piece := decoder.decompress(data, PIECE_BYTES):
                     yield memoryview(piece)
                 data = decoder.unconsumed_tail
