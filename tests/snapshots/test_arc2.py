@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import random
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from midstream.core.types import CompressionFormat
 from midstream.snapshots.arc2.blob import (
     PIECE_BYTES,
     BlobError,
+    Buffers,
     Encoder,
     decoded,
 )
@@ -239,3 +243,40 @@ def test_our_frames_are_about_as_small_as_the_references() -> None:
     difference = sparse(4 * 10**6)
     ours, _ = encode("arc_v2", bytes(len(difference)), difference)
     assert len(ours) < 1.03 * len(zstandard.ZstdCompressor(level=3).compress(difference))
+
+
+@pytest.mark.parametrize("compression", FORMATS)
+def test_buffers_serve_the_next_blob_whatever_became_of_the_last_one(compression: CompressionFormat) -> None:
+    buffers, data = Buffers(), sparse(PIECE_BYTES + 5)
+    blob = encode(compression, bytes(len(data)), data)[0]
+
+    def pieces(of: bytes, size: int) -> Iterator[bytes]:
+        return (bytes(piece) for piece in decoded(compression, memoryview(of), size, buffers))
+
+    for wrong in (blob[:-1], blob + b"\0", blob[: len(blob) // 2] + bytes(len(blob) // 2)):
+        with pytest.raises(BlobError):
+            b"".join(pieces(wrong, len(data)))
+        assert b"".join(pieces(blob, len(data))) == data
+    assert data.startswith(next(pieces(blob, len(data))))
+    small = encode(compression, bytes(10), data[:10])[0]
+    assert b"".join(pieces(small, 10)) == data[:10]
+    assert b"".join(pieces(blob, len(data))) == data
+
+
+@pytest.mark.parametrize("position", [0, 1, 8, 4095, 4096, 10**12 + 17])
+def test_memory_for_bytes_of_a_file_lies_in_its_page_as_they_do(position: int) -> None:
+    buffers = Buffers()
+    for size in (1, PIECE_BYTES):
+        room = buffers.at(position, size)
+        assert len(room) == size
+        assert np.frombuffer(room, np.uint8).ctypes.data % mmap.PAGESIZE == position % mmap.PAGESIZE
+
+
+def test_every_thread_has_buffers_of_its_own() -> None:
+    buffers = Buffers()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: (buffers.difference, buffers.at(0, 1), buffers.zstd)).result()
+    own = (buffers.difference, buffers.at(0, 1), buffers.zstd)
+    other[0][:1], other[1][:1] = b"x", b"y"
+    assert (own[0][:1], own[1][:1]) == (b"\0", b"\0")
+    assert own[2] is not other[2]
