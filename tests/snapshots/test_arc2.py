@@ -26,6 +26,7 @@ from midstream.snapshots.arc2.blob import (
     BlobError,
     Buffers,
     Encoder,
+    Pages,
     decoded,
 )
 
@@ -265,18 +266,24 @@ def test_buffers_serve_the_next_blob_whatever_became_of_the_last_one(compression
 
 @pytest.mark.parametrize("position", [0, 1, 8, 4095, 4096, 10**12 + 17])
 def test_memory_for_bytes_of_a_file_lies_in_its_page_as_they_do(position: int) -> None:
-    buffers = Buffers()
-    for size in (1, PIECE_BYTES):
-        room = buffers.at(position, size)
+    pages = Pages()
+    for size in (0, 1, PIECE_BYTES, 5):
+        room = pages.at(position, size)
         assert len(room) == size
-        assert np.frombuffer(room, np.uint8).ctypes.data % mmap.PAGESIZE == position % mmap.PAGESIZE
+        if size:
+            assert np.frombuffer(room, np.uint8).ctypes.data % mmap.PAGESIZE == position % mmap.PAGESIZE
 
 
 def test_every_thread_has_buffers_of_its_own() -> None:
     buffers = Buffers()
+
+    def own() -> tuple[memoryview, ...]:
+        return buffers.difference, buffers.old.at(0, 1), buffers.blob.at(0, 1)
+
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(lambda: (buffers.difference, buffers.at(0, 1), buffers.zstd)).result()
-    own = (buffers.difference, buffers.at(0, 1), buffers.zstd)
-    other[0][:1], other[1][:1] = b"x", b"y"
-    assert (own[0][:1], own[1][:1]) == (b"\0", b"\0")
-    assert own[2] is not other[2]
+        others, decoder = pool.submit(lambda: (own(), buffers.zstd)).result()
+    mine = own()
+    for room in others:
+        room[:1] = b"x"
+    assert [bytes(room[:1]) for room in mine] == [b"\0"] * 3
+    assert decoder is not buffers.zstd

@@ -47,22 +47,34 @@ class BlobError(Exception):
 
 
 class Buffers(threading.local):
-    """Each thread's memory for pieces, kept from tensor to tensor: fresh memory costs a page fault every 4 KiB."""
+    """Each thread's memory, kept from tensor to tensor: fresh memory costs a page fault every 4 KiB.
+
+    old, blob: for what is read from the parent and from the delta, and difference: for the blob's next piece.
+    """
 
     def __init__(self) -> None:
+        self.old, self.blob = Pages(), Pages()
         self.difference = memoryview(bytearray(PIECE_BYTES))
         self.zstd = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._pages = memoryview(mmap.mmap(-1, PIECE_BYTES + mmap.PAGESIZE, flags=flags))
+
+
+class Pages:
+    """Memory that grows to the largest size asked for."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
 
     def at(self, position: int, size: int) -> memoryview:
-        """Room for `size` bytes, at most a piece, that a file has at `position`.
+        """Room for `size` bytes of a file, from `position`. It is valid until the next call.
 
         It begins as far into a page of memory as they do into a page of the file. When it begins up to 32 bytes
         further, the kernel of an AMD machine takes three times as long to copy them.
         """
         start = position % mmap.PAGESIZE
-        return self._pages[start : start + size]
+        if start + size > len(self._memory):
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = memoryview(mmap.mmap(-1, mmap.PAGESIZE + size, flags=flags))
+        return self._memory[start : start + size]
 
 
 def decoded(

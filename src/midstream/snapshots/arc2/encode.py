@@ -187,7 +187,7 @@ def _encode_tensor(
         raise SnapshotIncompatible(f"{at}: has {len(new)} bytes in the child, {size} in the parent")
     for position in range(0, size, PIECE_BYTES):
         piece = new[position : position + PIECE_BYTES]
-        old = buffers.at(begin + position, len(piece))
+        old = buffers.old.at(begin + position, len(piece))
         read(parent, old, begin + position)
         encoder.add(old, piece)
         meter.advance(len(piece))

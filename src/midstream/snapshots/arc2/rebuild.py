@@ -226,7 +226,7 @@ def _apply(
 ) -> None:
     begin, end = shard.old.ranges[name]
     at, expected = f"{shown(shard.name)}: {shown(name)}", shard.new.metadata[name]
-    blob = _blob(shard, name)
+    blob = _blob(shard, name, buffers)
     with shard.parent.open("rb") as parent:
         pieces = decoded(compression, blob, end - begin, buffers)
         checksum, offset = 1, 0
@@ -248,7 +248,7 @@ def _apply(
 def _rebuilt(pieces: Iterator[memoryview], parent: int, begin: int, buffers: Buffers) -> Iterator[memoryview]:
     """The new bytes of the tensor that begins at `begin`. A piece is valid until the next one is asked for."""
     for piece in pieces:
-        part = buffers.at(begin, len(piece))
+        part = buffers.old.at(begin, len(piece))
         read(parent, part, begin)
         array = np.frombuffer(part, np.uint8)
         np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
@@ -256,9 +256,9 @@ def _rebuilt(pieces: Iterator[memoryview], parent: int, begin: int, buffers: Buf
         begin += len(piece)
 
 
-def _blob(shard: _Shard, name: str) -> memoryview:
+def _blob(shard: _Shard, name: str, buffers: Buffers) -> memoryview:
     begin, end = shard.new.ranges[name]
-    blob = memoryview(bytearray(end - begin))
+    blob = buffers.blob.at(begin, end - begin)
     with shard.delta.open("rb") as file:
         read(file.fileno(), blob, begin)
     return blob
