@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import random
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from midstream.core.types import CompressionFormat
 from midstream.snapshots.arc2.blob import (
     PIECE_BYTES,
     BlobError,
+    Buffers,
     Encoder,
+    Pages,
     decoded,
 )
 
@@ -137,7 +142,7 @@ def test_a_blob_cut_anywhere_is_refused(compression: CompressionFormat) -> None:
 @pytest.mark.parametrize("compression", FORMATS)
 @pytest.mark.parametrize("tail", [b"\0", b"garbage", b"\x28\xb5\x2f\xfd"])
 def test_anything_behind_the_blob_is_refused(compression: CompressionFormat, tail: bytes) -> None:
-    for size in (0, 3000, 70000):
+    for size in (0, 3000, 70000, PIECE_BYTES + 1):
         blob, _ = encode(compression, bytes(size), sparse(size))
         with pytest.raises(BlobError):
             decode(compression, blob + tail, size)
@@ -239,3 +244,46 @@ def test_our_frames_are_about_as_small_as_the_references() -> None:
     difference = sparse(4 * 10**6)
     ours, _ = encode("arc_v2", bytes(len(difference)), difference)
     assert len(ours) < 1.03 * len(zstandard.ZstdCompressor(level=3).compress(difference))
+
+
+@pytest.mark.parametrize("compression", FORMATS)
+def test_buffers_serve_the_next_blob_whatever_became_of_the_last_one(compression: CompressionFormat) -> None:
+    buffers, data = Buffers(), sparse(PIECE_BYTES + 5)
+    blob = encode(compression, bytes(len(data)), data)[0]
+
+    def pieces(of: bytes, size: int) -> Iterator[bytes]:
+        return (bytes(piece) for piece in decoded(compression, memoryview(of), size, buffers))
+
+    for wrong in (blob[:-1], blob + b"\0", blob[: len(blob) // 2] + bytes(len(blob) // 2)):
+        with pytest.raises(BlobError):
+            b"".join(pieces(wrong, len(data)))
+        assert b"".join(pieces(blob, len(data))) == data
+    assert data.startswith(next(pieces(blob, len(data))))
+    small = encode(compression, bytes(10), data[:10])[0]
+    assert b"".join(pieces(small, 10)) == data[:10]
+    assert b"".join(pieces(blob, len(data))) == data
+
+
+@pytest.mark.parametrize("position", [0, 1, 8, 4095, 4096, 10**12 + 17])
+def test_memory_for_bytes_of_a_file_lies_in_its_page_as_they_do(position: int) -> None:
+    pages = Pages()
+    for size in (0, 1, PIECE_BYTES, 5):
+        room = pages.at(position, size)
+        assert len(room) == size
+        if size:
+            assert np.frombuffer(room, np.uint8).ctypes.data % mmap.PAGESIZE == position % mmap.PAGESIZE
+
+
+def test_every_thread_has_buffers_of_its_own() -> None:
+    buffers = Buffers()
+
+    def own() -> tuple[memoryview, ...]:
+        return buffers.difference, buffers.old.at(0, 1), buffers.blob.at(0, 1)
+
+    with ThreadPoolExecutor(1) as pool:
+        others, decoder = pool.submit(lambda: (own(), buffers.zstd)).result()
+    mine = own()
+    for room in others:
+        room[:1] = b"x"
+    assert [bytes(room[:1]) for room in mine] == [b"\0"] * 3
+    assert decoder is not buffers.zstd

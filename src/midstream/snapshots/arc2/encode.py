@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from midstream.core.errors import SnapshotIncompatible
 from midstream.core.types import CompressionFormat
-from midstream.snapshots.arc2.blob import PIECE_BYTES, Encoder
+from midstream.snapshots.arc2.blob import PIECE_BYTES, Buffers, Encoder
 from midstream.snapshots.arc2.files import (
     Cancelled,
     Meter,
@@ -110,11 +110,11 @@ def encode_tensors(
     _check_same(layouts, tensors)
     total = sum(length(r) for layout in layouts.values() for r in layout.ranges.values())
     meter = Meter(total, cancelled, progress)
-    encoder = partial(Encoder, compression, level=level)
+    encoder, buffers = partial(Encoder, compression, level=level), Buffers()
     bytes_out = changed = 0
     with directory(out) as work:
         for file, layout in layouts.items():
-            blobs = _encode_shard(parent / file, layout, tensors, encoder, threads, meter)
+            blobs = _encode_shard(parent / file, layout, tensors, encoder, buffers, threads, meter)
             changed += sum(blob.changed for blob in blobs.values())
             bytes_out += sum(blob.size for blob in blobs.values())
             _write_delta_file(work / file, blobs)
@@ -154,6 +154,7 @@ def _encode_shard(
     layout: FileLayout,
     tensors: Mapping[str, TensorSource],
     encoder: Callable[[int], Encoder],
+    buffers: Buffers,
     threads: int | None,
     meter: Meter,
 ) -> dict[str, _Blob]:
@@ -164,7 +165,7 @@ def _encode_shard(
         def encode(name: str) -> None:
             where, at = layout.ranges[name], f"{shown(path.name)}: {shown(name)}"
             blobs[name] = _encode_tensor(
-                file.fileno(), where, tensors[name], encoder(length(where)), meter, at
+                file.fileno(), where, tensors[name], encoder(length(where)), buffers, meter, at
             )
 
         run([partial(encode, name) for name in names], threads, meter)
@@ -176,6 +177,7 @@ def _encode_tensor(
     where: tuple[int, int],
     source: TensorSource,
     encoder: Encoder,
+    buffers: Buffers,
     meter: Meter,
     at: str,
 ) -> _Blob:
@@ -183,11 +185,11 @@ def _encode_tensor(
     new = memoryview(source.data()).cast("B") if size else memoryview(b"")
     if len(new) != size:
         raise SnapshotIncompatible(f"{at}: has {len(new)} bytes in the child, {size} in the parent")
-    old = memoryview(bytearray(min(PIECE_BYTES, size)))
     for position in range(0, size, PIECE_BYTES):
-        part, piece = old[: size - position], new[position : position + PIECE_BYTES]
-        read(parent, part, begin + position)
-        encoder.add(part, piece)
+        piece = new[position : position + PIECE_BYTES]
+        old = buffers.old.at(begin + position, len(piece))
+        read(parent, old, begin + position)
+        encoder.add(old, piece)
         meter.advance(len(piece))
     parts, checksum = encoder.finish()
     return _Blob(parts, checksum, encoder.changed)

@@ -21,7 +21,7 @@ import numpy as np
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
 from midstream.core.types import CompressionFormat
-from midstream.snapshots.arc2.blob import PIECE_BYTES, BlobError, adler32, decoded
+from midstream.snapshots.arc2.blob import BlobError, Buffers, adler32, decoded
 from midstream.snapshots.arc2.files import (
     Cancelled,
     Meter,
@@ -208,20 +208,30 @@ def _apply_all(
     # The largest tensor first, so that the threads end together.
     work.sort(key=lambda item: length(item[0].old.ranges[item[1]]), reverse=True)
     meter = Meter(sum(length(s.old.ranges[name]) for s, name in work), cancelled, progress)
-    run([partial(_apply, shard, name, sink, compression, meter) for shard, name in work], threads, meter)
+    buffers = Buffers()
+    run(
+        [partial(_apply, shard, name, sink, compression, buffers, meter) for shard, name in work],
+        threads,
+        meter,
+    )
 
 
 def _apply(
-    shard: _Shard, name: str, sink: _Sink | None, compression: CompressionFormat, meter: Meter
+    shard: _Shard,
+    name: str,
+    sink: _Sink | None,
+    compression: CompressionFormat,
+    buffers: Buffers,
+    meter: Meter,
 ) -> None:
     begin, end = shard.old.ranges[name]
     at, expected = f"{shown(shard.name)}: {shown(name)}", shard.new.metadata[name]
-    blob = _blob(shard, name)
+    blob = _blob(shard, name, buffers)
     with shard.parent.open("rb") as parent:
-        pieces = decoded(compression, blob, end - begin)
+        pieces = decoded(compression, blob, end - begin, buffers)
         checksum, offset = 1, 0
         try:
-            for part in _rebuilt(pieces, parent.fileno(), begin, end):
+            for part in _rebuilt(pieces, parent.fileno(), begin, buffers):
                 checksum = adler32(part, checksum)
                 if sink is not None:
                     sink(shard, name, offset, part)
@@ -235,11 +245,10 @@ def _apply(
         )
 
 
-def _rebuilt(pieces: Iterator[memoryview], parent: int, begin: int, end: int) -> Iterator[memoryview]:
-    """The new bytes of the tensor from `begin` to `end`. A piece is valid until the next one is asked for."""
-    old = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
+def _rebuilt(pieces: Iterator[memoryview], parent: int, begin: int, buffers: Buffers) -> Iterator[memoryview]:
+    """The new bytes of the tensor that begins at `begin`. A piece is valid until the next one is asked for."""
     for piece in pieces:
-        part = old[: len(piece)]
+        part = buffers.old.at(begin, len(piece))
         read(parent, part, begin)
         array = np.frombuffer(part, np.uint8)
         np.bitwise_xor(array, np.frombuffer(piece, np.uint8), out=array)
@@ -247,9 +256,9 @@ def _rebuilt(pieces: Iterator[memoryview], parent: int, begin: int, end: int) ->
         begin += len(piece)
 
 
-def _blob(shard: _Shard, name: str) -> memoryview:
+def _blob(shard: _Shard, name: str, buffers: Buffers) -> memoryview:
     begin, end = shard.new.ranges[name]
-    blob = memoryview(bytearray(end - begin))
+    blob = buffers.blob.at(begin, end - begin)
     with shard.delta.open("rb") as file:
         read(file.fileno(), blob, begin)
     return blob
