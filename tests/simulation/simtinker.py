@@ -1,7 +1,8 @@
 """A client of the simulated Tinker front, as the SDK is one: it submits samples, polls for them, and checks what comes.
 
 Always holds: a sample that was submitted ends with numbers that are right, or with an error that the Tinker front's own end
-explains, or because two replicas died with it. Other lost replicas and gateways, swaps and refused turns are the front's to bear.
+explains, or because two replicas died with it. Other lost replicas and gateways, swaps and refused turns are the front's
+to bear.
 """
 
 from __future__ import annotations
