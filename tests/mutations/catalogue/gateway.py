@@ -15,7 +15,7 @@ GATEWAY = (
         "part_that_must_not_be_imported",
         "core/scopes.py",
         "from midstream.core.errors import ConfigError, Forbidden",
-        "from midstream.core.errors import ConfigError, Forbidden\nfrom midstream.core.types import Stage",
+        "from midstream.core.errors import ConfigError, Forbidden\nfrom midstream.http.budget import Budget",
         "A part of the package imports only the parts that the table allows.",
         ("test_imports.py",),
     ),
