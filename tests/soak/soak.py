@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 import serving
 from s3server import S3Server, s3_server
-from simengine import weights_of
 from simclient import Wrong
+from simengine import weights_of
 from simtinker import TinkerClient
 from simtrainer import Weights
 from soakflat import Verdict
