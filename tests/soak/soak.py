@@ -85,9 +85,17 @@ class Plan:
     samplers: int = 2
 
 
+class Findings(list[str]):
+    """Each is also told when it comes."""
+
+    def append(self, finding: str) -> None:
+        super().append(finding)
+        print(f"FINDING {len(self)}: {finding[:600]}", flush=True)
+
+
 @dataclass
 class Outcome:
-    found: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=Findings)
     counts: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     verdicts: list[Verdict] = field(default_factory=list)
@@ -207,8 +215,8 @@ class Soak:
         state = server.state_dir if inside is None else inside / "state"
         rng = random.Random(plan.seed)
         trouble = Trouble(
-            server, port, plan.replicas, WORKERS, rng, self.slow, inside, outcome.found, self.say
-        )
+            server, port, plan.replicas, WORKERS, rng, self.slow, inside, outcome.found, outcome.counts, self.say
+        )  # fmt: skip
         calm = trouble.calm_since
         trainer = Publisher(
             port, self.s3, URL, self.weights, oracle, random.Random(plan.seed + 1), outcome.counts, calm, outcome.found
@@ -234,7 +242,7 @@ class Soak:
                 await asyncio.sleep(plan.storm[0] * seconds)
                 await trouble.run((plan.storm[1] - plan.storm[0]) * seconds, plan.trouble_every_s)
                 calm_from = asyncio.get_running_loop().time() - (ends_at - seconds)
-                self.say(f"quiet from here on: {dict(trouble.counts)}")
+                self.say("quiet from here on")
                 await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
             finally:
                 over.set()
@@ -253,7 +261,7 @@ class Soak:
             outcome.verdicts = watch.verdicts(plan.warm_up_s, calm_from)
         outcome.counts["swaps"] = trainer.swaps
         outcome.tokens = oracle.checked_tokens
-        self._read_log(server, trouble)
+        self._read_log(server)
 
     def _sampler(self, number: int, port: int, oracle: RealOracle, trouble: Trouble) -> TinkerClient:
         def count(what: str) -> None:
@@ -294,7 +302,7 @@ class Soak:
         counts |= Counter({f"tokens {how}": count for how, count in oracle.counts.items()})
         counts["tokens unchecked"] = oracle.unchecked
 
-    def _read_log(self, server: serving.Server, trouble: Trouble) -> None:
+    def _read_log(self, server: serving.Server) -> None:
         """No process may show a traceback; what is meant for a person has none."""
         text = server.log.read_text(errors="replace")
         shutil.copyfile(server.log, self.plan.out / "server.log")

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -124,12 +125,13 @@ _numbers: Numbers | None = None
 
 
 def _begin(weights: Mapping[str, Path], path: list[str]) -> None:
-    import sys
+    from midstream.models.tiny_moe import no_progress_bars
 
     global _numbers
     sys.path[:] = path
-    os.nice(10)
-    _numbers = Numbers(weights)
+    with no_progress_bars():
+        _numbers = Numbers(weights)
+    os.nice(5)
 
 
 def _judge(jobs: list[Job]) -> list[Judged]:
@@ -138,8 +140,6 @@ def _judge(jobs: list[Job]) -> list[Judged]:
 
 
 def in_a_process(weights: Mapping[str, Path]) -> ProcessPoolExecutor:
-    import sys
-
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, context, _begin, (weights, list(sys.path)))
 

@@ -99,14 +99,14 @@ class Trouble:
         bucket: SlowBucket,
         disk: Path | None,
         found: list[str],
+        counts: Counter[str],
         say: Callable[[str], None],
     ) -> None:
         self._server, self._port, self._replicas, self._workers = server, port, replicas, workers
         self._rng, self._slow_bucket, self._small_disk = rng, bucket, disk
-        self._found, self._say = found, say
+        self._found, self._counts, self._say = found, counts, say
         #: Begin and end of each; the end of one that is open is not known.
         self.windows: list[tuple[float, float | None]] = []
-        self.counts: Counter[str] = Counter()
 
     def calm_since(self, at: float) -> bool:
         return all(end is not None and end < at for _, end in self.windows)
@@ -133,7 +133,7 @@ class Trouble:
         await self._recovered(kind)
         await asyncio.sleep(AFTER_S)
         self.windows[-1] = (begun, clock())
-        self.counts[kind] += 1
+        self._counts[f"trouble: {kind}"] += 1
         self._say(f"trouble: {kind} is over after {clock() - begun:.1f} s")
 
     def _some(self, role: str) -> int | None:
