@@ -76,12 +76,12 @@ class Plan:
     seed: int = 0
     out: Path = Path(".soak")
     #: Of all the time: until trouble begins, and until it ends.
-    storm: tuple[float, float] = (0.1, 0.45)
-    trouble_every_s: float = 12.0
+    storm: tuple[float, float] = (0.08, 0.5)
+    trouble_every_s: float = 6.0
     swap_every_s: float = 6.0
     sample_every_s: float = 4.0
     #: Of each life of a process; what comes before does not count.
-    warm_up_s: float = 75.0
+    warm_up_s: float = 60.0
     samplers: int = 2
 
 

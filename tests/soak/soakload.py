@@ -117,10 +117,10 @@ class Client(Rollout):
     def _refused(self, status: int, text: bytes, *, pinned: bool) -> Exception:
         code = json.loads(text)["error"]["code"]
         told = f"status {status} {code}"
-        waits = status == 425 and self._trainer.swaps_synchronously(self._begun)
-        allowed = (
-            DOCUMENTED if not self.undisturbed() else {409} if pinned else {425} if waits else set[int]()
-        )
+        in_season = {409} if pinned else set[int]()
+        if self._trainer.swaps_synchronously(self._begun):
+            in_season.add(425)
+        allowed = in_season if self.undisturbed() else DOCUMENTED
         if status not in allowed:
             return Wrong(f"{told}, and nothing had happened: {text[:400]!r}")
         return Broken(told)
@@ -170,6 +170,8 @@ class Publisher:
         self.swaps = 0
         #: Since when every swap that can meet a request is a synchronous one; None: they are not.
         self.synchronous_since: float | None = None
+        #: What was asked for last.
+        self._synchronous = False
         #: Times between which some swap may be a synchronous one.
         self._periods: list[list[float]] = []
 
@@ -186,7 +188,7 @@ class Publisher:
             if self.over:
                 return
             if number % 6 == 4:
-                await self._change_transition(synchronous=self.synchronous_since is None)
+                await self._change_transition(synchronous=not self._synchronous)
             form = "full" if number < 2 else self._rng.choice(FORMS)
             value = {"weights": self._rng.randrange(4), "policy": self._rng.choice(POLICIES)}
             begun, before = clock(), len(self._oracle.signals)
@@ -201,20 +203,20 @@ class Publisher:
     async def _change_transition(self, *, synchronous: bool) -> None:
         clock = asyncio.get_running_loop().time
         path = f"{DEPLOYMENT}?updateMask=hotLoadTransitionType"
-        began = clock()
+        body = {"hotLoadTransitionType": "SYNC" if synchronous else "ASYNC"}
+        if synchronous:
+            # Also when its answer is lost.
+            self._periods.append([clock(), float("inf")])
+        self._synchronous, self.synchronous_since = synchronous, None
         with contextlib.suppress(Broken):
-            body = {"hotLoadTransitionType": "SYNC" if synchronous else "ASYNC"}
             answer = await exchange(self._port, "PATCH", path, body)
+            self._note(f"transition: {body['hotLoadTransitionType'].lower()} {answer.status}")
             if answer.status != 200:
-                self._note(f"transition: {answer.status}")
+                self._synchronous = not synchronous
                 return
-            if synchronous:
-                self._periods.append([began, float("inf")])
-            elif self._periods:
+            for period in () if synchronous else self._periods:
                 # A swap that has begun may still be on its way.
-                self._periods[-1][1] = clock() + READY_S
-            self.synchronous_since = clock() if synchronous else None
-            self._note("transition: " + ("sync" if synchronous else "async"))
+                period[1] = min(period[1], clock() + READY_S)
 
     async def _ready(self, identity: str, begun: float) -> None:
         clock = asyncio.get_running_loop().time
@@ -226,6 +228,9 @@ class Publisher:
                 ):
                     self.served = identity
                     self.swaps += 1
+                    if self._synchronous and self.synchronous_since is None:
+                        # The swaps that were asked for before are over.
+                        self.synchronous_since = clock()
                     return
             if self._calm_since(begun) and clock() - begun > READY_S:
                 self._found.append(f"{identity} is not served {READY_S:g} s after its signal: {rows}")
