@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import soakwatch
 from simclient import Broken, Turn, Wrong
-from soakflat import FDS, RSS_MB, SAMPLES_MIN, Allowed, judged
+from soakflat import FDS, RSS_MB, SAMPLES_MIN, SECONDS_MIN, Allowed, judged
 from soakload import Client
 from soakoracle import Job, Numbers, RealOracle, merged
 from soaktrouble import Trouble
@@ -62,10 +62,14 @@ def test_few_samples_are_said_to_be_too_few() -> None:
     verdict = judged("engine 1", "rss_mb", [(0.0, 0.0), *samples], WARM_UP_S, RSS_MB)
     assert (verdict.quarters, verdict.grows) == ((), False)
     assert "too short" in str(verdict)
+    close = [(0.5 * at, 2.0 * at) for at in range(int(2 * (WARM_UP_S + SECONDS_MIN)))]
+    assert not judged("engine 1", "rss_mb", close, WARM_UP_S, RSS_MB).quarters
+    longer = [*close, (WARM_UP_S + SECONDS_MIN, 999.0)]
+    assert judged("engine 1", "rss_mb", longer, WARM_UP_S, RSS_MB).grows
 
 
 def test_a_descriptor_for_every_request_grows() -> None:
-    samples = [(4.0 * at, 60.0 + at) for at in range(150)]
+    samples = [(4.0 * at, 60.0 + 2 * at) for at in range(150)]
     assert judged("gateway 1", "fds", samples, WARM_UP_S, FDS).grows
 
 
