@@ -25,6 +25,9 @@
 # make simulate    SEEDS histories of a simulated server, on all cores; a wrong one is made smaller and shown (ARGS="--prove": planted faults)
 # make fuzz         every parser of bytes from outside for SECONDS under atheris, on all cores; a finding's bytes are kept
 #                   (SECONDS=3600 ARGS="--targets safetensors arc2_deltas", ARGS="--replay FILE"); docs/fuzzing.md
+# make soak         a real server for MINUTES under hundreds of streams, swaps, hostile clients, and processes killed and stopped:
+#                   every token's label, and that memory, descriptors, sessions and caches come to rest
+#                   (MINUTES=60 ARGS="--streams 300 --seed 1"); docs/soak.md
 # make bench-vllm  midstream in front of vLLM beside vLLM and vllm-router, rollouts on two vLLM replicas with swaps; JSON and docs/benchmarks.md
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,6 +37,7 @@ STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 SEEDS ?= 1000
 SECONDS ?= 60
+MINUTES ?= 10
 TEST_ARGS ?=
 TEST_PROCESSES ?= 2
 SHARE ?= 0/1
@@ -48,7 +52,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check simulate fuzz ci clean
+.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -130,6 +134,9 @@ simulate: setup
 fuzz: setup
 	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
 
+soak: setup
+	$(BIN)/python tests/soak/soak.py --minutes $(MINUTES) $(ARGS)
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -163,4 +170,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .fuzz .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .fuzz .soak .pytest_cache .mypy_cache .ruff_cache

@@ -237,7 +237,9 @@ def expert_weights(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> 
 
 
 def alternatives(router: Any, logits: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(by how much the choice was made [tokens], the choice that was next [tokens, top_k])"""
+    """(by how much the choice was made [tokens], the choice that was next [tokens, top_k]); nothing where all are chosen"""
+    if logits.shape[-1] == router.top_k:
+        return
     if not type(router).__name__.startswith("Deepseek"):
         yield _next_best(logits, router.top_k)
         return

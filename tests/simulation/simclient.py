@@ -17,6 +17,8 @@ from simengine import expected
 PATIENCE_S = 40.0
 #: Statuses that say "not now".
 RETRYABLE = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+#: Headers that ask for a version.
+VERSIONS = frozenset(("x-midstream-snapshot", "x-midstream-min-snapshot"))
 #: The code of an error that nobody foresaw.
 INTERNAL = "internal_error"
 
@@ -117,6 +119,10 @@ class Turn:
         if "error" in event:
             self.error = event["error"]
             return
+        if not self.prompt:
+            # Of a chat, whose tokens the server knows first.
+            told = [event, *event["choices"]]
+            self.prompt = next((ids for one in told if (ids := one.get("prompt_token_ids"))), [])
         if isinstance(seam := event.get("midstream"), dict) and "resumed" in seam:
             self.resumed.append(seam["resumed"])
         label = event["model"].rpartition("@")[2]
@@ -341,7 +347,8 @@ class Rollout:
         else:
             self._count(f"close: {answer.status}")
 
-    async def _turn(self, session: str, ids: list[int]) -> Turn | None:
+    def _request(self, session: str, ids: list[int]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+        """Body and headers of the session's next turn, behind these tokens."""
         most = self._rng.randint(1, 24)
         body: dict[str, Any] = {
             "model": "sim",
@@ -357,6 +364,11 @@ class Rollout:
         pin = self._pin()
         if pin is not None:
             headers += [("x-midstream-snapshot", pin), ("x-midstream-snapshot-wait", "2")]
+        return body, headers
+
+    async def _turn(self, session: str, ids: list[int]) -> Turn | None:
+        body, headers = self._request(session, ids)
+        most, pin = body["max_tokens"], dict(headers).get("x-midstream-snapshot")
         left_base = set(self._oracle.left_base)
         try:
             turn = await self.ask(body, headers)
@@ -398,18 +410,20 @@ class Rollout:
             async with asyncio.timeout(PATIENCE_S):
                 return await self._ask(body, headers)
         except TimeoutError as error:
-            raise Wrong(f"a request hangs: {body['prompt']} {self._part}") from error
+            raise Wrong(f"a request hangs: {body} {self._part}") from error
 
     async def _ask(self, body: dict[str, Any], headers: Sequence[tuple[str, str]]) -> Turn:
         clock = asyncio.get_running_loop().time
-        turn = Turn(list(body["prompt"]), begun_at=clock(), pinned="x-midstream-snapshot" in dict(headers))
+        prompt, path = (
+            list(body.get("prompt", ())),
+            "/v1/completions" if "prompt" in body else "/v1/chat/completions",
+        )
+        turn = Turn(prompt, begun_at=clock(), pinned=any(name in VERSIONS for name, _ in headers))
         self._part = turn
         kept, self._kept = self._kept, None
         stays = self._rng.random() < 0.7
         try:
-            reader, writer = await _sent(
-                self._port, "POST", "/v1/completions", body, headers, kept, stays=stays
-            )
+            reader, writer = await _sent(self._port, "POST", path, body, headers, kept, stays=stays)
         except OSError as error:
             raise self._lost(error) from error
         whole = False

@@ -25,6 +25,7 @@ import httptools
 
 from midstream.core.errors import InvalidRequest, MidstreamError, RequestTimeout
 from midstream.http.budget import Budget, Share
+from midstream.http.heap import heap
 from midstream.http.reader import Limits, Request, RequestReader, error_response
 
 # Pipelined requests that are read ahead before reading pauses.
@@ -92,7 +93,9 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._transport: asyncio.Transport
         # Bytes held of the body that is arriving.
         self._unfinished_bytes = 0
-        # Bytes of that body that had arrived when its window began.
+        # Bytes of the body that its exchange has.
+        self._exchange_bytes = 0
+        # Bytes of the arriving body that had come when its window began.
         self._arrived_before = 0
         # Of a connection that retires, but whose response under way promises that it stays: how long it then stays idle.
         self._stays_s: float | None = None
@@ -290,11 +293,14 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _forget_queue(self) -> None:
         self._queue.clear()
+        heap.freed(self._queued_bytes + self._unfinished_bytes)
         self._queued_bytes = self._unfinished_bytes = 0
         self._count_held()
 
     def _exchange_over(self) -> None:
         self._exchange = None
+        heap.freed(self._exchange_bytes)
+        self._exchange_bytes = 0
         if self._share.counted_for is not None:
             self._share.end_request()
 
@@ -316,6 +322,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def _begin(self, request: Request) -> bool:
         """Whether there is an exchange for it; otherwise it was refused."""
         self._keep_alive = request.keep_alive
+        self._exchange_bytes = len(request.body)
         self.deadline = _NEVER
         if self._share.held_bytes:
             self._share.holds(self._queued_bytes + self._unfinished_bytes)
@@ -323,6 +330,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             self._exchange = self._service.exchange(request, self)
         except MidstreamError as error:
             self._service.refused(error, request, self)
+            heap.freed(self._exchange_bytes)
+            self._exchange_bytes = 0
             self._transport.write(error_response(error, close=self.closes_after_response))
             if self.closes_after_response:
                 self._close()
@@ -391,6 +400,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         refusal = Refusal(error, self.unfinished)
         self._in_message = self._owes_continue = False
         self._start_message()
+        heap.freed(self._unfinished_bytes)
         self._unfinished_bytes = 0
         self._count_held()
         self._queue.append(refusal)

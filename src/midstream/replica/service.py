@@ -116,7 +116,6 @@ class Service(Surroundings):
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
         timings = Timings(self.monotonic())
-        self.kept.jobs.took(len(body))
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         checked = check(parsed, self.info)
         check_needs(checked, parsed, self.info)

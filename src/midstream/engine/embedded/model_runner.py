@@ -7,7 +7,6 @@ steps disposes of it.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from midstream.core.types import ModelInfo
 from midstream.engine.embedded.batch import pack
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.scheduler import Work
+from midstream.http.heap import trim_memory
 
 
 class ModelRunner:
@@ -84,9 +84,7 @@ def dispose(models: Sequence[LoadedModel]) -> None:
     for model in models:
         model.decoder.release()
     # Other C libraries return large blocks by themselves.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    trim_memory()
 
 
 def eos_token_ids(generation: GenerationConfig | None, config: Any) -> tuple[int, ...]:

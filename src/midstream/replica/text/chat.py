@@ -6,18 +6,17 @@ without adding any, since a template writes its own. Tokenizing does not hold th
 
 Long texts are rendered and tokenized beside the event loop.
 
-Owns: the threads that do it, the order of tenants, and giving freed memory back to the system.
+Owns: the threads that do it, and the order of tenants.
 Always holds: at most THREADS jobs run at a time, and one per tenant. Jobs beyond WAITING_MAX are refused. A job whose client
-left stops at its next step (`Leave.check`); it keeps its tenant's turn until then, and its result is discarded.
+left stops at its next step (`Leave.check`); it keeps its tenant's turn until then, and its result is discarded. Nothing of
+a job that failed waits for a collection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
-import logging
 import re
 import threading
 from collections.abc import Callable
@@ -33,14 +32,8 @@ from midstream.core.errors import ConfigError, InvalidRequest, Overloaded
 from midstream.replica.text.toolformat import TemplateTools, examine
 from midstream.replica.text.vocabulary import Vocabulary, tokens_at_least, utf8_size
 
-log = logging.getLogger(__name__)
-
 THREADS = 2
 WAITING_MAX = 256
-#: The memory of a larger request, in bytes, is given back to the system.
-TRIM_FROM = 2**20
-#: Several such requests are one occasion.
-TRIM_DELAY_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -73,12 +66,9 @@ class _Turn:
 
 
 class TextJobs:
-    def __init__(self, trim: Callable[[], None] | None = None) -> None:
-        """trim: gives freed memory back to the system; None: the C library's way."""
+    def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
         self._turns: dict[str, _Turn] = {}
-        self._trim = trim_memory if trim is None else trim
-        self._trimming: asyncio.TimerHandle | None = None
         #: Jobs that run or wait.
         self.jobs = 0
 
@@ -111,9 +101,12 @@ class TextJobs:
                 loop.call_soon_threadsafe(self._worked, tenant, turn)
 
         working.add_done_callback(ended)
+        waiting = asyncio.wrap_future(working)
         try:
-            return await asyncio.wrap_future(working)
+            return await waiting
         finally:
+            # An error refers to this frame. If the frame referred to who holds the error, request and body would stay.
+            del working, waiting
             leave.set()
 
     def _worked(self, tenant: str, turn: _Turn) -> None:
@@ -127,27 +120,8 @@ class TextJobs:
         if not turn.users:
             del self._turns[tenant]
 
-    def took(self, size: int) -> None:
-        """A request of `size` bytes ends. Its memory goes back to the system soon."""
-        if size >= TRIM_FROM and self._trimming is None:
-            self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._give_back)
-
     def close(self) -> None:
-        if self._trimming is not None:
-            self._trimming.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _give_back(self) -> None:
-        self._trimming = None
-        self._threads.submit(self._trim)
-
-
-def trim_memory() -> None:
-    """Free pages of the C library's heaps go back to the system, where it can do that (glibc)."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError) as error:
-        log.debug("freed memory stays with the process: %s", error)
 
 
 PIECE_CHARACTERS = 2**16

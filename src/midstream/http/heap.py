@@ -1,0 +1,51 @@
+"""The memory of large bodies, given back to the system.
+
+Owns: when the C library's heaps of this process are trimmed. A body, what it was decoded to and their copies are freed piece by
+piece, and lie between pieces that are in use: the library keeps their pages. Hundreds of megabytes stayed after a few bodies.
+Always holds: after the last large body there is a trim; at most one each TRIM_AFTER_S, and none without large bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+
+#: Of one connection, in bytes. Smaller bodies leave room that the next ones use.
+LARGE = 2**19
+#: For what still refers to a body when its connection lets go of it.
+TRIM_AFTER_S = 1.0
+
+
+def trim_memory() -> None:
+    """Free pages go back to the system. With a C library that has no such call nothing is done."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class Heap:
+    def __init__(self, trim: Callable[[], None] = trim_memory) -> None:
+        self._trim = trim
+        self._waits = self._again = False
+
+    def freed(self, size: int) -> None:
+        """So many bytes of bodies are needed no longer, or not for long. Call in a running event loop."""
+        if size < LARGE:
+            return
+        if self._waits:
+            self._again = True
+        else:
+            self._waits = True
+            asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._run)
+
+    def _run(self) -> None:
+        self._trim()
+        self._waits, again, self._again = False, self._again, False
+        if again:
+            # Bodies that went since then may not have been free yet.
+            self.freed(LARGE)
+
+
+#: Of this process.
+heap = Heap()

@@ -1,0 +1,39 @@
+"""A small soak: few streams for under a minute, one trouble after another, and nothing is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from soak import Plan, shown, soak
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
+    plan = Plan(
+        minutes=0.7,
+        streams=16,
+        replicas=2,
+        out=tmp_path,
+        storm=(0.2, 0.6),
+        trouble_every_s=1.0,
+        swap_every_s=2.0,
+        sample_every_s=1.0,
+        warm_up_s=10.0,
+        samplers=1,
+    )
+    outcome = soak(plan)
+    assert outcome.found == [], shown(outcome)
+    counts = outcome.counts
+    assert outcome.tokens > 1000
+    assert counts["tokens unchecked"] == 0
+    assert counts["tokens computed"] + counts["tokens looked up"] == outcome.tokens
+    assert counts["swaps"] > 1
+    assert counts["tinker: sample"] > 0
+    assert any(what.startswith("trouble") for what in counts), "the adversary did nothing"
+    assert any(what.startswith("hostile") for what in counts)
+    measured = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    roles = {line["of"].split()[0] for line in measured}
+    assert roles >= {"supervisor", "gateway", "replica", "engine", "front", "server"}
