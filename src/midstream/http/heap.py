@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import threading
 from collections.abc import Callable
 
 #: Of one connection, in bytes. Smaller bodies leave room that the next ones use.
@@ -24,8 +25,13 @@ def trim_memory() -> None:
         trim(0)
 
 
+def _trim_beside() -> None:
+    """On a thread of its own: hundreds of megabytes take longer than a stream should wait."""
+    threading.Thread(target=trim_memory, name="trim", daemon=True).start()
+
+
 class Heap:
-    def __init__(self, trim: Callable[[], None] = trim_memory) -> None:
+    def __init__(self, trim: Callable[[], None] = _trim_beside) -> None:
         self._trim = trim
         self._waits = self._again = False
 
