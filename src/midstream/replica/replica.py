@@ -86,7 +86,6 @@ class Pulse:
             self._on_change()
 
 
-
 RESTART_DELAY_MAX_S = 10.0
 
 
