@@ -194,7 +194,7 @@ FOUND_AT = {
     "answered_before_commit": (13, "the newest signal is"),
     "pins_do_not_hold": (21, "pinned to"),
     "gate_is_not_drained": (5, "several snapshots in a stream of a synchronous deployment"),
-    "bytes_are_not_compared": (145, "computes:"),
+    "bytes_are_not_compared": (246, "computes:"),
     "log_loses_its_last_event": (2, "at most"),
     "half_chunks_pass": (105, "invalid literal"),
     "sessions_are_forgotten": (0, "nothing had happened to it"),
