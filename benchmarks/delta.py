@@ -10,7 +10,7 @@ Files lie in memory (--directory, /dev/shm), so no disk is measured, but every b
     verify    midstream: the same checks, nothing written
     encode    midstream: two directories -> a delta directory
               reference: `delta_compress_files_to_file`, and `delta_compress_dicts` (all in memory)
-    alone     memcpy, XOR, Adler-32 and zstd over the same 200 MB, on one core
+    alone     memcpy, XOR, Adler-32, zstd, reading the parent's files and writing new ones, over the same 200 MB, on one core
 
 The reference (delta_reference.py, a process of its own) has its thread pool on wherever it takes one; midstream has one
 thread per core.
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,9 @@ from delta_table import write_table
 from hardware import provenance, write_result
 from safetensors.numpy import save_file
 
-from midstream.snapshots.arc2.blob import PIECE_BYTES, Encoder, adler32, decoded
+from midstream.snapshots.arc2.blob import PIECE_BYTES, Encoder, Pages, adler32, decoded
 from midstream.snapshots.arc2.encode import encode_delta
+from midstream.snapshots.arc2.files import read, write
 from midstream.snapshots.arc2.rebuild import rebuild, verify
 
 REFERENCE = Path(__file__).parents[1] / ".venv-fireworks" / "reference"
@@ -193,6 +194,9 @@ class Alone:
     """What rebuilding and encoding are made of, over the concatenated tensors, on one core."""
 
     def __init__(self, root: Path) -> None:
+        self.files = sorted((root / "parent").glob("*.safetensors"))
+        self.written = root / "written"
+        self.pages = Pages()
         self.old, self.new = (
             np.frombuffer(
                 b"".join(b"".join(read_tensors(p).values()) for p in sorted(d.glob("*.safetensors"))),
@@ -209,6 +213,8 @@ class Alone:
         return {
             "memcpy": lambda: np.copyto(self.out, self.new),
             "XOR": lambda: void(np.bitwise_xor(self.old, self.new, out=self.out)),
+            "files read, in pieces": self.read,
+            "new files written, in pieces": self.write,
             "Adler-32, zlib": lambda: void(zlib.adler32(self.new.data)),
             "Adler-32, zlib-ng": lambda: void(adler32(self.new.data, 1)),
             "zstd decode, whole": lambda: void(zstandard.ZstdDecompressor().decompress(self.blob)),
@@ -218,6 +224,25 @@ class Alone:
             "zstd encode, level 3": lambda: void(zstandard.ZstdCompressor(level=3).compress(self.difference)),
             "zstd encode, as midstream does": self.encode,
         }
+
+    def read(self) -> None:
+        for path in self.files:
+            with path.open("rb") as file:
+                for room, position in self.pieces(path):
+                    read(file.fileno(), room, position)
+
+    def write(self) -> None:
+        self.written.mkdir()
+        for path in self.files:
+            with (self.written / path.name).open("xb") as file:
+                for room, position in self.pieces(path):
+                    write(file.fileno(), room, position)
+
+    def pieces(self, path: Path) -> Iterator[tuple[memoryview, int]]:
+        """Memory of a piece, and where it is in the file."""
+        size = path.stat().st_size
+        for position in range(0, size, PIECE_BYTES):
+            yield self.pages.at(position, min(PIECE_BYTES, size - position)), position
 
     def encode(self) -> None:
         """XOR with zeros and Adler-32 included."""
@@ -233,7 +258,7 @@ class Alone:
         pass
 
     def after(self, name: str) -> None:
-        pass
+        shutil.rmtree(self.written, ignore_errors=True)
 
 
 def void(_: Any) -> None:

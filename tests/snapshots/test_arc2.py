@@ -278,7 +278,7 @@ def test_every_thread_has_buffers_of_its_own() -> None:
     buffers = Buffers()
 
     def own() -> tuple[memoryview, ...]:
-        return buffers.difference, buffers.old.at(0, 1), buffers.blob.at(0, 1)
+        return buffers.difference.at(0, 1), buffers.old.at(0, 1), buffers.blob.at(0, 1)
 
     with ThreadPoolExecutor(1) as pool:
         others, decoder = pool.submit(lambda: (own(), buffers.zstd)).result()

@@ -49,12 +49,11 @@ class BlobError(Exception):
 class Buffers(threading.local):
     """Each thread's memory, kept from tensor to tensor: fresh memory costs a page fault every 4 KiB.
 
-    old, blob: for what is read from the parent and from the delta, and difference: for the blob's next piece.
+    old: of the parent's file. blob: of the delta's. difference: the blob's next piece.
     """
 
     def __init__(self) -> None:
-        self.old, self.blob = Pages(), Pages()
-        self.difference = memoryview(bytearray(PIECE_BYTES))
+        self.old, self.blob, self.difference = Pages(), Pages(), Pages()
         self.zstd = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
 
@@ -98,7 +97,7 @@ def decoded(
 
 def _zstd_pieces(blob: memoryview, size: int, buffers: Buffers) -> Iterator[memoryview]:
     _check_frames(blob, empty=size == 0)
-    buffer = buffers.difference[: size + 1]
+    buffer = buffers.difference.at(0, min(PIECE_BYTES, size + 1))
     try:
         with buffers.zstd.stream_reader(blob, read_across_frames=True) as reader:
             while count := reader.readinto(buffer):
