@@ -33,21 +33,24 @@ def _trim_beside() -> None:
 class Heap:
     def __init__(self, trim: Callable[[], None] = _trim_beside) -> None:
         self._trim = trim
-        self._waits = self._again = False
+        # The loop that a trim waits in. A loop that has ended runs none.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._again = False
 
     def freed(self, size: int) -> None:
         """So many bytes of bodies are needed no longer, or not for long. Call in a running event loop."""
         if size < LARGE:
             return
-        if self._waits:
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
             self._again = True
         else:
-            self._waits = True
-            asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._run)
+            self._loop, self._again = loop, False
+            loop.call_later(TRIM_AFTER_S, self._run)
 
     def _run(self) -> None:
         self._trim()
-        self._waits, again, self._again = False, self._again, False
+        self._loop, again, self._again = None, self._again, False
         if again:
             # Bodies that went since then may not have been free yet.
             self.freed(LARGE)

@@ -108,10 +108,6 @@ def main() -> int:
     return run_child("replica", ReplicaSpec, serve, (EngineDied,), with_its_cache)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -152,3 +148,7 @@ async def run(spec: ReplicaSpec, on_ready: Callable[[str], None]) -> None:
         await until_stopped(serve(), stop_signals())
     finally:
         await child.stop(STOP_GRACE_S + KILL_AFTER_S)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

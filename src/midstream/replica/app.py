@@ -377,8 +377,7 @@ class EventsExchange(TaskExchange):
         self._telling = False
 
     async def _answer(self) -> None:
-        replica = self._replica
-        loop = asyncio.get_running_loop()
+        replica, loop = self._replica, asyncio.get_running_loop()
         due = loop.time()
         with replica.sessions.feed(self._session_begun) as feed:
             self._feed = feed
