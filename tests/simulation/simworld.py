@@ -254,6 +254,8 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
     put(channel_module, "return_memory", lambda: None)
+    # Directories of processes that are killed.
+    put(tempfile, "tempdir", str(world.place))
     put(os, "killpg", world.processes.killpg)
     put(os, "pwrite", world.disk.pwrite)
     put(os, "fsync", world.disk.fsync)

@@ -150,7 +150,8 @@ def _parsed(bucket: str) -> Place | str:
         return "no user or password belongs into the URL; credentials are taken from the environment"
     if "?" in bucket or "#" in bucket:
         return "write it with '?' and '#' percent-encoded"
-    path = unquote(parts.path)
+    # Bytes that are not UTF-8 become surrogates, which are refused; U+FFFD itself is a character like any other.
+    path = unquote(parts.path, errors="surrogateescape")
     if why := _why_no_path(kind, path):
         return why
     if kind == "file":
@@ -168,7 +169,7 @@ def _parsed(bucket: str) -> Place | str:
 def _why_no_path(kind: str, path: str) -> str | None:
     if kind == "file" and not path.startswith("/"):
         return "write file:///absolute/path"
-    if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF or c == "\ufffd" for c in path):
+    if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF for c in path):
         return "the path must be valid Unicode without control characters"
     segments = path.strip("/").split("/") if kind != "file" else path.split("/")
     if any(s in (".", "..") for s in segments) or (kind != "file" and path.strip("/") and "" in segments):

@@ -266,6 +266,11 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
         raise SnapshotError(f"{name}: cannot be read: {error.strerror}") from error
 
 
+def _whole_number(digits: str) -> float:
+    """As `safetensors` reads it: `-0` is the float -0.0, and so neither a size nor an offset."""
+    return -0.0 if digits == "-0" else int(digits)
+
+
 def _parse_object(name: str, data: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -274,7 +279,8 @@ def _parse_object(name: str, data: bytes) -> dict[str, Any]:
         return result
 
     try:
-        value = json.loads(data.decode(), object_pairs_hook=unique)
+        whole = _whole_number if b"-0" in data else None
+        value = json.loads(data.decode(), object_pairs_hook=unique, parse_int=whole)
         # Only an escape can make half a surrogate pair.
         if _SURROGATE_ESCAPE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
