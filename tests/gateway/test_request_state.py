@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST
 from midstream.core.types import ReplicaReport
+from midstream.core.wires import Wire
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.http.reader import Request
@@ -246,7 +247,7 @@ class Requests(RuleBasedStateMachine):
         asked = Request(b"POST", b"/v1/completions", headers, dict(headers), body, False, True)
         client = FakeClient()
 
-        route = ReplicaRoute(self.proxy, asked, "completions")
+        route = ReplicaRoute(self.proxy, asked, Wire("completions"))
         request = ProxiedRequest(self.proxy, asked, cast(Any, client), route)
         self.requests.append((request, client))
         self.happens(request.start)

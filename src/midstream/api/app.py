@@ -26,11 +26,11 @@ from midstream.api import status
 from midstream.api.trajectories import session_routes
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound
 from midstream.core.scopes import SCOPES, Grant, forbidden
+from midstream.core.wires import WIRES
 from midstream.fleet.access import grant_of, guarded, meant, shown_only
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
 from midstream.proxy.metrics import CONTENT_TYPE, GatewayMetrics
-from midstream.proxy.service import INFERENCE_PATHS
 
 
 def account_routes(deployments: Deployments) -> list[BaseRoute]:
@@ -123,7 +123,7 @@ def control_app(
     for prefix in ("", "/inference"):
         routes.append(Route(f"{prefix}/v1/models", endpoints.models, methods=["GET"]))
         routes.append(Route(f"{prefix}/v1/models/{{model:path}}", endpoints.model, methods=["GET"]))
-    routes += [Route(path.decode(), _post_only, methods=["POST"]) for path in INFERENCE_PATHS]
+    routes += [Route(path, _post_only, methods=["POST"]) for path in WIRES]
     app = Starlette(
         routes=guarded(routes, deployments, keyed=keyed),
         exception_handlers={

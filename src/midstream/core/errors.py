@@ -24,17 +24,31 @@
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
 
-Always holds: an error that a retry may cure has `retry_after_s`; the others have none. Bodies have one shape,
-`{"error": {"message", "type", "code", "param"}}`, which both the OpenAI and the Fireworks clients read.
+Always holds: an error that a retry may cure has `retry_after_s`; the others have none. Bodies have the shape
+`{"error": {"message", "type", "code", "param"}}`, which both the OpenAI and the Fireworks clients read, but on wires of other
+APIs (core/wires.py), whose clients get their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 HEADER_LOST = "x-midstream-lost"
 HEADER_ANOTHER_BOOT = "x-midstream-another-boot"
+
+#: How clients read errors: OpenAI's shape; the same with its Responses API's error event; Anthropic's.
+ErrorShape = Literal["openai", "responses", "anthropic"]
+#: Anthropic's name of an error, by status.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class MidstreamError(Exception):
@@ -43,6 +57,7 @@ class MidstreamError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     retry_after_s: int | None = None
+    shape: ErrorShape = "openai"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -52,12 +67,20 @@ class MidstreamError(Exception):
             self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.code, "code": self.code, "param": self.param}}
+        error = {"message": self.message, "type": self.code, "code": self.code, "param": self.param}
+        if self.shape == "anthropic":
+            error["type"] = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": error}
+        return {"error": error}
 
     def event_body(self) -> dict[str, Any]:
         """The body as a stream's last event. The stream's own status was sent long ago: clients read this one for retries."""
         body = self.body()
         body["error"]["status_code"] = self.status
+        if self.shape == "responses":
+            # Its schema has the fields beside `type`; the SDK raises for an `error`.
+            fields = {"code": self.code, "message": self.message, "param": self.param}
+            body = {"type": "error", **fields, "sequence_number": 0, **body}
         return body
 
     def headers(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from midstream.core.errors import ConfigError, Forbidden
+from midstream.core.wires import PREFIXES, WIRES
 
 SAMPLE, PUBLISH, OBSERVE, OPERATE = "sample", "publish", "observe", "operate"
 SCOPES = (SAMPLE, PUBLISH, OBSERVE, OPERATE)
@@ -105,10 +106,8 @@ _LIST = Need(SCOPES, "some")
 _SAMPLE_MEANT = Need((SAMPLE,), "meant")
 _INFERENCE = {
     (method, prefix + path): need
-    for prefix in ("", "/inference")
+    for prefix in PREFIXES
     for method, path, need in (
-        ("POST", "/v1/completions", _SAMPLE_MEANT),
-        ("POST", "/v1/chat/completions", _SAMPLE_MEANT),
         ("GET", "/v1/models", _LIST),
         ("GET", "/v1/models/{model:path}", _LIST),
         ("GET", "/v1/sessions", _SAMPLE_MEANT),
@@ -119,6 +118,7 @@ _INFERENCE = {
 
 #: (method, path as the app spells it) -> what it needs. The gateway's own routes.
 GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
+    **{("POST", path): _SAMPLE_MEANT for path in WIRES},
     **_INFERENCE,
     ("GET", "/metrics"): Need((OBSERVE,), "every"),
     ("GET", _ACCOUNTS): _LIST,

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.errors import MidstreamError
 from midstream.core.types import ENGINE_FEATURES, EngineCard, ModelInfo
 
 #: Nested too deeply it is a RecursionError, and not UTF-8 in a text a UnicodeDecodeError.
@@ -43,6 +44,12 @@ def json_line(value: Any) -> bytes:
 def sse_event(value: Any) -> bytes:
     """`value` as one data event. Raises TypeError for what JSON cannot hold."""
     return b"data: " + json_line(value) + b"\n\n"
+
+
+def error_event(error: MidstreamError) -> bytes:
+    """The last event of a stream that failed, as the clients of its wire read it."""
+    event = sse_event(error.event_body())
+    return event if error.shape == "openai" else b"event: error\n" + event
 
 
 def plain(text: str) -> str:

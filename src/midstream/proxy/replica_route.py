@@ -36,6 +36,7 @@ from midstream.core.errors import (
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
 from midstream.core.types import HEADER_BOOT, HEADER_PLACED, HEADER_SESSION, ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
+from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
 from midstream.fleet.sessions import session_key
 from midstream.fleet.view import ReplicaView
@@ -123,9 +124,10 @@ class ReplicaRoute(Route):
     #: What the client wants done when its stream is lost (resumption.FAILOVER_MODES).
     _mode = "off"
 
-    def __init__(self, proxy: Proxy, request: Request, path_class: str) -> None:
+    def __init__(self, proxy: Proxy, request: Request, wire: Wire) -> None:
         super().__init__(proxy, request)
-        self.path_class = path_class
+        self.path_class = wire.name
+        self.errors = wire.errors
         self._deployment = proxy.deployments.default
         self._tried: set[str] = set()
         self._view: ReplicaView | None = None

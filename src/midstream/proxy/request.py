@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
-from midstream.core.text import sse_event
+from midstream.core.text import error_event
 from midstream.core.types import HEADER_MADE
 from midstream.http.http1 import ClientConnection
 from midstream.http.reader import Request, error_response
@@ -291,7 +291,8 @@ class ProxiedRequest:
         http10 = self._request.http10
         between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
         if self._event_stream and self._chunked and between_events and not self._in_chunk:
-            event = sse_event(error.event_body())
+            error.shape = self.route.errors
+            event = error_event(error)
             self._client.end_short(event if http10 else b"%x\r\n%b\r\n" % (len(event), event))
         else:
             self._client.reset()

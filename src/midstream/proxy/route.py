@@ -17,7 +17,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable
+from midstream.core.errors import EngineFailed, ErrorShape, MidstreamError, ReplicaUnavailable
 from midstream.core.types import HEADER_OVERWRITE, HEADER_TENANT
 from midstream.http.reader import HOP_BY_HOP, Request
 from midstream.proxy.request_state import Event, Phase
@@ -133,6 +133,8 @@ class Route:
     audited = True
     #: Whether the upstream's own x-midstream- headers are for the client.
     shows_labels = False
+    #: How its client reads errors.
+    errors: ErrorShape = "openai"
     #: Of the stream that is passed on, when another replica may go on with it.
     log: ResumeLog | None = None
 
@@ -217,6 +219,7 @@ class Route:
 
     def shaped(self, error: MidstreamError) -> MidstreamError:
         """The error as this request's client expects it."""
+        error.shape = self.errors
         return error
 
     # -- inside

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
+from midstream.core.sessions import SESSION_HEADERS
+from midstream.core.wires import check_one_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.reader import Request
@@ -24,11 +26,6 @@ from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.route import Route
 
-INFERENCE_PATHS = {
-    prefix + path: path.removeprefix(b"/v1/").replace(b"/", b"_").decode()
-    for prefix in (b"", b"/inference")
-    for path in (b"/v1/completions", b"/v1/chat/completions")
-}
 _HEALTH = b"/health"
 
 
@@ -74,22 +71,31 @@ class GatewayService:
                 raise FrontUnauthorized(error.message) from error
             raise
         grant = caller.grant
-        if grant is not EVERYTHING and path in INFERENCE_PATHS and not grant.anywhere((SAMPLE,)):
+        inference = grant is not EVERYTHING and wire_of(split_session(path)[1]) is not None
+        if inference and not grant.anywhere((SAMPLE,)):
             raise forbidden((SAMPLE,), "any deployment")
         return caller.tenant
 
     def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
         self._proxy.metrics.requests["refused", error.status] += 1
-        if request is not None and request.target.partition(b"?")[0] not in INFERENCE_PATHS:
+        if request is None:
+            return
+        wire = wire_of(split_session(request.target)[1].partition(b"?")[0])
+        if wire is None:
             self._proxy.audit.answered(request, client.peer, error.status)
+        else:
+            error.shape = wire.errors
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
-        path = request.target.partition(b"?")[0]
-        path_class = INFERENCE_PATHS.get(path) if request.method == b"POST" else None
-        if path_class is not None:
+        session, target = split_session(request.target)
+        path = target.partition(b"?")[0]
+        wire = wire_of(path) if request.method == b"POST" else None
+        if wire is not None:
+            if session is not None:
+                name_session(request, session, target)
             if self.budget.counts_requests:
                 client.count_in_flight()
-            route: Route = ReplicaRoute(self._proxy, request, path_class)
+            route: Route = ReplicaRoute(self._proxy, request, wire)
         elif self._proxy.front is not None and path.startswith(FRONT_PREFIX):
             route = FrontRoute(self._proxy, request)
         else:
@@ -103,6 +109,16 @@ class GatewayService:
         if self.clients:
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
+
+
+def name_session(request: Request, session: bytes, target: bytes) -> None:
+    """Say by header what the path says. Raises InvalidRequest when a header names another session."""
+    for name in SESSION_HEADERS:
+        check_one_session(session, name, request.first.get(name.encode(), b""))
+    said = (SESSION_HEADERS[0].encode(), session)
+    request.target = target
+    request.headers = [said, *(header for header in request.headers if header[0] != said[0])]
+    request.first = {**request.first, said[0]: session}
 
 
 def _has_body(headers: Mapping[bytes, bytes]) -> bool:

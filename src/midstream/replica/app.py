@@ -30,17 +30,18 @@ from midstream.core.errors import (
 )
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
-from midstream.core.text import NOT_JSON, sse_event
+from midstream.core.text import NOT_JSON, error_event
 from midstream.core.types import HEADER_TOKEN, Desired, Hint
+from midstream.core.wires import PREFIXES, WIRES, wire_of
+from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.reader import Request, response_head
 from midstream.replica.replica import Replica
-from midstream.replica.request.checked import Kind
 from midstream.replica.response.generation import Generation
-from midstream.replica.response.resume import kind_of
 from midstream.replica.service import Service
 from midstream.replica.sessions import Feed, Sessions
+from midstream.replica.wire.table import wire_named, wire_to_resume
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,15 @@ REPORT_GAP_S = 0.05
 REPORT_AT_LEAST_EVERY_S = 1.0
 #: Sessions are reported sooner: another gateway may soon get the session's next turn.
 SESSIONS_GAP_S = 0.005
-_PREFIXES = (b"/v1", b"/inference/v1")
 _JSON = "application/json"
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
 _asked = msgspec.json.Decoder(SessionsAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
+
+#: Of a stream's rest: only its gateway reads how that fails.
+RESUMED = WirePath("resumed")
 
 #: A status, and the value of the JSON body.
 Answer = tuple[int, Any]
@@ -97,15 +100,13 @@ class ReplicaApp:
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
         }
-        for prefix in _PREFIXES:
-            self._routes |= {
-                prefix + b"/chat/completions": (post, _inference(replica, "chat", outbox)),
-                prefix + b"/completions": (post, _inference(replica, "completion", outbox)),
-                prefix + b"/models": (get, _at_once(lambda _: _models(replica))),
-            }
+        for prefix in PREFIXES:
+            self._routes[f"{prefix}/v1/models".encode()] = (get, _at_once(lambda _: _models(replica)))
+        for path, wire in WIRES.items():
+            self._routes[path.encode()] = (post, _inference(replica, wire, outbox))
         self._routes[PATH_RESUME.encode()] = (
             post,
-            lambda request, client: ResumeExchange(request, client, replica, "chat", outbox),
+            lambda request, client: ResumeExchange(request, client, replica, RESUMED, outbox),
         )
 
     def __repr__(self) -> str:
@@ -131,6 +132,9 @@ class ReplicaApp:
 
     def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
         log.debug("refused: %s", error)
+        wire = None if request is None else wire_of(request.target.partition(b"?")[0])
+        if wire is not None:
+            error.shape = wire.errors
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         path = request.target.partition(b"?")[0]
@@ -224,7 +228,7 @@ class BaseExchange(abc.ABC):
 
     def _fail(self, error: MidstreamError) -> None:
         if self._started:
-            self._end(sse_event(error.event_body()))
+            self._end(error_event(error))
         else:
             self._whole(error.status, msgspec.json.encode(error.body()), error.headers())
 
@@ -296,12 +300,12 @@ class TaskExchange(BaseExchange):
 
 class InferenceExchange(TaskExchange):
     def __init__(
-        self, request: Request, client: ClientConnection, replica: Replica, kind: Kind, outbox: Outbox
+        self, request: Request, client: ClientConnection, replica: Replica, wire: WirePath, outbox: Outbox
     ) -> None:
         super().__init__(request, client)
         self._replica = replica
         self._outbox = outbox
-        self._kind: Kind = kind
+        self._wire = wire
         self._generation: Generation
         self._headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in request.first.items()}
         self._fixed = {
@@ -324,10 +328,11 @@ class InferenceExchange(TaskExchange):
                 self._whole(200, data, generation.headers(done=True))
 
     def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
-        return service.admitted(self._kind, self._request.body, self._headers)
+        return service.admitted(wire_named(self._wire.name), self._request.body, self._headers)
 
     def _fail(self, error: MidstreamError) -> None:
         """A resumable stream is broken off, so that its gateway resumes it on another replica."""
+        error.shape = self._wire.errors
         if self._started and self._generation.resumable and isinstance(error, ReplicaUnavailable):
             self._outbox.take(self._client)
             self._client.reset()
@@ -361,7 +366,8 @@ class ResumeExchange(InferenceExchange):
 
     def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
         resume = read_resume(self._request.body)
-        return service.admitted(kind_of(resume), bytes(resume.body), self._headers, resume)
+        wire = wire_to_resume(resume.path)
+        return service.admitted(wire, bytes(resume.body), self._headers, resume)
 
 
 class EventsExchange(TaskExchange):
@@ -438,9 +444,9 @@ def _at_once(answer: Callable[[Request], Answer]) -> Callable[[Request, ClientCo
 
 
 def _inference(
-    replica: Replica, kind: Kind, outbox: Outbox
+    replica: Replica, wire: WirePath, outbox: Outbox
 ) -> Callable[[Request, ClientConnection], Exchange]:
-    return lambda request, client: InferenceExchange(request, client, replica, kind, outbox)
+    return lambda request, client: InferenceExchange(request, client, replica, wire, outbox)
 
 
 def _nothing_here(request: Request, client: ClientConnection) -> Exchange:

@@ -45,7 +45,6 @@ from midstream.replica import gate
 from midstream.replica.gate import Asked, Namespaces, Pins, cache_salt
 from midstream.replica.request.checked import (
     Checked,
-    Kind,
     Prompt,
     ages_are_kept,
     check,
@@ -57,7 +56,7 @@ from midstream.replica.request.checked import (
     sampling_for,
     split_prompts,
 )
-from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody, parse_chat, parse_completion
+from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, echoed_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
@@ -66,6 +65,7 @@ from midstream.replica.text.chat import Leave, TextJobs
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import check_template, prepare_history
+from midstream.replica.wire.base import Wire
 
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
 #: Longer prompts, in characters of all together, are tokenized beside the event loop.
@@ -109,14 +109,14 @@ class Service(Surroundings):
 
     @asynccontextmanager
     async def admitted(
-        self, kind: Kind, body: bytes, headers: Mapping[str, str], resume: Resume | None = None
+        self, wire: Wire, body: bytes, headers: Mapping[str, str], resume: Resume | None = None
     ) -> AsyncIterator[Generation]:
         """A request inside the gate, ready to be streamed or answered. Raises MidstreamError.
 
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
         timings = Timings(self.monotonic())
-        parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
+        parsed, details = wire.read(body)
         checked = check(parsed, self.info)
         check_needs(checked, parsed, self.info)
         if resume is not None:
@@ -154,7 +154,7 @@ class Service(Surroundings):
                 resumable = can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
-                    Work(checked, prompts, requests, seed, tool_format),
+                    Work(wire, details, checked, prompts, requests, seed, tool_format),
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,

@@ -19,18 +19,18 @@ from msgspec.structs import replace
 
 from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost
 from midstream.core.resumption import Opening, ResumeLogWriter
-from midstream.core.text import DONE
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo, TokenRecord
 from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Gate
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import CallStage, Choice, Piece, id_maker
-from midstream.replica.response.encode import CachedDetails, Encoder, Extras, Kept, RawOutput, Usage
 from midstream.replica.response.resume import Continued, digest
+from midstream.replica.response.shapes import CachedDetails, Extras, Kept, RawOutput, Usage
 from midstream.replica.sessions import Turn
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.toolformat import ToolFormat
+from midstream.replica.wire.base import ResponseHead, Wire
 
 #: Events of a resumed stream; each takes a few microseconds.
 REPLAYED_AT_ONCE = 256
@@ -90,6 +90,9 @@ def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
 class Work:
     """A checked request and what the engine is to do for it: one engine request per prompt."""
 
+    wire: Wire
+    #: What the wire keeps of the request for its responses.
+    details: Any
     checked: Checked
     prompts: list[Prompt]
     requests: list[GenerateRequest]
@@ -113,6 +116,7 @@ class Generation:
         checked, prompts, requests = work.checked, work.prompts, work.requests
         tool_format = work.tool_format
         self._service = service
+        self._id_prefix = work.wire.id_prefix
         self.checked = checked
         self._prompts = prompts
         self._requests = requests
@@ -151,19 +155,17 @@ class Generation:
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
         if resumable or continued is not None:
             self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
-        self._encoder = Encoder(
-            checked,
-            response_id=opening.id,
+        head = ResponseHead(
+            id=opening.id,
             created=opening.created,
             model=service.names.model,
-            vocabulary=vocabulary,
             wide_routes=service.info.num_experts > 256,
         )
+        self._encoder = work.wire.encoder(checked, head, vocabulary, work.details)
 
     def _opening(self, seed: int, resumable: bool) -> Opening:
-        prefix = "chatcmpl" if self.checked.kind == "chat" else "cmpl"
         prompts = digest(self._prompts) if resumable else ""
-        return Opening(f"{prefix}-{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts)
+        return Opening(f"{self._id_prefix}{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts)
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
@@ -196,6 +198,8 @@ class Generation:
             # The engine may have started anew meanwhile, on the base weights.
             self._service.check_boot()
             for choice, pieces in released:
+                prompt = self._prompts[choice.index // checked.n]
+                encoder.replayed(choice, pieces, None if greeted[choice.index] else prompt)
                 greeted[choice.index] |= bool(pieces) or choice.finish is not None
                 if kept is not None:
                     for piece in pieces:
@@ -203,7 +207,7 @@ class Generation:
         await self._run(take, sink)
         tail = encoder.usage_chunk(self._snapshot, self._extras()) if checked.include_usage else b""
         last = b"" if self._resume_log is None else self._resume_log.end()
-        sink.write(last + tail + DONE)
+        sink.write(last + tail + encoder.end())
 
     def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType) -> bytes:
         extras = Extras()

@@ -12,25 +12,9 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import CannotResume, Opening, Resume, ResumeLogReader
 from midstream.core.types import GenerationEvent
-from midstream.replica.request.checked import Checked, Kind, Prompt
-
-_KINDS: dict[str, Kind] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
-    "/inference/v1/chat/completions": "chat",
-    "/inference/v1/completions": "completion",
-}
-
-
-def kind_of(resume: Resume) -> Kind:
-    """Raises InvalidRequest."""
-    kind = _KINDS.get(resume.path.partition("?")[0])
-    if kind is None:
-        raise InvalidRequest(f"path: nothing that streams is at {resume.path!r}", param="path")
-    return kind
+from midstream.replica.request.checked import Checked, Prompt
 
 
 def can_be_resumed(checked: Checked) -> bool:

@@ -1,0 +1,64 @@
+"""The inference APIs that clients speak: their paths, the shape of their errors, and sessions that a path names. Pure.
+
+A wire is one such API: OpenAI's chat completions, Anthropic's messages, and so on. Its requests and responses are in
+replica/wire/; a gateway passes their bytes on.
+Always holds: every path of WIRES is inference for gateways, replicas and scopes, and no other path is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from midstream.core.errors import ErrorShape, InvalidRequest
+
+
+class Wire(NamedTuple):
+    """name: of the wire, and of its metrics. errors: the shape in which its clients read errors."""
+
+    name: str
+    errors: ErrorShape = "openai"
+
+
+#: Fireworks' clients write this before the paths of OpenAI's API.
+PREFIXES = ("", "/inference")
+WIRES: Mapping[str, Wire] = {
+    **{prefix + "/v1/completions": Wire("completions") for prefix in PREFIXES},
+    **{prefix + "/v1/chat/completions": Wire("chat_completions") for prefix in PREFIXES},
+}
+
+#: Harnesses that can set nothing but a base URL name the session in it. Each pattern ends before the wire's own path.
+_IN_PATH = re.compile(
+    rb"/(?:"
+    rb"sessions/(?P<session>[^/?]+)"
+    rb"|trajectories/(?P<trajectory>[^/?]+)"
+    rb"|ng-rollout/(?P<rollout>[^/?]+)/training-token-capture"
+    rb"|proxy/rollout/(?P<run>[^/?]+)/attempt/(?P<attempt>[^/?]+)/mode/[^/?]+/openai"
+    rb")(?=/)"
+)
+
+
+def wire_of(path: bytes) -> Wire | None:
+    """path: without a query and without a session."""
+    return WIRES.get(path.decode("latin-1"))
+
+
+def split_session(target: bytes) -> tuple[bytes | None, bytes]:
+    """The session that a target's path names, percent-decoded, and the target without it.
+
+    `/sessions/S/v1/...`, `/trajectories/S/v1/...`, `/ng-rollout/S/training-token-capture/v1/...` and
+    `/proxy/rollout/R/attempt/A/mode/M/openai/v1/...`, whose session is `R/A`.
+    """
+    found = _IN_PATH.match(target)
+    if found is None:
+        return None, target
+    parts = [part for part in found.groups() if part is not None]
+    return b"/".join(unquote_to_bytes(part) for part in parts), target[found.end() :]
+
+
+def check_one_session(in_path: bytes, header: str, value: bytes) -> None:
+    """Raises InvalidRequest when a header names another session than the path."""
+    if value.strip(b" \t") not in (b"", in_path):
+        raise InvalidRequest(f"{header}: names another session than the path", param=header)

@@ -1,0 +1,176 @@
+"""What responses are made of: the JSON of OpenAI's rollout API, which other wires take parts of. Pure.
+
+Always holds: a field that is UNSET is absent. Field names are those on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from midstream.core.types import FinishReason
+from midstream.replica.response.choice import Piece, Scored, ToolCall
+
+
+class TopEntry(msgspec.Struct):
+    token: str
+    logprob: float
+    token_id: int
+    bytes: msgspec.Raw
+
+
+class Entry(msgspec.Struct):
+    token: str
+    bytes: msgspec.Raw
+    logprob: float
+    #: Absent: the engine cannot tell.
+    sampling_logprob: float | UnsetType | None
+    text_offset: int
+    token_id: int
+    top_logprobs: list[TopEntry]
+    routing_matrix: str | UnsetType = UNSET
+    #: "uint16" (little-endian) above 256 experts. Absent: uint8.
+    routing_matrix_dtype: str | UnsetType = UNSET
+    near_tie: tuple[str, ...] | UnsetType = UNSET
+
+
+class ContentLogprobs(msgspec.Struct):
+    content: list[Entry]
+
+
+class LegacyLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    token_ids: list[int]
+    text_offset: list[int]
+    top_logprobs: list[dict[str, float]]
+
+
+Logprobs = ContentLogprobs | LegacyLogprobs
+
+
+class RawOutput(msgspec.Struct):
+    completion: str
+    prompt_fragments: list[str | int]
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: list[int]
+    completion_logprobs: ContentLogprobs | None
+
+
+class SnapshotSpan(msgspec.Struct):
+    snapshot: str
+    #: `start` and `end` count the choice's completion tokens, or all positions in `kv_snapshots`; `end` is exclusive.
+    start: int
+    end: int
+
+
+class EarlierKv(msgspec.Struct):
+    """What the completion tokens before number `tokens` stood on."""
+
+    tokens: int
+    kv_snapshots: list[SnapshotSpan]
+
+
+class CachedDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    #: Absent: nobody knows (vLLM, after a stop string).
+    prompt_tokens_details: CachedDetails | UnsetType
+
+
+class ChoiceTail(msgspec.Struct, kw_only=True):
+    """Fields that follow the text of any choice."""
+
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    raw_output: RawOutput | UnsetType = UNSET
+    snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    prompt_snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
+
+
+class TextChoice(ChoiceTail, kw_only=True):
+    index: int
+    text: str
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class CallEntry(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[CallEntry] | UnsetType = UNSET
+
+
+class DeltaChoice(ChoiceTail, kw_only=True):
+    index: int
+    delta: Delta
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | None
+    tool_calls: list[CallEntry] | UnsetType = UNSET
+
+
+class MessageChoice(ChoiceTail, kw_only=True):
+    index: int
+    message: Message
+
+
+AnyChoice = TextChoice | DeltaChoice | MessageChoice
+
+
+class Response(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[AnyChoice]
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+    #: The seam, in the first chunk of a resumed stream.
+    midstream: dict[str, Any] | UnsetType = UNSET
+
+
+class Extras(msgspec.Struct):
+    """The fields beside the choices of a last chunk or a plain response."""
+
+    usage: Usage | UnsetType = UNSET
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+
+
+class Kept(msgspec.Struct):
+    """What one choice keeps for the end: all of a plain response, or the `raw_output` of a stream."""
+
+    text: list[str]
+    echoed: list[Scored]
+    generated: list[Scored]
+    calls: list[ToolCall] = []
+
+    def keep(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.calls.extend(piece.calls)
+        (self.echoed if piece.echoed else self.generated).extend(piece.tokens)

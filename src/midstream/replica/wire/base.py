@@ -1,0 +1,78 @@
+"""The port between a generation and the wire that its client speaks.
+
+A wire reads a body into the fields of OpenAI's API (request/schema.py), so that one set of rules holds on all of them. Its
+encoder tells what comes of it: events of a stream, or one plain response.
+Always holds: an encoder does no I/O. A stream is `chunk` for each piece, `finish_chunk` once per choice, `usage_chunk` where
+it was asked for, and `end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import UnsetType
+
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.request.schema import ChatBody, CompletionBody
+from midstream.replica.response.choice import Choice, Piece
+from midstream.replica.response.shapes import Extras, Kept, RawOutput
+from midstream.replica.text.vocabulary import Vocabulary
+
+
+class ResponseHead(NamedTuple):
+    """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts."""
+
+    id: str
+    created: int
+    model: str
+    wide_routes: bool
+
+
+class Read(NamedTuple):
+    """A body that was read. details: what the wire's responses say of the request."""
+
+    body: ChatBody | CompletionBody
+    details: Any = None
+
+
+class Encoder(Protocol):
+    """The responses of one request."""
+
+    #: Told with the next event: the seam of a resumed stream.
+    seam: dict[str, Any] | UnsetType
+
+    def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
+        """The events of a piece of choice `index`. first: the prompt, with the first piece of a choice."""
+
+    def finish_chunk(
+        self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
+    ) -> bytes:
+        """The events at the end of a choice. extras: with the last choice."""
+
+    def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
+        """The event behind all choices of a request that asked for its usage."""
+
+    def end(self) -> bytes:
+        """The last bytes of a stream."""
+
+    def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
+        """The client has these pieces from the replica that the stream was on, and the choice's end when it has one."""
+
+    def raw_output(self, kept: Kept, prompt: Prompt) -> RawOutput:
+        """The tokens of a choice as the model saw and made them."""
+
+    def plain(
+        self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
+    ) -> bytes:
+        """The whole body of a response that is not streamed."""
+
+
+class Wire(NamedTuple):
+    """name: as in core/wires.py. id_prefix: of response ids. read: raises InvalidRequest. encoder: called with the request's
+    Checked, the head, the vocabulary, and the details that `read` gave."""
+
+    name: str
+    id_prefix: str
+    read: Callable[[bytes], Read]
+    encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], Encoder]
