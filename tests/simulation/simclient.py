@@ -112,6 +112,8 @@ class Turn:
     cached: int = 0
     replica: str = ""
     pinned: bool = False
+    #: Asked for at temperature 0.
+    greedy: bool = False
     begun_at: float = 0.0
     ended_at: float = 0.0
 

@@ -108,8 +108,7 @@ class Client(Rollout):
                 raise Wrong(f"several snapshots in a stream of a synchronous deployment: {turn}")
             asked = (body["max_tokens"], body["seed"], body["temperature"], "messages" in body)
             self._real.check_drawn(turn, asked)
-        # The oracle is asked right after, with no other client between.
-        self._real.greedy = body["temperature"] == 0.0
+        turn.greedy = body["temperature"] == 0.0
         # Nothing keeps its requests together.
         turn.pinned = turn.pinned or self._sessionless
         return turn

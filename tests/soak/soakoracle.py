@@ -157,8 +157,6 @@ class RealOracle(Oracle):
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         #: What equal requests drew over KV of the same weights.
         self._drawn: dict[Any, tuple[int, ...]] = {}
-        #: Whether the next answer that is checked was asked for at temperature 0.
-        self.greedy = False
 
     def weights_of(self, snapshot: str) -> str:
         return self._names[self.weights[snapshot]]
@@ -171,9 +169,8 @@ class RealOracle(Oracle):
         labels = tuple(map(self.weights_of, turn.labels))
         told = f"labels {[*dict.fromkeys(turn.labels)]}, cached {turn.cached}, resumed {turn.resumed}, {turn.replica}"
         numbers = tuple(turn.logprobs)
-        greedy, self.greedy = self.greedy, False
         self._jobs.put_nowait(
-            Job(tuple(turn.prompt), tuple(turn.tokens), labels, numbers, named, greedy, told)
+            Job(tuple(turn.prompt), tuple(turn.tokens), labels, numbers, named, turn.greedy, told)
         )
 
     def check_drawn(self, turn: Turn, asked: tuple[Any, ...]) -> None:
