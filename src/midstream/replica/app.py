@@ -41,7 +41,8 @@ from midstream.replica.replica import Replica
 from midstream.replica.response.generation import Generation
 from midstream.replica.service import Service
 from midstream.replica.sessions import Feed, Sessions
-from midstream.replica.wire.table import wire_named, wire_to_resume
+from midstream.replica.wire.base import TextCall
+from midstream.replica.wire.table import GENERATING, TEXT_CALLS, wire_to_resume
 
 log = logging.getLogger(__name__)
 
@@ -328,7 +329,7 @@ class InferenceExchange(TaskExchange):
                 self._whole(200, data, generation.headers(done=True))
 
     def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
-        return service.admitted(wire_named(self._wire.name), self._request.body, self._headers)
+        return service.admitted(GENERATING[self._wire.name], self._request.body, self._headers)
 
     def _fail(self, error: MidstreamError) -> None:
         """A resumable stream is broken off, so that its gateway resumes it on another replica."""
@@ -359,6 +360,28 @@ class InferenceExchange(TaskExchange):
 
     def _unwritten(self) -> bytes:
         return self._outbox.take(self._client)
+
+
+class TextExchange(TaskExchange):
+    """A question about text that the replica's tokenizer or chat template answers."""
+
+    def __init__(
+        self, request: Request, client: ClientConnection, replica: Replica, wire: WirePath, call: TextCall
+    ) -> None:
+        super().__init__(request, client)
+        self._replica, self._wire, self._call = replica, wire, call
+
+    async def _answer(self) -> None:
+        service = self._replica.service
+        if service is None:
+            raise AnotherBoot("the engine is starting; retry this request")
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in self._request.first.items()}
+        said = await self._call.answer(service, self._request.body, headers)
+        self._whole(200, msgspec.json.encode(said), {})
+
+    def _fail(self, error: MidstreamError) -> None:
+        error.shape = self._wire.errors
+        super()._fail(error)
 
 
 class ResumeExchange(InferenceExchange):
@@ -446,6 +469,9 @@ def _at_once(answer: Callable[[Request], Answer]) -> Callable[[Request, ClientCo
 def _inference(
     replica: Replica, wire: WirePath, outbox: Outbox
 ) -> Callable[[Request, ClientConnection], Exchange]:
+    call = TEXT_CALLS.get(wire.name)
+    if call is not None:
+        return lambda request, client: TextExchange(request, client, replica, wire, call)
     return lambda request, client: InferenceExchange(request, client, replica, wire, outbox)
 
 

@@ -164,6 +164,16 @@ class Service(Surroundings):
                 finally:
                     generation.measure(turn)
 
+    async def prompts(
+        self, parsed: CompletionBody | ChatBody, size: int, headers: Mapping[str, str]
+    ) -> list[Prompt]:
+        """The prompts of a body as a request with it would have them. size: of the body, in bytes. Raises MidstreamError."""
+        checked = check(parsed, self.info)
+        if checked.tools is not None:
+            check_template(checked.tools, self.text.tools)
+        _, characters, read = self._unread(parsed, checked, size)
+        return await self._prompts(read, characters, headers)
+
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
         named = self.names.wanted(body.model, headers.get(HEADER_MODEL, ""))

@@ -8,15 +8,18 @@ it was asked for, and `end`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
 
+from midstream.core.types import ModelInfo
+from midstream.core.versions import ServedNames
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.shapes import Extras, Kept, RawOutput
+from midstream.replica.text.chat import TextModel
 from midstream.replica.text.vocabulary import Vocabulary
 
 
@@ -76,3 +79,26 @@ class Wire(NamedTuple):
     id_prefix: str
     read: Callable[[bytes], Read]
     encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], Encoder]
+
+
+class Texts(Protocol):
+    """What answers text calls (service.Service is one)."""
+
+    info: ModelInfo
+    text: TextModel
+    names: ServedNames
+
+    async def prompts(
+        self, parsed: CompletionBody | ChatBody, size: int, headers: Mapping[str, str]
+    ) -> list[Prompt]:
+        """The prompts of a body as a request with it would have them. size: of the body, in bytes. Raises MidstreamError."""
+
+
+class TextCall(NamedTuple):
+    """A path that generates nothing: tokens of text, text of tokens, a rendered chat. name: as in core/wires.py.
+
+    answer: gets the body and the headers, in lower case; the value of the JSON body. Raises MidstreamError.
+    """
+
+    name: str
+    answer: Callable[[Texts, bytes, Mapping[str, str]], Awaitable[Any]]

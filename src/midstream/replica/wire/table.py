@@ -1,26 +1,23 @@
 """Which wire is at which path of a replica's port.
 
-Always holds: every wire of core/wires.py is here.
+Always holds: every wire of core/wires.py is in one of the tables.
 """
 
 from __future__ import annotations
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.wires import wire_of
-from midstream.replica.wire.base import Wire
+from midstream.replica.wire.base import TextCall, Wire
 from midstream.replica.wire.openai import CHAT, COMPLETIONS
 
-_BY_NAME = {wire.name: wire for wire in (CHAT, COMPLETIONS)}
-
-
-def wire_named(name: str) -> Wire:
-    return _BY_NAME[name]
+GENERATING = {wire.name: wire for wire in (CHAT, COMPLETIONS)}
+TEXT_CALLS: dict[str, TextCall] = {}
 
 
 def wire_to_resume(target: str) -> Wire:
     """The wire of a stream that another replica began. Raises InvalidRequest."""
     found = wire_of(target.partition("?")[0].encode())
-    wire = None if found is None else _BY_NAME.get(found.name)
+    wire = None if found is None else GENERATING.get(found.name)
     if wire is None:
         raise InvalidRequest(f"path: nothing that streams is at {target!r}", param="path")
     return wire
