@@ -38,6 +38,9 @@ HEADER_MADE = "x-midstream-made"
 
 # Clients send it: a signal's files replace what the identity meant.
 HEADER_OVERWRITE = "x-midstream-overwrite"
+# Clients send it: what follows when a chat template rewrites an earlier answer. exact (the default): its sampled tokens stay;
+# template: they are rendered anew.
+HEADER_HISTORY = "x-midstream-history"
 # Clients send it: a new session begins where its prompt is known.
 HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
 

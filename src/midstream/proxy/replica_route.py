@@ -34,7 +34,14 @@ from midstream.core.errors import (
     SnapshotTransition,
 )
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
-from midstream.core.types import HEADER_BOOT, HEADER_PLACED, HEADER_SESSION, ReplicaReport, Session
+from midstream.core.types import (
+    HEADER_BOOT,
+    HEADER_HISTORY,
+    HEADER_PLACED,
+    HEADER_SESSION,
+    ReplicaReport,
+    Session,
+)
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
@@ -79,6 +86,7 @@ BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
 _SESSION = HEADER_SESSION.encode()
+_HISTORY = HEADER_HISTORY.encode()
 _PLACED = HEADER_PLACED.encode()
 _LOST = HEADER_LOST.encode()
 _ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
@@ -257,6 +265,8 @@ class ReplicaRoute(Route):
             lines.append(_SESSION + b": " + key.encode())
             if self._placed is not None and self._placed.stamp is not None:
                 lines.append(_PLACED + b": %d" % self._placed.stamp)
+        if (history := self._request.first.get(_HISTORY)) is not None:
+            lines.append(_HISTORY + b": " + history)
         if self._versions is not None:
             assert self._sent_under is not None
             lines += self._versions.lines(self._view, self._sent_under)

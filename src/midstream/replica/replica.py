@@ -40,6 +40,7 @@ from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextJobs, TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
+from midstream.replica.turns.tree import BYTES_MAX, Trees
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +94,13 @@ RESTART_DELAY_MAX_S = 10.0
 class Bounds:
     """requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how
     long a session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that
-    are pinned to what serves.
+    are pinned to what serves. turns_bytes_max: of the tokens of all sessions' turns.
     """
 
     requests_max: int = REQUESTS_MAX
     session_idle_s: float = SESSION_IDLE_S
     pin_drain_s: float = PIN_DRAIN_S
+    turns_bytes_max: int = BYTES_MAX
 
 
 DEFAULT_BOUNDS = Bounds()
@@ -125,8 +127,13 @@ class Replica:
         self.gate = Gate(self._changed, bounds.requests_max)
         self.pins = Pins(self._changed, bounds.pin_drain_s)
         self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=monotonic)
+        self.trees = Trees(bounds.turns_bytes_max)
         self.sessions = Sessions(
-            idle_s=bounds.session_idle_s, clock=clock, monotonic=monotonic, on_change=self._changed
+            idle_s=bounds.session_idle_s,
+            clock=clock,
+            monotonic=monotonic,
+            on_change=self._changed,
+            on_close=self.trees.close,
         )
         self.service: Service | None = None
         self.ready = False
@@ -141,7 +148,7 @@ class Replica:
         self._pulse = Pulse(name, self._changed, monotonic)
         self._beating: asyncio.Task[None] | None = None
         self._grammars = GrammarChecks()
-        self._kept = Kept(self.pins, self.namespaces, self.sessions, self._jobs, self._grammars)
+        self._kept = Kept(self.pins, self.namespaces, self.sessions, self._jobs, self._grammars, self.trees)
         self._watch = asyncio.Event()
         self._driving: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None

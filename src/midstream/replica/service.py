@@ -27,6 +27,7 @@ from midstream.core.resumption import HEADER_RESUMABLE, Resume
 from midstream.core.sessions import named_in_body, named_in_headers, session_key
 from midstream.core.types import (
     HEADER_BOOT,
+    HEADER_HISTORY,
     HEADER_SESSION,
     HEADER_TENANT,
     GenerateRequest,
@@ -65,6 +66,8 @@ from midstream.replica.text.chat import Leave, TextJobs
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import check_template, prepare_history
+from midstream.replica.turns.history import History, policy_of
+from midstream.replica.turns.tree import Trees
 from midstream.replica.wire.base import Wire
 
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
@@ -98,6 +101,7 @@ class Kept:
     sessions: Sessions
     jobs: TextJobs
     grammars: GrammarChecks
+    trees: Trees
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -125,7 +129,8 @@ class Service(Surroundings):
         timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
-        given, size, read = self._unread(parsed, checked, len(body))
+        history = self._history(parsed, session, headers)
+        given, size, read = self._unread(parsed, checked, len(body), history)
         choices = check_choices(given, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
         counted = choices if continued is None else 0
@@ -136,8 +141,10 @@ class Service(Surroundings):
         prompts = await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
-            continued.check_prompts(prompts)
+            prompts = continued.prompts(prompts)
             seed = continued.opening.seed
+        if history is not None:
+            history.settled(prompts[0])
         requests = self._requests(checked, prompts, seed, answer)
         await self.gate.enter(timeout_s, counted)
         self.check_boot(headers.get(HEADER_BOOT))
@@ -158,6 +165,7 @@ class Service(Surroundings):
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
+                    history=history,
                 )
                 try:
                     yield generation
@@ -174,6 +182,14 @@ class Service(Surroundings):
         _, characters, read = self._unread(parsed, checked, size)
         return await self._prompts(read, characters, headers)
 
+    def _history(
+        self, body: CompletionBody | ChatBody, session: Session | None, headers: Mapping[str, str]
+    ) -> History | None:
+        policy = policy_of(headers.get(HEADER_HISTORY))
+        if session is None or not isinstance(body, ChatBody):
+            return None
+        return History(self.kept.trees, session, policy)
+
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
         named = self.names.wanted(body.model, headers.get(HEADER_MODEL, ""))
@@ -183,14 +199,22 @@ class Service(Surroundings):
         return Asked(self.names.model, constraint, admitted, judged=judged)
 
     def _unread(
-        self, body: CompletionBody | ChatBody, checked: Checked, body_size: int
+        self,
+        body: CompletionBody | ChatBody,
+        checked: Checked,
+        body_size: int,
+        history: History | None = None,
     ) -> tuple[int, int, Read]:
         """How many prompts there are, about how many characters to tokenize, and what does it; any thread may call it."""
         given = check_room(checked, body, self.info, self.text)
         if isinstance(body, ChatBody):
             prepare = partial(self._messages, body)
             tools = None if checked.tools is None else checked.tools.given
-            return given, body_size, partial(self._read_chat, _now_if_short(prepare, body_size), tools)
+            return (
+                given,
+                body_size,
+                partial(self._read_chat, _now_if_short(prepare, body_size), tools, history),
+            )
         split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
         size = body_size if body_size > LONG_BODY else _characters(split())
         return given, size, partial(self._read_prompts, split)
@@ -219,16 +243,27 @@ class Service(Surroundings):
         self,
         messages: Callable[[], list[dict[str, Any]]],
         tools: list[dict[str, Any]] | None,
+        history: History | None,
         leave: Leave,
     ) -> list[Prompt]:
         given = messages()
         leave.check()
-        text = self.text.render(given, tools)
-        where, context = "messages: the rendered chat template", self.info.max_model_len
-        self.text.check_size(text, where, "messages", context)
-        self.text.check_pieces(text, where, "messages", context, leave.check)
-        leave.check()
-        return _not_empty([Prompt(self.text.encode_rendered(text), text)])
+
+        def render(part: list[dict[str, Any]], prompted: bool) -> str:
+            return self.text.render(part, tools, generation_prompt=prompted)
+
+        def check(text: str) -> None:
+            where, context = "messages: the rendered chat template", self.info.max_model_len
+            self.text.check_size(text, where, "messages", context)
+            self.text.check_pieces(text, where, "messages", context, leave.check)
+            leave.check()
+
+        prompt = None if history is None else history.prompt(self.text, render, given, tools, check)
+        if prompt is None:
+            text = render(given, True)
+            check(text)
+            prompt = Prompt(self.text.encode_rendered(text), text)
+        return _not_empty([prompt])
 
     def _read_prompts(self, split: Callable[[], list[str | tuple[int, ...]]], leave: Leave) -> list[Prompt]:
         prompts, context = [], self.info.max_model_len

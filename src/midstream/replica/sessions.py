@@ -77,7 +77,7 @@ class Feed:
 
 class Sessions:
     """clock: seconds since the epoch; monotonic: seconds, only differences count. on_change: called when there is something
-    to tell."""
+    to tell. on_close: called for a session that is over; after a loss of all KV they are not, and begin anew."""
 
     def __init__(
         self,
@@ -87,12 +87,14 @@ class Sessions:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] = lambda: None,
+        on_close: Callable[[Session], None] = lambda _: None,
     ) -> None:
         self._sessions_max = sessions_max
         self._idle_s = idle_s
         self._clock = clock
         self._monotonic = monotonic
         self._on_change = on_change
+        self._on_close = on_close
         # With when each was last used; the least recently used first.
         self._held: OrderedDict[Session, tuple[SessionStats, float]] = OrderedDict()
         self._feeds: dict[Feed, None] = {}
@@ -189,7 +191,7 @@ class Sessions:
     def close_all(self) -> None:
         """Closes every session, because their KV is lost."""
         for session in list(self._held):
-            self._close(session)
+            self._leave(session)
         self._on_change()
 
     def sweep(self) -> None:
@@ -209,6 +211,10 @@ class Sessions:
             self._on_change()
 
     def _close(self, session: Session) -> None:
+        self._leave(session)
+        self._on_close(session)
+
+    def _leave(self, session: Session) -> None:
         stats, _ = self._held.pop(session)
         self._observe("turns_per_session", stats.turns)
         self._tell(session)

@@ -30,6 +30,7 @@ from midstream.replica.response.shapes import CachedDetails, Extras, Kept, RawOu
 from midstream.replica.sessions import Turn
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.toolformat import ToolFormat
+from midstream.replica.turns.history import History
 from midstream.replica.wire.base import ResponseHead, Wire
 
 #: Events of a resumed stream; each takes a few microseconds.
@@ -111,11 +112,14 @@ class Generation:
         *,
         resumable: bool = False,
         continued: Continued | None = None,
+        history: History | None = None,
     ) -> None:
-        """resumable: the stream carries what another replica needs to go on with it; continued: it goes on with one."""
+        """resumable: the stream carries what another replica needs to go on with it; continued: it goes on with one. history:
+        gets what is sampled."""
         checked, prompts, requests = work.checked, work.prompts, work.requests
         tool_format = work.tool_format
         self._service = service
+        self._history = history
         self._id_prefix = work.wire.id_prefix
         self.checked = checked
         self._prompts = prompts
@@ -162,10 +166,14 @@ class Generation:
             wide_routes=service.info.num_experts > 256,
         )
         self._encoder = work.wire.encoder(checked, head, vocabulary, work.details)
+        if history is not None and history.branch is not None and continued is None:
+            self._encoder.seam = {"branch": history.branch}
 
     def _opening(self, seed: int, resumable: bool) -> Opening:
         prompts = digest(self._prompts) if resumable else ""
-        return Opening(f"{self._id_prefix}{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts)
+        continues = resumable and self._history is not None and self._history.continues
+        ids = self._prompts[0].token_ids if continues else None
+        return Opening(f"{self._id_prefix}{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts, ids)
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
@@ -301,6 +309,14 @@ class Generation:
             self._service.engine.end_choice(self._requests[prompt].request_id, event.index)
 
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
+        pieces = self._released(prompt, choice, event)
+        if self._history is not None:
+            self._history.take(choice.index, pieces)
+            if choice.finish is not None:
+                self._history.end(choice.index)
+        return pieces
+
+    def _released(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         self._take_measures(prompt, choice, event)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]

@@ -57,9 +57,16 @@ class Continued:
     def events(self) -> Iterable[tuple[int, GenerationEvent]]:
         return self._told.events(self._choices)
 
-    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+    def prompts(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts of the stream: those that the body gives here, unless the stream had others and says which.
+
+        Raises CannotResume.
+        """
+        if self.opening.ids is not None:
+            prompts = [Prompt(self.opening.ids)]
         if digest(prompts) != self.opening.prompts:
             raise CannotResume("the prompt is read as other tokens than before")
+        return prompts
 
     def check_snapshot(self, serving: str, finished: Collection[int]) -> None:
         """Raises CannotResume unless the KV of what is unfinished can be computed again as it was."""

@@ -148,6 +148,7 @@ class TextModel:
         self._special_tokens = special_tokens
         added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
         self._added = {name: added[name] for name in sorted(added, key=len, reverse=True)}
+        self._marker_texts = {token: name for name, token in added.items()}
 
     @classmethod
     def load(cls, directory: Path) -> TextModel:
@@ -196,6 +197,10 @@ class TextModel:
 
     def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._added[name] for name in markers if name in self._added)
+
+    def marker_text(self, token_id: int) -> str:
+        """The text of an added token, such as one that ends an answer; empty for any other one."""
+        return self._marker_texts.get(token_id, "")
 
     def render(
         self,

@@ -142,6 +142,7 @@ class OpenAIEncoder(RecordEncoder):
         if self._chat and self._checked.token_ids:
             response.prompt_token_ids = prompts[0].token_ids
         response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
+        response.midstream = self.seam
         return _encode(response)
 
     def _plain_choice(self, choice: Choice, kept: Kept, prompt: Prompt) -> AnyChoice:

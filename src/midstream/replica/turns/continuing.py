@@ -1,0 +1,79 @@
+"""What a chat template writes behind an answer that was sampled before: the text that a request adds to a turn. Pure.
+
+A template renders a whole conversation, and an answer in it often reads other than it was sampled: thinking is dropped, calls
+are spaced anew, white space is trimmed. So the answer is rendered as a mark, and only what stands behind the mark is taken.
+Where a template shows no mark (Llama 3 drops the content of a message with calls), the conversation up to the answer and the
+whole one are rendered, and what the second has more is taken.
+
+Always holds: the text begins with what the template ends an answer with (its closing), `<|im_end|>` and a line feed for
+example. None is returned where it cannot be told apart from the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from midstream.core.errors import InvalidRequest
+
+#: Renders messages. generation_prompt: as the request has it for a whole conversation, False for a part.
+Render = Callable[[list[dict[str, Any]], bool], str]
+
+#: Private-use characters: no template trims, splits or escapes them.
+MARK = "\ue0f0\ue0f5\ue0f1"
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_USER = {"role": "user", "content": "x"}
+
+
+def text_behind(render: Render, messages: Sequence[dict[str, Any]], at: int) -> tuple[str, str] | None:
+    """The closing of an answer, and all text behind the answer `messages[at]`, which begins with the closing.
+
+    Raises InvalidRequest where the template refuses the conversation.
+    """
+    closing = closing_of(render)
+    if closing is None or any(MARK in str(message.get("content")) for message in messages):
+        return None
+    marked = _marked(messages, at)
+    behind = _behind(render(marked, True))
+    own = closing if not messages[at].get("tool_calls") else _behind(_tried(render, marked[: at + 1]))
+    if behind is not None and own is not None and own.endswith(closing) and behind.startswith(own):
+        return closing, closing + behind[len(own) :]
+    return _difference(render, messages, at, closing)
+
+
+def closing_of(render: Render) -> str | None:
+    """What the template writes behind the last answer of a conversation."""
+    return _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}]))
+
+
+def _marked(messages: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
+    answer = {name: value for name, value in messages[at].items() if name not in _THOUGHTS}
+    return [*messages[:at], {**answer, "content": MARK}, *messages[at + 1 :]]
+
+
+def _behind(rendered: str) -> str | None:
+    before, mark, behind = rendered.partition(MARK)
+    return behind if mark and MARK not in behind else None
+
+
+def _difference(
+    render: Render, messages: Sequence[dict[str, Any]], at: int, closing: str
+) -> tuple[str, str] | None:
+    part, whole = _tried(render, list(messages[: at + 1])), render(list(messages), True)
+    if not part or not part.endswith(closing) or not whole.startswith(part):
+        return None
+    return closing, closing + whole[len(part) :]
+
+
+def _tried(render: Render, messages: list[dict[str, Any]]) -> str:
+    try:
+        return render(messages, False)
+    except InvalidRequest:
+        return ""
+
+
+def without_end(text: str, closing: str, end: str) -> str:
+    """The text behind an answer whose last sampled token is `end`: the closing has it too, perhaps behind white space."""
+    if not end or end not in closing:
+        return text
+    return text[closing.index(end) + len(end) :]

@@ -1,0 +1,165 @@
+"""One request's part in its session's tree: the turn it continues, the prompt that follows, the turns it adds.
+
+Always holds:
+- A prompt begins with the exact tokens of the turn that it continues, or the request is marked as a branch.
+- A request with answers in its history that continues no turn is a branch. So is one whose history goes on, behind a turn,
+  with answers that were not sampled here.
+- Only answers that came to their end become turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from midstream.core.errors import InvalidRequest
+from midstream.core.types import HEADER_HISTORY, Session
+from midstream.replica.request.checked import Prompt
+from midstream.replica.response.choice import Piece
+from midstream.replica.text.chat import TextModel
+from midstream.replica.turns.continuing import Render, text_behind, without_end
+from midstream.replica.turns.tree import Found, Key, Trees, Turn, key_of_answer, keys_of
+
+#: See types.HEADER_HISTORY.
+Policy = Literal["exact", "template"]
+
+
+class Branch(msgspec.Struct):
+    """Why a request continues no turn as it was sampled. messages: how many of its messages, from the first on, the session
+    has had before. turn: the number of the turn whose tokens its prompt begins with, where there is one.
+
+    - new: it has no answers in its history; a sub-agent, a compacted conversation, or a prompt that comes again.
+    - edited: it has answers that were not sampled in this session.
+    - unknown: it has answers, and this replica has no turn of the session.
+    - forgotten: likewise, as the session's turns were dropped for want of memory.
+    - template: the chat template renders the conversation otherwise, and the client wants that, or the template does not let
+      answers be told apart.
+    """
+
+    why: Literal["new", "edited", "unknown", "forgotten", "template"]
+    messages: int
+    turn: int | UnsetType = UNSET
+
+
+def policy_of(given: str | None) -> Policy:
+    """Raises InvalidRequest."""
+    if given in (None, "", "exact"):
+        return "exact"
+    if given == "template":
+        return "template"
+    message = f"{HEADER_HISTORY}: expected exact or template, got {given!r}"
+    raise InvalidRequest(message, param=HEADER_HISTORY)
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.text: list[str] = []
+        self.calls: list[tuple[str, str]] = []
+
+
+class History:
+    """branch: None where the request begins a session or continues a turn."""
+
+    def __init__(self, trees: Trees, session: Session, policy: Policy = "exact") -> None:
+        self._trees = trees
+        self._session = session
+        self._policy = policy
+        self._keys: list[Key] = []
+        #: The turn whose messages the request has, and the one whose tokens its prompt has.
+        self._found: Turn | None = None
+        self._parent: Turn | None = None
+        self._reused = False
+        self._prompt: tuple[int, ...] = ()
+        self._answers: dict[int, _Answer] = {}
+        self.branch: Branch | None = None
+
+    def __repr__(self) -> str:
+        return f"History({self._session}, parent={self._parent}, branch={self.branch})"
+
+    # -- the prompt
+
+    def prompt(
+        self,
+        text: TextModel,
+        render: Render,
+        messages: Sequence[dict[str, Any]],
+        others: Any,
+        check: Callable[[str], None],
+    ) -> Prompt | None:
+        """The prompt that continues a turn; None: render the conversation. others: what else the template gets. check: raises
+        for a text that is too long to be tokenized.
+
+        Any thread may call it. Raises InvalidRequest.
+        """
+        self._keys = keys_of(messages, others)
+        tree = self._trees.of(self._session)
+        found = Found(None, 0, 0) if tree is None else tree.find(self._keys)
+        # Whoever writes answers into a history that nobody sampled here begins a branch.
+        answers = any(message["role"] == "assistant" for message in messages[found.messages :])
+        if found.turn is None:
+            if tree is not None:
+                self.branch = Branch("edited" if answers else "new", found.known)
+            elif answers:
+                self.branch = Branch("forgotten" if self._trees.forgot(self._session) else "unknown", 0)
+            return None
+        self._found = found.turn
+        if answers:
+            self.branch = Branch("edited", found.known, found.turn.number)
+        if self._policy == "template":
+            return None
+        behind = text_behind(render, messages, found.messages - 1)
+        if behind is None:
+            self.branch = Branch("template", found.known)
+            return None
+        check(behind[1])
+        self._reused = True
+        return Prompt(continued(text, found.turn, *behind))
+
+    def settled(self, prompt: Prompt) -> None:
+        """It is this prompt that is sampled from. It may still begin with a turn's tokens where it was rendered."""
+        self._prompt = prompt.token_ids
+        turn = self._found
+        if turn is not None:
+            tokens = turn.tokens
+            if self._prompt[: len(tokens)] == tokens:
+                self._parent = turn
+            elif self.branch is None:
+                self.branch = Branch("template", len(self._keys))
+
+    @property
+    def continues(self) -> bool:
+        """Whether the prompt was made from a turn's tokens."""
+        return self._reused
+
+    # -- the answers
+
+    def take(self, choice: int, pieces: Sequence[Piece]) -> None:
+        answer = self._answers.get(choice)
+        if answer is None:
+            answer = self._answers[choice] = _Answer()
+        for piece in pieces:
+            if not piece.echoed:
+                answer.tokens += [scored.record.token_id for scored in piece.tokens]
+                answer.text.append(piece.text)
+                answer.calls += [(call.name, call.arguments) for call in piece.calls]
+
+    def end(self, choice: int) -> None:
+        """The choice came to its end, and is a turn from now on."""
+        answer = self._answers.pop(choice, None)
+        if answer is None or not self._keys:
+            return
+        key = key_of_answer(self._keys[-1], "".join(answer.text), answer.calls)
+        had = 0 if self._parent is None else len(self._parent.tokens)
+        keys = [*self._keys, key]
+        self._trees.add(self._session, self._parent, self._prompt[had:], answer.tokens, keys)
+
+
+def continued(text: TextModel, turn: Turn, closing: str, behind: str) -> tuple[int, ...]:
+    """The turn's tokens and those of the text behind its answer."""
+    tokens = turn.tokens
+    end = text.marker_text(tokens[-1]) if tokens else ""
+    return tokens + text.encode_rendered(without_end(behind, closing, end))

@@ -1,0 +1,215 @@
+"""The turns of sessions as token ids: a tree for each session, found again by the messages that a client sends back.
+
+Owns: the trees of a replica, within one bound of bytes, and which sessions' trees were dropped for it.
+Always holds:
+- A turn never changes. Its tokens are its parent's tokens, then those that its request added, then those that were sampled.
+- A turn is found by all messages up to its answer, and by the tools. Thinking is left out of the comparison, white space at
+  the ends of an answer and in its calls' arguments does not count, and neither do the ids of its calls.
+- The least recently used tree goes first, whole. A session whose tree went is known as forgotten.
+
+Threads may read while the loop's thread adds: each step is one operation of a dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from midstream.core.types import Session
+
+#: Of all trees together.
+BYTES_MAX = 256 * 2**20
+FORGOTTEN_MAX = 100_000
+#: What a turn and a message key take beside tokens, roughly.
+_TURN_BYTES = 512
+_KEY_BYTES = 128
+
+#: Of a beginning of a conversation: its messages, and the tools.
+Key = bytes
+
+
+class Turn:
+    """One answer of a session. number: within the tree. added: what the request had behind the parent's tokens."""
+
+    __slots__ = ("added", "number", "parent", "sampled")
+
+    def __init__(
+        self, number: int, parent: Turn | None, added: Sequence[int], sampled: Sequence[int]
+    ) -> None:
+        self.number = number
+        self.parent = parent
+        self.added = array("I", added)
+        self.sampled = array("I", sampled)
+
+    def __repr__(self) -> str:
+        parent = None if self.parent is None else self.parent.number
+        return f"Turn({self.number}, parent={parent}, {len(self.added)} added, {len(self.sampled)} sampled)"
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All token ids, from the first of the conversation on."""
+        turn: Turn | None = self
+        parts: list[array[int]] = []
+        while turn is not None:
+            parts += (turn.sampled, turn.added)
+            turn = turn.parent
+        return tuple(itertools.chain.from_iterable(reversed(parts)))
+
+
+class Found(NamedTuple):
+    """turn: the last one whose messages are all there, in the same words; None: there is none. messages: how many they are.
+
+    known: how many messages from the first on any turn of the session has had.
+    """
+
+    turn: Turn | None
+    messages: int
+    known: int
+
+
+class TurnTree:
+    """The turns of one session."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._turns: dict[Key, Turn] = {}
+        #: The beginnings of all conversations that were had.
+        self._known: set[Key] = set()
+        self.size = 0
+
+    def __repr__(self) -> str:
+        return f"TurnTree({len(self._turns)} turns, {self.size} bytes)"
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def find(self, keys: Sequence[Key]) -> Found:
+        """keys: of the beginnings of a conversation, the shortest first (see `keys_of`)."""
+        known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self._known), 0)
+        for at in range(known, 0, -1):
+            turn = self._turns.get(keys[at - 1])
+            if turn is not None:
+                return Found(turn, at, known)
+        return Found(None, 0, known)
+
+    def add(
+        self, parent: Turn | None, added: Sequence[int], sampled: Sequence[int], keys: Sequence[Key]
+    ) -> Turn:
+        """keys: as for `find`, with the answer's own at the end. Of two turns of the same words the younger one is found."""
+        turn = Turn(next(self._numbers), parent, added, sampled)
+        before = len(self._known)
+        self._known.update(keys)
+        self._turns[keys[-1]] = turn
+        self.size += _TURN_BYTES + 4 * (len(added) + len(sampled)) + _KEY_BYTES * (len(self._known) - before)
+        return turn
+
+
+class Trees:
+    """The trees of all sessions."""
+
+    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._trees: OrderedDict[Session, TurnTree] = OrderedDict()
+        self._forgotten: OrderedDict[Session, None] = OrderedDict()
+        self.size = 0
+
+    def __repr__(self) -> str:
+        return f"Trees({len(self._trees)} sessions, {self.size} bytes, {len(self._forgotten)} forgotten)"
+
+    def of(self, session: Session) -> TurnTree | None:
+        """None: nothing was kept of the session."""
+        return self._trees.get(session)
+
+    def forgot(self, session: Session) -> bool:
+        """Whether the session had turns here that were dropped."""
+        return session in self._forgotten
+
+    def add(
+        self,
+        session: Session,
+        parent: Turn | None,
+        added: Sequence[int],
+        sampled: Sequence[int],
+        keys: Sequence[Key],
+    ) -> Turn:
+        """See TurnTree.add."""
+        tree = self._trees.get(session)
+        if tree is None:
+            tree = self._trees[session] = TurnTree()
+        before = tree.size
+        turn = tree.add(parent, added, sampled, keys)
+        self.size += tree.size - before
+        self._trees.move_to_end(session)
+        while self.size > self._bytes_max and self._trees:
+            oldest, dropped = self._trees.popitem(last=False)
+            self.size -= dropped.size
+            self._forgotten[oldest] = None
+        while len(self._forgotten) > FORGOTTEN_MAX:
+            self._forgotten.popitem(last=False)
+        return turn
+
+    def close(self, session: Session) -> None:
+        """The session is over: nothing of it stays."""
+        self._forgotten.pop(session, None)
+        tree = self._trees.pop(session, None)
+        if tree is not None:
+            self.size -= tree.size
+
+
+# -- keys
+
+
+def keys_of(messages: Iterable[dict[str, Any]], tools: Any, options: Any = None) -> list[Key]:
+    """The key of each beginning of a conversation, the one with the first message alone first.
+
+    messages: as a chat template takes them (checked.check_messages). tools, options: what else the template gets.
+    """
+    key = _digest(b"", [tools, options])
+    keys = []
+    for message in messages:
+        key = _digest(key, _told(message))
+        keys.append(key)
+    return keys
+
+
+def key_of_answer(before: Key, content: str, calls: Iterable[tuple[str, str]]) -> Key:
+    """The key behind an answer. calls: name and arguments, as JSON text, of each."""
+    return _digest(before, _answer(content, [[name, _arguments(given)] for name, given in calls]))
+
+
+def _digest(before: bytes, value: Any) -> Key:
+    return hashlib.blake2b(before + _encode(value), digest_size=16).digest()
+
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+def _answer(content: str, calls: list[list[Any]]) -> list[Any]:
+    return ["assistant", content.strip(), calls]
+
+
+def _told(message: dict[str, Any]) -> Any:
+    if message.get("role") != "assistant":
+        return {name: value for name, value in message.items() if value is not None}
+    calls = [
+        [call["function"].get("name"), _arguments(call["function"].get("arguments", ""))]
+        for call in message.get("tool_calls") or ()
+    ]
+    return _answer(message.get("content") or "", calls)
+
+
+def _arguments(given: Any) -> Any:
+    """What they say, however they are spaced."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given) if given else {}
+    except (ValueError, RecursionError):
+        return given
