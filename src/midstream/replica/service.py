@@ -188,7 +188,7 @@ class Service(Surroundings):
         policy = policy_of(headers.get(HEADER_HISTORY))
         if session is None or not isinstance(body, ChatBody):
             return None
-        return History(self.kept.trees, session, policy)
+        return History(self.kept.trees, session, self.info.eos_token_ids, policy)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""

@@ -19,7 +19,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -197,6 +197,11 @@ class TextModel:
 
     def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._added[name] for name in markers if name in self._added)
+
+    @property
+    def markers(self) -> Iterable[str]:
+        """The texts of all added tokens."""
+        return self._added
 
     def marker_text(self, token_id: int) -> str:
         """The text of an added token, such as one that ends an answer; empty for any other one."""

@@ -11,7 +11,7 @@ example. None is returned where it cannot be told apart from the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from midstream.core.errors import InvalidRequest
@@ -30,20 +30,29 @@ def text_behind(render: Render, messages: Sequence[dict[str, Any]], at: int) -> 
 
     Raises InvalidRequest where the template refuses the conversation.
     """
-    closing = closing_of(render)
-    if closing is None or any(MARK in str(message.get("content")) for message in messages):
+    last = _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}]))
+    if last is None or any(MARK in str(message.get("content")) for message in messages):
         return None
+    closing = _closing_within(render) or last
     marked = _marked(messages, at)
     behind = _behind(render(marked, True))
-    own = closing if not messages[at].get("tool_calls") else _behind(_tried(render, marked[: at + 1]))
-    if behind is not None and own is not None and own.endswith(closing) and behind.startswith(own):
-        return closing, closing + behind[len(own) :]
-    return _difference(render, messages, at, closing)
+    calls = ""
+    if messages[at].get("tool_calls"):
+        own = _behind(_tried(render, marked[: at + 1]))
+        calls = own.removesuffix(last) if own is not None and own.endswith(last) else "\0"
+    if behind is not None and behind.startswith(calls):
+        return closing, behind[len(calls) :]
+    return _difference(render, messages, at, last)
 
 
-def closing_of(render: Render) -> str | None:
-    """What the template writes behind the last answer of a conversation."""
-    return _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}]))
+def _closing_within(render: Render) -> str | None:
+    """What the template writes behind an answer that more follows; it may differ from the one of the last answer."""
+    behind = _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}, _USER]))
+    one, two = _tried(render, [_USER]), _tried(render, [_USER, _USER])
+    if behind is None or not one or not two.startswith(one):
+        return None
+    turn = two[len(one) :]
+    return behind.removesuffix(turn) if turn and behind.endswith(turn) else None
 
 
 def _marked(messages: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
@@ -52,7 +61,7 @@ def _marked(messages: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]
 
 
 def _behind(rendered: str) -> str | None:
-    before, mark, behind = rendered.partition(MARK)
+    _, mark, behind = rendered.partition(MARK)
     return behind if mark and MARK not in behind else None
 
 
@@ -72,8 +81,11 @@ def _tried(render: Render, messages: list[dict[str, Any]]) -> str:
         return ""
 
 
-def without_end(text: str, closing: str, end: str) -> str:
-    """The text behind an answer whose last sampled token is `end`: the closing has it too, perhaps behind white space."""
-    if not end or end not in closing:
-        return text
-    return text[closing.index(end) + len(end) :]
+def without_end(text: str, closing: str, end: str, markers: Iterable[str]) -> str:
+    """The text behind an answer that was sampled up to the end token `end`, which stands in the closing, too.
+
+    Where the template ends an answer with another of the `markers`, as more follows, that one is left out in its stead.
+    """
+    ends = [closing.index(end) + len(end)] if end in closing else []
+    ends = ends or [closing.index(marker) + len(marker) for marker in markers if marker in closing]
+    return text[min(ends, default=0) :]

@@ -9,7 +9,7 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -64,8 +64,12 @@ class _Answer:
 class History:
     """branch: None where the request begins a session or continues a turn."""
 
-    def __init__(self, trees: Trees, session: Session, policy: Policy = "exact") -> None:
+    def __init__(
+        self, trees: Trees, session: Session, ends: Collection[int], policy: Policy = "exact"
+    ) -> None:
+        """ends: tokens that end answers."""
         self._trees = trees
+        self._ends = ends
         self._session = session
         self._policy = policy
         self._keys: list[Key] = []
@@ -117,7 +121,7 @@ class History:
             return None
         check(behind[1])
         self._reused = True
-        return Prompt(continued(text, found.turn, *behind))
+        return Prompt(continued(text, found.turn, *behind, self._ends))
 
     def settled(self, prompt: Prompt) -> None:
         """It is this prompt that is sampled from. It may still begin with a turn's tokens where it was rendered."""
@@ -158,8 +162,11 @@ class History:
         self._trees.add(self._session, self._parent, self._prompt[had:], answer.tokens, keys)
 
 
-def continued(text: TextModel, turn: Turn, closing: str, behind: str) -> tuple[int, ...]:
-    """The turn's tokens and those of the text behind its answer."""
+def continued(
+    text: TextModel, turn: Turn, closing: str, behind: str, ends: Collection[int]
+) -> tuple[int, ...]:
+    """The turn's tokens and those of the text behind its answer. ends: tokens that end answers."""
     tokens = turn.tokens
-    end = text.marker_text(tokens[-1]) if tokens else ""
-    return tokens + text.encode_rendered(without_end(behind, closing, end))
+    if tokens[-1] in ends:
+        behind = without_end(behind, closing, text.marker_text(tokens[-1]), text.markers)
+    return tokens + text.encode_rendered(behind)

@@ -192,7 +192,8 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def _answer(content: str, calls: list[list[Any]]) -> list[Any]:
-    return ["assistant", content.strip(), calls]
+    # Clients may send thinking back within the content, or leave it out.
+    return ["assistant", content.rpartition("</think>")[2].strip(), calls]
 
 
 def _told(message: dict[str, Any]) -> Any:
