@@ -5,14 +5,14 @@ are spaced anew, white space is trimmed. So the answer is rendered as a mark, an
 Where a template shows no mark (Llama 3 drops the content of a message with calls), the conversation up to the answer and the
 whole one are rendered, and what the second has more is taken.
 
-Always holds: the text begins with what the template ends an answer with (its closing), `<|im_end|>` and a line feed for
-example. None is returned where it cannot be told apart from the answer.
+Always holds: the text begins with what the template ends an answer with, its closing; `<|im_end|>` and a line feed for
+example. A closing is found by probing, once for a template and a set of tools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from midstream.core.errors import InvalidRequest
 
@@ -25,15 +25,29 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _USER = {"role": "user", "content": "x"}
 
 
-def text_behind(render: Render, messages: Sequence[dict[str, Any]], at: int) -> tuple[str, str] | None:
-    """The closing of an answer, and all text behind the answer `messages[at]`, which begins with the closing.
+class Closings(NamedTuple):
+    """What a template writes behind the last answer of a conversation, and behind one that more follows."""
+
+    last: str
+    within: str
+
+
+def closings_of(render: Render) -> Closings | None:
+    """None: the template shows no mark."""
+    last = _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}]))
+    return None if last is None else Closings(last, _closing_within(render) or last)
+
+
+def text_behind(
+    render: Render, closings: Closings, messages: Sequence[dict[str, Any]], at: int
+) -> str | None:
+    """All text behind the answer `messages[at]`; it begins with a closing. None: it cannot be told apart from the answer.
 
     Raises InvalidRequest where the template refuses the conversation.
     """
-    last = _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}]))
-    if last is None or any(MARK in str(message.get("content")) for message in messages):
+    last = closings.last
+    if any(MARK in str(message.get("content")) for message in messages):
         return None
-    closing = _closing_within(render) or last
     marked = _marked(messages, at)
     behind = _behind(render(marked, True))
     calls = ""
@@ -41,12 +55,11 @@ def text_behind(render: Render, messages: Sequence[dict[str, Any]], at: int) -> 
         own = _behind(_tried(render, marked[: at + 1]))
         calls = own.removesuffix(last) if own is not None and own.endswith(last) else "\0"
     if behind is not None and behind.startswith(calls):
-        return closing, behind[len(calls) :]
+        return behind[len(calls) :]
     return _difference(render, messages, at, last)
 
 
 def _closing_within(render: Render) -> str | None:
-    """What the template writes behind an answer that more follows; it may differ from the one of the last answer."""
     behind = _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}, _USER]))
     one, two = _tried(render, [_USER]), _tried(render, [_USER, _USER])
     if behind is None or not one or not two.startswith(one):
@@ -65,13 +78,11 @@ def _behind(rendered: str) -> str | None:
     return behind if mark and MARK not in behind else None
 
 
-def _difference(
-    render: Render, messages: Sequence[dict[str, Any]], at: int, closing: str
-) -> tuple[str, str] | None:
+def _difference(render: Render, messages: Sequence[dict[str, Any]], at: int, closing: str) -> str | None:
     part, whole = _tried(render, list(messages[: at + 1])), render(list(messages), True)
     if not part or not part.endswith(closing) or not whole.startswith(part):
         return None
-    return closing, closing + whole[len(part) :]
+    return closing + whole[len(part) :]
 
 
 def _tried(render: Render, messages: list[dict[str, Any]]) -> str:

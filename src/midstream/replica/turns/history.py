@@ -115,13 +115,14 @@ class History:
             self.branch = Branch("edited", found.known, found.turn.number)
         if self._policy == "template":
             return None
-        behind = text_behind(render, messages, found.messages - 1)
-        if behind is None:
+        closings = self._trees.closings(others, render)
+        behind = None if closings is None else text_behind(render, closings, messages, found.messages - 1)
+        if closings is None or behind is None:
             self.branch = Branch("template", found.known)
             return None
-        check(behind[1])
+        check(behind)
         self._reused = True
-        return Prompt(continued(text, found.turn, *behind, self._ends))
+        return Prompt(continued(text, found.turn, closings.within, behind, self._ends))
 
     def settled(self, prompt: Prompt) -> None:
         """It is this prompt that is sampled from. It may still begin with a turn's tokens where it was rendered."""

@@ -23,10 +23,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from midstream.core.types import Session
+from midstream.replica.turns.continuing import Closings, Render, closings_of
 
 #: Of all trees together.
 BYTES_MAX = 256 * 2**20
 FORGOTTEN_MAX = 100_000
+#: Sets of tools whose closings are kept.
+CLOSINGS_MAX = 1024
 #: What a turn and a message key take beside tokens, roughly.
 _TURN_BYTES = 512
 _KEY_BYTES = 128
@@ -118,10 +121,22 @@ class Trees:
         self._bytes_max = bytes_max
         self._trees: OrderedDict[Session, TurnTree] = OrderedDict()
         self._forgotten: OrderedDict[Session, None] = OrderedDict()
+        self._closings: dict[Key, Closings | None] = {}
         self.size = 0
 
     def __repr__(self) -> str:
         return f"Trees({len(self._trees)} sessions, {self.size} bytes, {len(self._forgotten)} forgotten)"
+
+    def closings(self, others: Any, render: Render) -> Closings | None:
+        """Of the replica's template. others: what it gets beside the messages."""
+        key = _digest(b"", others)
+        made = self._closings.get(key)
+        if made is None:
+            made = closings_of(render)
+            if len(self._closings) >= CLOSINGS_MAX:
+                self._closings.clear()
+            self._closings[key] = made
+        return made
 
     def of(self, session: Session) -> TurnTree | None:
         """None: nothing was kept of the session."""

@@ -1,0 +1,198 @@
+"""Exact sessions from outside: what reaches the engine, what responses say, and streams that another replica goes on with."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
+from test_resume_pipeline import CHAT, RESUMABLE, by_choice, events, play, resume, units
+
+SESSION = {"x-midstream-session": "s"}
+USER = {"role": "user", "content": "he said"}
+#: As a tokenizer would not cut it: it has a token for "he".
+LETTERS = tuple(b"hello ")
+
+
+def an_engine() -> FakeEngine:
+    engine = FakeEngine()
+    engine.reply = LETTERS
+    engine.tells_kv = True
+    return engine
+
+
+async def turn(here: Running, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    headers = {**SESSION, **more.pop("headers", {})}
+    body = {"model": MODEL, "messages": messages, "max_tokens": 6, **more}
+    answer = await here.http.post(CHAT, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    if not more.get("stream"):
+        return dict(answer.json())
+    chunks = sse(answer.text)
+    assert chunks.pop() == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    said = {"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas)}
+    first = chunks[0].get("midstream")
+    told = {} if first is None else {"midstream": first}
+    assert all("midstream" not in chunk for chunk in chunks[1:])
+    return {"choices": [{"message": said}], **told}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_next_turn_begins_with_the_very_tokens_of_the_last(tmp_path: Path, stream: bool) -> None:
+    engine = an_engine()
+
+    async def main() -> None:
+        async with running(tmp_path, engine) as here:
+            messages = [USER]
+            for number in range(3):
+                answer = await turn(here, messages, stream=stream)
+                assert "midstream" not in answer
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": f"{number}"}]
+
+    asyncio.run(main())
+    first, second, third = (request.prompt for request in engine.requests)
+    added = ids("<|im_end|><|im_start|>user\n0<|im_end|><|im_start|>assistant\n")
+    assert second == first + LETTERS + added
+    assert third[: len(second) + 6] == second + LETTERS
+
+
+def test_a_request_without_a_session_is_rendered_as_ever(tmp_path: Path) -> None:
+    engine = an_engine()
+
+    async def main() -> None:
+        async with running(tmp_path, engine) as here:
+            answer = await turn(here, [USER], headers={"x-midstream-session": ""})
+            again = [USER, answer["choices"][0]["message"], USER]
+            answer = await turn(here, again, headers={"x-midstream-session": ""})
+            assert "midstream" not in answer
+
+    asyncio.run(main())
+    assert ids("hello ")[0] in engine.requests[1].prompt[len(engine.requests[0].prompt) :]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_branch_is_said_once_in_the_response(tmp_path: Path, stream: bool) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            unknown = await turn(here, [USER, {"role": "assistant", "content": "?"}, USER], stream=stream)
+            assert unknown["midstream"] == {"branch": {"why": "unknown", "messages": 0}}
+            answer = await turn(here, [USER], stream=stream)
+            # Its messages are where the other one began.
+            assert answer["midstream"] == {"branch": {"why": "new", "messages": 1}}
+            edited = [
+                USER,
+                answer["choices"][0]["message"],
+                USER,
+                {"role": "assistant", "content": "!"},
+                USER,
+            ]
+            answer = await turn(here, edited, stream=stream)
+            assert answer["midstream"] == {"branch": {"why": "edited", "messages": 2, "turn": 2}}
+
+    asyncio.run(main())
+
+
+def test_a_closed_session_leaves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            answer = await turn(here, [USER])
+            assert here.replica.trees.size
+            closed = await here.http.post("/replica/sessions/close", json={"tenant": "", "key": "s"})
+            assert closed.json() == {"closed": True}
+            assert here.replica.trees.size == 0
+            again = await turn(here, [USER, answer["choices"][0]["message"], USER])
+            assert again["midstream"]["branch"]["why"] == "unknown"
+
+    asyncio.run(main())
+
+
+def test_turns_of_two_tenants_are_apart(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            answer = await turn(here, [USER], headers={"x-midstream-tenant": "a"})
+            again = [USER, answer["choices"][0]["message"], USER]
+            other = await turn(here, again, headers={"x-midstream-tenant": "b"})
+            assert other["midstream"]["branch"]["why"] == "unknown"
+            assert "midstream" not in await turn(here, again, headers={"x-midstream-tenant": "a"})
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_has_no_turn_and_each_choice_is_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = an_engine()
+        async with running(tmp_path, engine) as here:
+            engine.allow(2)
+            body = {"model": MODEL, "messages": [USER], "max_tokens": 6, "stream": True}
+            async with here.http.stream("POST", CHAT, json=body, headers=SESSION) as answer:
+                async for _ in answer.aiter_text():
+                    break
+            await engine.any_aborted.wait()
+            assert here.replica.trees.size == 0
+            engine.allow(10_000)
+            await turn(here, [USER], n=3)
+            tree = here.replica.trees.of(("", "s"))
+            # Three equal answers are found by the same words.
+            assert tree is not None
+            assert len(tree) == 1
+
+    asyncio.run(main())
+
+
+def test_a_continued_turn_is_resumed_on_a_replica_that_never_had_the_session(tmp_path: Path) -> None:
+    """Cut after every write. The prompt is not what the other replica would render, so the log carries it."""
+
+    async def scenario(here: Running, there: Running) -> None:
+        answer = await turn(here, [USER])
+        again = [USER, answer["choices"][0]["message"], USER]
+        body = {"messages": again, "max_tokens": 5, "seed": 3, "return_token_ids": True}
+        asked = {"model": MODEL, "stream": True, **body}
+        whole = await here.http.post(CHAT, json=asked, headers={**RESUMABLE, **SESSION})
+        writes = units(whole.text)
+        expected = by_choice(events("".join(writes)))
+        for cut in range(1, len(writes)):
+            rest = await resume(there, CHAT, body, writes[:cut])
+            assert rest.status_code == 200, rest.text
+            assert by_choice(events("".join(writes[:cut]) + rest.text)) == expected
+
+    play(tmp_path, scenario, an_engine)
+
+
+def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> None:
+    async def scenario(here: Running, there: Running) -> None:
+        answer = await turn(here, [USER])
+        again = [USER, answer["choices"][0]["message"], USER]
+        asked = {"model": MODEL, "stream": True, "messages": again, "max_tokens": 5, "seed": 3}
+        whole = await here.http.post(CHAT, json=asked, headers={**RESUMABLE, **SESSION})
+        writes = units(whole.text)
+        state = "\n".join(
+            line[4:] for write in writes[:3] for line in write.split("\n") if line.startswith(": m ")
+        )
+        sent = {"path": CHAT, "lost": "a", "exact": True, "state": state, "body": asked}
+        rest = await there.http.post("/replica/resume", json=sent, headers=SESSION)
+        assert rest.status_code == 200, rest.text
+        tokens = here.engine.requests[1].prompt + LETTERS[:5]
+        further = [*again, {"role": "assistant", "content": "hello"}, USER]
+        answer = await turn(there, further)
+        assert "midstream" not in answer
+        assert there.engine.requests[-1].prompt[: len(tokens)] == tokens
+
+    play(tmp_path, scenario, an_engine)
+
+
+def test_a_prompt_that_outgrows_the_context_is_refused_and_the_session_stays(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = an_engine()
+        async with running(tmp_path, engine) as here:
+            answer = await turn(here, [USER])
+            again = [USER, answer["choices"][0]["message"], {"role": "user", "content": "x" * 100}]
+            body = {"model": MODEL, "messages": again}
+            refused = await here.http.post(CHAT, json=body, headers=SESSION)
+            assert refused.status_code == 400
+            assert "do not fit the context of 128 tokens" in refused.json()["error"]["message"]
+            assert "midstream" not in await turn(here, [*again[:2], USER])
+
+    asyncio.run(main())
