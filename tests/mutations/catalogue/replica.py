@@ -200,4 +200,20 @@ REPLICA = (
             "replica/test_replica_capabilities.py::test_what_the_engine_lacks_is_refused_with_the_field_the_engine_and_the_feature",
         ),
     ),
+    Mutation(
+        "an_answer_ends_twice",
+        "replica/turns/history.py",
+        "if tokens[-1] in ends:",
+        "if not ends:",
+        "A turn goes on behind the end token that was sampled; the template's is not written again.",
+        ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
+    ),
+    Mutation(
+        "a_strange_answer_is_no_branch",
+        "replica/turns/history.py",
+        "            elif answers:",
+        "            elif not answers:",
+        "A history that was not sampled here is a branch, and says so.",
+        ("replica/test_turns.py::test_what_this_replica_never_sampled_is_said",),
+    ),
 )

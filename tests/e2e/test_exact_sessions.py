@@ -1,0 +1,113 @@
+"""The OpenAI SDK in a session, over many turns with tools: each prompt begins with the tokens of the turn before it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import openai
+import pytest
+from serving import Server
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {"where": {"type": "string", "maxLength": 8}},
+                "required": ["where"],
+                "additionalProperties": False,
+            },
+            "strict": True,
+        },
+    }
+]
+TURNS = 6
+EXTRA = {"return_token_ids": True}
+
+
+def rollout(
+    client: openai.OpenAI, server: Server, seed: int, headers: dict[str, str]
+) -> list[dict[str, Any]]:
+    """What each turn was answered. Every second one is a call; its arguments are sent back in other white space."""
+    messages: list[Any] = [{"role": "user", "content": "Begin."}]
+    answers = []
+    for number in range(TURNS):
+        completion = client.chat.completions.create(
+            model=server.model,
+            messages=messages,
+            tools=TOOLS,
+            tool_choice="required" if number % 2 else "auto",
+            seed=seed + number,
+            max_tokens=80 if number % 2 else 12,
+            extra_headers=headers,
+            extra_body=EXTRA,
+        )
+        answers.append(completion.model_dump())
+        message = completion.choices[0].message
+        said: dict[str, Any] = {"role": "assistant", "content": message.content}
+        calls = [call for call in message.tool_calls or () if call.type == "function"]
+        if calls:
+            said["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": json.dumps(json.loads(call.function.arguments), indent=2),
+                    },
+                }
+                for call in calls
+            ]
+        messages.append(said)
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "a wall"} for call in calls]
+        messages.append({"role": "user", "content": f"And {number}?"})
+    return answers
+
+
+def held(answers: list[dict[str, Any]]) -> list[bool]:
+    """Of each turn but the first: whether its prompt begins with all tokens of the turn before."""
+    kept = []
+    for before, after in itertools.pairwise(answers):
+        tokens = before["prompt_token_ids"] + before["choices"][0]["token_ids"]
+        kept.append(after["prompt_token_ids"][: len(tokens)] == tokens)
+    return kept
+
+
+@pytest.mark.parametrize("seed", [100, 200, 300])
+def test_every_turn_of_a_session_begins_with_the_tokens_of_the_one_before(
+    client: openai.OpenAI, server: Server, seed: int
+) -> None:
+    answers = rollout(client, server, seed, {"x-session-id": f"exact {seed}"})
+    assert held(answers) == [True] * (TURNS - 1)
+    assert all("midstream" not in answer for answer in answers)
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers[1:]]
+    # All of the turn before is in the cache, but for the last block and the last token.
+    sizes = [len(answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]) for answer in answers]
+    assert all(size - have <= 33 for size, have in zip(sizes, cached, strict=False))
+
+
+def test_without_a_session_or_by_the_template_some_turn_loses_them(
+    client: openai.OpenAI, server: Server
+) -> None:
+    plain = rollout(client, server, 100, {})
+    assert not all(held(plain))
+    headers = {"x-session-id": "by the template", "x-midstream-history": "template"}
+    rendered = rollout(client, server, 100, headers)
+    lost = [not kept for kept in held(rendered)]
+    assert any(lost)
+    said = [
+        "midstream" in answer and answer["midstream"]["branch"]["why"] == "template"
+        for answer in rendered[1:]
+    ]
+    assert said == lost
+
+
+def test_a_base_url_is_enough_for_a_session(client: openai.OpenAI, server: Server) -> None:
+    base = str(client.base_url).rstrip("/").removesuffix("/v1")
+    in_path = client.with_options(base_url=f"{base}/sessions/in%20the%20path/v1")
+    answers = rollout(in_path, server, 300, {})
+    assert held(answers) == [True] * (TURNS - 1)
