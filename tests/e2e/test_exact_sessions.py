@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from serving import Server
@@ -30,7 +31,11 @@ EXTRA = {"return_token_ids": True}
 
 
 def rollout(
-    client: openai.OpenAI, server: Server, seed: int, headers: dict[str, str]
+    client: openai.OpenAI,
+    server: Server,
+    seed: int,
+    headers: dict[str, str],
+    extra: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """What each turn was answered. Every second one is a call; its arguments are sent back in other white space."""
     messages: list[Any] = [{"role": "user", "content": "Begin."}]
@@ -44,7 +49,7 @@ def rollout(
             seed=seed + number,
             max_tokens=80 if number % 2 else 12,
             extra_headers=headers,
-            extra_body=EXTRA,
+            extra_body={**EXTRA, **(extra or {})},
         )
         answers.append(completion.model_dump())
         message = completion.choices[0].message
@@ -111,3 +116,27 @@ def test_a_base_url_is_enough_for_a_session(client: openai.OpenAI, server: Serve
     in_path = client.with_options(base_url=f"{base}/sessions/in%20the%20path/v1")
     answers = rollout(in_path, server, 300, {})
     assert held(answers) == [True] * (TURNS - 1)
+    # Its trace has all that a client who can say more would have asked for.
+    headers = {"x-session-id": "by header", "x-midstream-records": "routes"}
+    extra = {"logprobs": True, "include_routing_matrix": True, "perf_metrics_in_response": True}
+    told = rollout(client, server, 300, headers, extra)
+    for session in ("in%20the%20path", "by%20header"):
+        found = client.get(f"{base}/sessions/{session}/trace", cast_to=httpx.Response).json()
+        (one,) = found["traces"]
+        turns, tokens = one["turns"], list[int]()
+        assert [turn["parent"] for turn in turns] == [*range(TURNS)]
+        for turn, answer in zip(turns, told, strict=True):
+            choice = answer["choices"][0]
+            tokens += turn["added"]
+            assert tokens == answer["prompt_token_ids"]
+            tokens += turn["token_ids"]
+            assert turn["token_ids"] == choice["token_ids"]
+            entries = choice["logprobs"]["content"]
+            assert turn["logprobs"] == pytest.approx([entry["logprob"] for entry in entries], abs=1e-4)
+            assert turn["sampling_logprobs"] == pytest.approx(
+                [entry["sampling_logprob"] for entry in entries], abs=1e-4
+            )
+            assert turn["routing_matrix"] == [entry["routing_matrix"] for entry in entries]
+            assert turn["finish_reason"] == choice["finish_reason"]
+            assert turn["kv_snapshots"] == choice["kv_snapshots"]
+            assert turn["snapshots"] == choice["snapshots"]

@@ -86,7 +86,7 @@ class Client:
             tokens += self.ends
         pieces = self._pieces(tokens, frozenset(self.ends), finish)
         history.take(0, pieces)
-        history.end(0)
+        history.end(self.choice, 0.0)
         self._told(pieces)
         return tokens
 
@@ -96,7 +96,7 @@ class Client:
     def say_tokens(self, history: History, tokens: tuple[int, ...]) -> None:
         pieces = self._pieces(tokens, frozenset(self.ends), "stop")
         history.take(0, pieces)
-        history.end(0)
+        history.end(self.choice, 0.0)
         self._told(pieces)
 
     def _tokenized(self, text: str) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class Client:
         if self.tools is not None and (found := self.text.tools.format) is not None:
             shown = self.text.marker_ids(found.dialect.markers)
             stage = CallStage(found.dialect.parser({"look": {}}), True, id_maker(None))
-        choice = Choice(0, self.text.vocabulary, (), silent, shown)
+        choice = self.choice = Choice(0, self.text.vocabulary, (), silent, shown)
         pieces = [p for t in tokens for p in choice.feed(TokenRecord(t, 0.0, 0.0, "base"))]
         pieces += choice.end("stop" if finish == "stop" else "length")
         return pieces if stage is None else [*stage.feed(pieces), *stage.end()]

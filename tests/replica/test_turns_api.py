@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,8 @@ def test_a_client_that_leaves_has_no_turn_and_each_choice_is_one(tmp_path: Path)
             engine.allow(10_000)
             await turn(here, [USER], n=3)
             tree = here.replica.trees.of(("", "s"))
-            # Three equal answers are found by the same words.
             assert tree is not None
-            assert len(tree) == 1
+            assert [tuple(turn.sampled) for turn in tree.turns] == [LETTERS] * 3
 
     asyncio.run(main())
 
@@ -194,5 +194,56 @@ def test_a_prompt_that_outgrows_the_context_is_refused_and_the_session_stays(tmp
             assert refused.status_code == 400
             assert "do not fit the context of 128 tokens" in refused.json()["error"]["message"]
             assert "midstream" not in await turn(here, [*again[:2], USER])
+
+    asyncio.run(main())
+
+
+async def trace(here: Running, session: str = "s") -> Any:
+    asked = {"tenant": "", "key": session}
+    return (await here.http.post("/replica/trace", json=asked)).json()["trace"]
+
+
+def test_a_trace_has_every_turn_with_its_records_though_no_response_told_them(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            assert await trace(here) is None
+            records = {"headers": {"x-midstream-records": "routes"}}
+            bare = await turn(here, [USER], headers={"x-midstream-session": "other"})
+            answer = await turn(here, [USER], **records)
+            # The client sees what it asked for, and nothing of the records.
+            assert answer["choices"] == bare["choices"]
+            again = [USER, answer["choices"][0]["message"], USER]
+            await turn(here, again, **records)
+            await turn(here, [{"role": "user", "content": "else"}])
+            told = await trace(here)
+            first, second, other = told["turns"]
+            assert (told["forgotten"], [one["turn"] for one in told["turns"]]) == (False, [1, 2, 3])
+            assert [one["parent"] for one in told["turns"]] == [0, 1, 0]
+            assert (
+                tuple(first["added"] + first["token_ids"] + second["added"]) == here.engine.requests[2].prompt
+            )
+            at = len(first["added"])
+            # The fake engine's numbers say the position.
+            assert first["logprobs"] == [-float(at + i) for i in range(6)]
+            assert first["sampling_logprobs"] == [-(at + i) / 2 for i in range(6)]
+            routes = [base64.b64encode(bytes([(at + i) % 256, t])).decode() for i, t in enumerate(LETTERS)]
+            assert (first["routing_matrix"], first["routing_matrix_dtype"]) == (routes, "uint8")
+            assert first["snapshots"] == [{"snapshot": "base", "start": 0, "end": 6}]
+            assert first["kv_snapshots"][0]["snapshot"] == "base"
+            assert (first["finish_reason"], first["model"], first["branch"]) == ("length", MODEL, None)
+            assert other["branch"] == {"why": "new", "messages": 0}
+            assert other["logprobs"] is other["routing_matrix"] is None
+            assert (await trace(here, "other"))["turns"][0]["token_ids"] == list(LETTERS)
+
+    asyncio.run(main())
+
+
+def test_records_nobody_knows_are_refused_by_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            body = {"model": MODEL, "messages": [USER]}
+            answer = await here.http.post(CHAT, json=body, headers={**SESSION, "x-midstream-records": "all"})
+            said = "x-midstream-records: expected none, logprobs or routes, got 'all'"
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
 
     asyncio.run(main())

@@ -1,6 +1,7 @@
 """The sessions API: what the turns of each session were like, as the replicas that hold it say, and closing one.
 
     GET /v1/sessions?limit=100&after=KEY    GET /v1/sessions/KEY    DELETE /v1/sessions/KEY
+    GET /v1/sessions/KEY/trace, or GET /sessions/KEY/trace
 
 Always holds:
 - A tenant sees and closes its own sessions only. Sessions are those of the deployment that the headers name, else of the
@@ -22,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
+from midstream.core.traces import Trace
 from midstream.core.types import HEADER_TENANT, Session
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
@@ -35,6 +37,13 @@ _ASKED_AT_ONCE = 64
 _held = msgspec.json.Decoder(SessionsHeld)
 
 
+class _Traced(msgspec.Struct):
+    trace: Trace | None
+
+
+_traced = msgspec.json.Decoder(_Traced)
+
+
 def session_routes(deployments: Deployments) -> list[BaseRoute]:
     api = _Api(deployments)
     routes: list[BaseRoute] = []
@@ -42,9 +51,11 @@ def session_routes(deployments: Deployments) -> list[BaseRoute]:
         one = prefix + "/v1/sessions/{key:path}"
         routes += [
             Route(prefix + "/v1/sessions", api.list, methods=["GET"]),
+            Route(one + "/trace", api.trace, methods=["GET"]),
             Route(one, api.get, methods=["GET"]),
             Route(one, api.delete, methods=["DELETE"]),
         ]
+    routes.append(Route("/sessions/{key:path}/trace", api.trace, methods=["GET"]))
     return routes
 
 
@@ -79,6 +90,22 @@ class _Api:
             _not_there(session, silent)
         held = [{"replica": replica, **_measured([stats])} for replica, stats in found]
         return JSONResponse(_shown(deployment, found) | {"replicas": held, "unreachable": silent})
+
+    async def trace(self, request: Request) -> Response:
+        """Of each replica that has turns of the session, those turns: a turn's parent is one of the same replica."""
+        deployment, session = self._deployments.named(request.headers), _session(request)
+        asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
+        answers, silent = await _post(deployment, "/replica/trace", asked)
+        traces = [(replica, _traced.decode(answer).trace) for replica, answer in answers]
+        found = [
+            {"replica": replica, **msgspec.to_builtins(trace)}
+            for replica, trace in traces
+            if trace is not None
+        ]
+        if not found:
+            _not_there(session, silent)
+        about = {"id": session[1], "object": "session.trace", "deployment": deployment.name}
+        return JSONResponse(about | {"traces": found, "unreachable": silent})
 
     async def delete(self, request: Request) -> Response:
         deployment, session = self._deployments.named(request.headers), _session(request)

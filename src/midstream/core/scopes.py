@@ -112,6 +112,7 @@ _INFERENCE = {
         ("GET", "/v1/models/{model:path}", _LIST),
         ("GET", "/v1/sessions", _SAMPLE_MEANT),
         ("GET", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
+        ("GET", "/v1/sessions/{key:path}/trace", _SAMPLE_MEANT),
         ("DELETE", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
     )
 }
@@ -120,6 +121,7 @@ _INFERENCE = {
 GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
     **{("POST", path): _SAMPLE_MEANT for path in WIRES},
     **_INFERENCE,
+    ("GET", "/sessions/{key:path}/trace"): _SAMPLE_MEANT,
     ("GET", "/metrics"): Need((OBSERVE,), "every"),
     ("GET", _ACCOUNTS): _LIST,
     ("GET", _ACCOUNTS + "/{account}"): _LIST,

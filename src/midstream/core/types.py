@@ -41,6 +41,9 @@ HEADER_OVERWRITE = "x-midstream-overwrite"
 # Clients send it: what follows when a chat template rewrites an earlier answer. exact (the default): its sampled tokens stay;
 # template: they are rendered anew.
 HEADER_HISTORY = "x-midstream-history"
+# Clients send it: what a session's trace keeps of each sampled token: none, logprobs or routes. A session that is named by a
+# path keeps routes if nothing else is said.
+HEADER_RECORDS = "x-midstream-records"
 # Clients send it: a new session begins where its prompt is known.
 HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
 

@@ -38,6 +38,7 @@ from midstream.core.types import (
     HEADER_BOOT,
     HEADER_HISTORY,
     HEADER_PLACED,
+    HEADER_RECORDS,
     HEADER_SESSION,
     ReplicaReport,
     Session,
@@ -86,7 +87,7 @@ BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
 _SESSION = HEADER_SESSION.encode()
-_HISTORY = HEADER_HISTORY.encode()
+_FOR_SESSIONS = (HEADER_HISTORY.encode(), HEADER_RECORDS.encode())
 _PLACED = HEADER_PLACED.encode()
 _LOST = HEADER_LOST.encode()
 _ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
@@ -265,8 +266,8 @@ class ReplicaRoute(Route):
             lines.append(_SESSION + b": " + key.encode())
             if self._placed is not None and self._placed.stamp is not None:
                 lines.append(_PLACED + b": %d" % self._placed.stamp)
-        if (history := self._request.first.get(_HISTORY)) is not None:
-            lines.append(_HISTORY + b": " + history)
+        first = self._request.first
+        lines += [name + b": " + first[name] for name in _FOR_SESSIONS if name in first]
         if self._versions is not None:
             assert self._sent_under is not None
             lines += self._versions.lines(self._view, self._sent_under)

@@ -15,6 +15,7 @@ from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
 from midstream.core.sessions import SESSION_HEADERS
+from midstream.core.types import HEADER_RECORDS
 from midstream.core.wires import check_one_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
@@ -27,6 +28,7 @@ from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.route import Route
 
 _HEALTH = b"/health"
+_RECORDS = HEADER_RECORDS.encode()
 
 
 class GatewayService:
@@ -116,6 +118,8 @@ def name_session(request: Request, session: bytes, target: bytes) -> None:
     for name in SESSION_HEADERS:
         check_one_session(session, name, request.first.get(name.encode(), b""))
     said = (SESSION_HEADERS[0].encode(), session)
+    # Who can set nothing but a base URL has the records all the same.
+    request.first = {_RECORDS: b"routes", **request.first}
     request.target = target
     request.headers = [said, *(header for header in request.headers if header[0] != said[0])]
     request.first = {**request.first, said[0]: session}

@@ -99,6 +99,7 @@ class ReplicaApp:
             b"/replica/desired": (post, _at_once(lambda request: _desire(replica, request))),
             b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
+            b"/replica/trace": (post, _at_once(lambda request: _trace(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
         }
         for prefix in PREFIXES:
@@ -518,6 +519,13 @@ def _close_session(replica: Replica, request: Request) -> Answer:
     if asked.key is None:
         raise InvalidRequest("which session is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
+
+
+def _trace(replica: Replica, request: Request) -> Answer:
+    asked = _decoded(request, _asked, "a question about sessions")
+    if asked.key is None:
+        raise InvalidRequest("which session's trace", param="key")
+    return 200, {"trace": replica.trace((asked.tenant, asked.key))}
 
 
 def _hint(replica: Replica, request: Request) -> Answer:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core.text import declared
+from midstream.core.traces import Trace
 from midstream.core.types import (
     BASE_SNAPSHOT,
     ENGINE_SILENT_FROM_S,
@@ -40,6 +41,7 @@ from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextJobs, TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
+from midstream.replica.turns.trace import trace_of
 from midstream.replica.turns.tree import BYTES_MAX, Trees
 
 log = logging.getLogger(__name__)
@@ -161,6 +163,11 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.driver.machine!r}, {self.gate!r})"
+
+    def trace(self, session: Session) -> Trace | None:
+        """The turns of a session; None: nothing is known of it here."""
+        wide = self.service is not None and self.service.info.num_experts > 256
+        return trace_of(self.trees, session, self.names.model, wide_routes=wide)
 
     async def start(self) -> None:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""

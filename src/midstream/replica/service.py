@@ -25,9 +25,11 @@ from msgspec.structs import replace
 from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
 from midstream.core.sessions import named_in_body, named_in_headers, session_key
+from midstream.core.traces import RecordsKept, records_kept
 from midstream.core.types import (
     HEADER_BOOT,
     HEADER_HISTORY,
+    HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
     GenerateRequest,
@@ -145,7 +147,8 @@ class Service(Surroundings):
             seed = continued.opening.seed
         if history is not None:
             history.settled(prompts[0])
-        requests = self._requests(checked, prompts, seed, answer)
+        records = "none" if history is None else history.records
+        requests = self._requests(checked, prompts, seed, answer, records)
         await self.gate.enter(timeout_s, counted)
         self.check_boot(headers.get(HEADER_BOOT))
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
@@ -185,10 +188,10 @@ class Service(Surroundings):
     def _history(
         self, body: CompletionBody | ChatBody, session: Session | None, headers: Mapping[str, str]
     ) -> History | None:
-        policy = policy_of(headers.get(HEADER_HISTORY))
+        policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
         if session is None or not isinstance(body, ChatBody):
             return None
-        return History(self.kept.trees, session, self.info.eos_token_ids, policy)
+        return History(self.kept.trees, session, self.info.eos_token_ids, policy, records)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
@@ -277,9 +280,18 @@ class Service(Surroundings):
         return _not_empty(prompts)
 
     def _requests(
-        self, checked: Checked, prompts: list[Prompt], seed: int, answer: str | None
+        self,
+        checked: Checked,
+        prompts: list[Prompt],
+        seed: int,
+        answer: str | None,
+        records: RecordsKept = "none",
     ) -> list[GenerateRequest]:
-        """Raises InvalidRequest for what the engine refuses and its card does not tell of."""
+        """records: what a trace keeps, though the response does not tell it.
+
+        Raises InvalidRequest for what the engine refuses and its card does not tell of.
+        """
+        routes = records == "routes" and self.info.moe_layers > 0 and self.info.card.has("routes")
         # A retry carries the same x-request-id again.
         engine_id = uuid.uuid4().hex
         # A stop string that is the name of a special token, which has no text, is that token.
@@ -290,12 +302,12 @@ class Service(Surroundings):
                 prompt=prompt.token_ids,
                 sampling=_ending_at(sampling_for(checked, prompt, index, seed, self.info), named),
                 n=checked.n,
-                want_routes=checked.routes,
+                want_routes=checked.routes or routes,
                 top_logprobs=checked.top_logprobs,
                 # Without log-probabilities an echo shows nothing that the prompt itself does not say.
                 prompt_records=echoed_tokens(checked, prompt) if checked.logprobs else 0,
-                want_kv_snapshots=checked.perf_metrics,
-                want_logprobs=checked.logprobs is not None,
+                want_kv_snapshots=checked.perf_metrics or records != "none",
+                want_logprobs=checked.logprobs is not None or records != "none",
                 reproducible=checked.seed is not None,
                 grammar=answer,
             )

@@ -120,6 +120,7 @@ class Generation:
         tool_format = work.tool_format
         self._service = service
         self._history = history
+        self._traces = history is not None and history.records != "none"
         self._id_prefix = work.wire.id_prefix
         self.checked = checked
         self._prompts = prompts
@@ -313,7 +314,7 @@ class Generation:
         if self._history is not None:
             self._history.take(choice.index, pieces)
             if choice.finish is not None:
-                self._history.end(choice.index)
+                self._history.end(choice, self._service.clock())
         return pieces
 
     def _released(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
@@ -354,7 +355,7 @@ class Generation:
             self._cached.setdefault(prompt, event.cached_tokens)
         if event.queued_s is not None:
             self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
-        if event.kv_snapshots is not None and self.checked.perf_metrics:
+        if event.kv_snapshots is not None and (self.checked.perf_metrics or self._traces):
             choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
         if self._continued is not None and not self._replaying:
             again = len(self._prompts[prompt].token_ids) + choice.generated - 1

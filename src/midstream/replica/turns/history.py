@@ -9,6 +9,7 @@ Always holds:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
@@ -16,12 +17,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.types import HEADER_HISTORY, Session
+from midstream.core.traces import RecordsKept
+from midstream.core.types import HEADER_HISTORY, Session, TokenRecord
 from midstream.replica.request.checked import Prompt
-from midstream.replica.response.choice import Piece
+from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.continuing import Render, text_behind, without_end
-from midstream.replica.turns.tree import Found, Key, Trees, Turn, key_of_answer, keys_of
+from midstream.replica.turns.tree import Found, Key, Trees, Turn, TurnRecord, key_of_answer, keys_of
 
 #: See types.HEADER_HISTORY.
 Policy = Literal["exact", "template"]
@@ -56,7 +58,7 @@ def policy_of(given: str | None) -> Policy:
 
 class _Answer:
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.records: list[TokenRecord] = []
         self.text: list[str] = []
         self.calls: list[tuple[str, str]] = []
 
@@ -65,9 +67,15 @@ class History:
     """branch: None where the request begins a session or continues a turn."""
 
     def __init__(
-        self, trees: Trees, session: Session, ends: Collection[int], policy: Policy = "exact"
+        self,
+        trees: Trees,
+        session: Session,
+        ends: Collection[int],
+        policy: Policy = "exact",
+        records: RecordsKept = "none",
     ) -> None:
-        """ends: tokens that end answers."""
+        """ends: tokens that end answers. records: what is kept for the session's trace."""
+        self.records = records
         self._trees = trees
         self._ends = ends
         self._session = session
@@ -148,19 +156,36 @@ class History:
             answer = self._answers[choice] = _Answer()
         for piece in pieces:
             if not piece.echoed:
-                answer.tokens += [scored.record.token_id for scored in piece.tokens]
+                answer.records += [scored.record for scored in piece.tokens]
                 answer.text.append(piece.text)
                 answer.calls += [(call.name, call.arguments) for call in piece.calls]
 
-    def end(self, choice: int) -> None:
-        """The choice came to its end, and is a turn from now on."""
-        answer = self._answers.pop(choice, None)
+    def end(self, choice: Choice, created: float) -> None:
+        """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
+        answer = self._answers.pop(choice.index, None)
         if answer is None or not self._keys:
             return
         key = key_of_answer(self._keys[-1], "".join(answer.text), answer.calls)
         had = 0 if self._parent is None else len(self._parent.tokens)
-        keys = [*self._keys, key]
-        self._trees.add(self._session, self._parent, self._prompt[had:], answer.tokens, keys)
+        keys, tokens = [*self._keys, key], [record.token_id for record in answer.records]
+        record = self._record(choice, answer.records, created)
+        self._trees.add(self._session, self._parent, self._prompt[had:], tokens, keys, record)
+
+    def _record(self, choice: Choice, records: Sequence[TokenRecord], created: float) -> TurnRecord:
+        scored = records if self.records != "none" else ()
+        unknown = float("nan")
+        sampling = [unknown if r.sampling_logprob is None else r.sampling_logprob for r in scored]
+        routes = [r.route for r in scored if r.route is not None] if self.records == "routes" else []
+        return TurnRecord(
+            choice.finish or "stop",
+            created,
+            array("d", [r.logprob for r in scored]),
+            array("d", sampling),
+            b"".join(routes) if len(routes) == len(records) else b"",
+            tuple(choice.spans),
+            tuple(choice.kv),
+            None if self.branch is None else msgspec.to_builtins(self.branch),
+        )
 
 
 def continued(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.core.types import Session
+from midstream.core.types import FinishReason, Session
 from midstream.replica.turns.continuing import Closings, Render, closings_of
 
 #: Of all trees together.
@@ -41,13 +41,19 @@ Key = bytes
 class Turn:
     """One answer of a session. number: within the tree. added: what the request had behind the parent's tokens."""
 
-    __slots__ = ("added", "number", "parent", "sampled")
+    __slots__ = ("added", "number", "parent", "record", "sampled")
 
     def __init__(
-        self, number: int, parent: Turn | None, added: Sequence[int], sampled: Sequence[int]
+        self,
+        number: int,
+        parent: Turn | None,
+        added: Sequence[int],
+        sampled: Sequence[int],
+        record: TurnRecord | None = None,
     ) -> None:
         self.number = number
         self.parent = parent
+        self.record = record
         self.added = array("I", added)
         self.sampled = array("I", sampled)
 
@@ -64,6 +70,27 @@ class Turn:
             parts += (turn.sampled, turn.added)
             turn = turn.parent
         return tuple(itertools.chain.from_iterable(reversed(parts)))
+
+
+class TurnRecord(NamedTuple):
+    """What a trace tells of a turn beside its tokens.
+
+    logprobs, sampling_logprobs: of the sampled tokens; NaN where the engine cannot tell; empty where they were not asked for.
+    routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv: as in choice.Choice.
+    """
+
+    finish: FinishReason
+    created: float
+    logprobs: array[float]
+    sampling_logprobs: array[float]
+    routes: bytes
+    snapshots: tuple[tuple[str, int, int], ...]
+    kv: tuple[tuple[str, int, int], ...]
+    branch: dict[str, Any] | None
+
+    @property
+    def size(self) -> int:
+        return 8 * (len(self.logprobs) + len(self.sampling_logprobs)) + len(self.routes)
 
 
 class Found(NamedTuple):
@@ -85,13 +112,15 @@ class TurnTree:
         self._turns: dict[Key, Turn] = {}
         #: The beginnings of all conversations that were had.
         self._known: set[Key] = set()
+        #: All of them, in the order of their numbers.
+        self.turns: list[Turn] = []
         self.size = 0
 
     def __repr__(self) -> str:
-        return f"TurnTree({len(self._turns)} turns, {self.size} bytes)"
+        return f"TurnTree({len(self.turns)} turns, {self.size} bytes)"
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self.turns)
 
     def find(self, keys: Sequence[Key]) -> Found:
         """keys: of the beginnings of a conversation, the shortest first (see `keys_of`)."""
@@ -103,13 +132,20 @@ class TurnTree:
         return Found(None, 0, known)
 
     def add(
-        self, parent: Turn | None, added: Sequence[int], sampled: Sequence[int], keys: Sequence[Key]
+        self,
+        parent: Turn | None,
+        added: Sequence[int],
+        sampled: Sequence[int],
+        keys: Sequence[Key],
+        record: TurnRecord | None = None,
     ) -> Turn:
         """keys: as for `find`, with the answer's own at the end. Of two turns of the same words the younger one is found."""
-        turn = Turn(next(self._numbers), parent, added, sampled)
+        turn = Turn(next(self._numbers), parent, added, sampled, record)
+        self.turns.append(turn)
         before = len(self._known)
         self._known.update(keys)
         self._turns[keys[-1]] = turn
+        self.size += 0 if record is None else record.size
         self.size += _TURN_BYTES + 4 * (len(added) + len(sampled)) + _KEY_BYTES * (len(self._known) - before)
         return turn
 
@@ -153,13 +189,14 @@ class Trees:
         added: Sequence[int],
         sampled: Sequence[int],
         keys: Sequence[Key],
+        record: TurnRecord | None = None,
     ) -> Turn:
         """See TurnTree.add."""
         tree = self._trees.get(session)
         if tree is None:
             tree = self._trees[session] = TurnTree()
         before = tree.size
-        turn = tree.add(parent, added, sampled, keys)
+        turn = tree.add(parent, added, sampled, keys, record)
         self.size += tree.size - before
         self._trees.move_to_end(session)
         while self.size > self._bytes_max and self._trees:

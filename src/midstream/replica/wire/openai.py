@@ -97,7 +97,8 @@ class OpenAIEncoder(RecordEncoder):
         last: AnyChoice = chat if self._chat else TextChoice(index=choice.index, text="")
         last.finish_reason, last.token_ids, last.raw_output = choice.finish, ids, raw
         last.prompt_token_ids = prompt_ids
-        tell_kv(last, choice)
+        if self._checked.perf_metrics:
+            tell_kv(last, choice)
         return self._event(snapshot, [last], prompt_ids if self._chat else UNSET, extras)
 
     def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
@@ -166,7 +167,8 @@ class OpenAIEncoder(RecordEncoder):
         encoded.snapshots = [SnapshotSpan(*span) for span in choice.spans]
         if kept.echoed and self._checked.logprobs:
             encoded.prompt_snapshots = snapshot_spans(kept.echoed)
-        tell_kv(encoded, choice)
+        if self._checked.perf_metrics:
+            tell_kv(encoded, choice)
         return encoded
 
     def _model_name(self, snapshot: str) -> str:

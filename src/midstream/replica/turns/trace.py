@@ -1,0 +1,49 @@
+"""A session's tree of turns as a trace (core/traces.py). Pure."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections.abc import Iterable
+
+from midstream.core.traces import Span, Trace, TracedTurn
+from midstream.core.types import Session
+from midstream.replica.turns.tree import Trees, Turn
+
+
+def trace_of(trees: Trees, session: Session, model: str, *, wide_routes: bool) -> Trace | None:
+    """None: nothing is known of the session. wide_routes: expert numbers are of 16 bits, little-endian."""
+    tree, forgotten = trees.of(session), trees.forgot(session)
+    if tree is None:
+        return Trace([], forgotten) if forgotten else None
+    return Trace([_traced(turn, model, wide_routes) for turn in tree.turns], forgotten)
+
+
+def _traced(turn: Turn, model: str, wide_routes: bool) -> TracedTurn:
+    record, count = turn.record, len(turn.sampled)
+    assert record is not None
+    size = len(record.routes) // count if count else 0
+    routes = [
+        b64encode(record.routes[at : at + size]).decode() for at in range(0, len(record.routes), size or 1)
+    ]
+    sampling = [None if math.isnan(value) else value for value in record.sampling_logprobs]
+    return TracedTurn(
+        turn=turn.number,
+        parent=0 if turn.parent is None else turn.parent.number,
+        model=model,
+        added=list(turn.added),
+        token_ids=list(turn.sampled),
+        finish_reason=record.finish,
+        created=record.created,
+        logprobs=list(record.logprobs) or None,
+        sampling_logprobs=sampling or None,
+        routing_matrix=routes or None,
+        routing_matrix_dtype=("uint16" if wide_routes else "uint8") if routes else None,
+        snapshots=_spans(record.snapshots),
+        kv_snapshots=_spans(record.kv),
+        branch=record.branch,
+    )
+
+
+def _spans(spans: Iterable[tuple[str, int, int]]) -> list[Span]:
+    return [Span(*span) for span in spans]
