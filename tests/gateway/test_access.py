@@ -169,7 +169,9 @@ def of_each_deployment(
     ]
 
 
-CASES: list[Case] = []
+CASES: list[Case] = [
+    *of_each_deployment("/sessions/{key:path}/trace", "GET", "/sessions/s/trace", None, SAMPLES, "sample")
+]
 for prefix in ("", "/inference"):
     for path in ("/v1/completions", "/v1/chat/completions"):
         CASES += of_each_deployment(prefix + path, "POST", prefix + path, {}, SAMPLES, "sample")
@@ -179,6 +181,8 @@ for prefix in ("", "/inference"):
     one = prefix + "/v1/sessions/{key:path}"
     for method in ("GET", "DELETE"):
         CASES += of_each_deployment(one, method, prefix + "/v1/sessions/s", None, SAMPLES, "sample")
+    trace = prefix + "/v1/sessions/s/trace"
+    CASES += of_each_deployment(one + "/trace", "GET", trace, None, SAMPLES, "sample")
     CASES.append((prefix + "/v1/models", "GET", prefix + "/v1/models", None, "", ALL))
     mine = {kind for kind in KINDS if ":" not in kind}
     one = prefix + "/v1/models/{model:path}"

@@ -38,7 +38,7 @@ _held = msgspec.json.Decoder(SessionsHeld)
 
 
 class _Traced(msgspec.Struct):
-    trace: Trace | None
+    trace: Trace | None = None
 
 
 _traced = msgspec.json.Decoder(_Traced)
