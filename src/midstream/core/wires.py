@@ -27,6 +27,9 @@ PREFIXES = ("", "/inference")
 WIRES: Mapping[str, Wire] = {
     **{prefix + "/v1/completions": Wire("completions") for prefix in PREFIXES},
     **{prefix + "/v1/chat/completions": Wire("chat_completions") for prefix in PREFIXES},
+    # vLLM's, at the root.
+    "/tokenize": Wire("tokenize"),
+    "/detokenize": Wire("detokenize"),
 }
 
 #: Harnesses that can set nothing but a base URL name the session in it. Each pattern ends before the wire's own path.

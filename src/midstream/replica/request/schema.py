@@ -149,6 +149,7 @@ _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
 _Body = TypeVar("_Body", bound=InferenceBody)
+_Any = TypeVar("_Any")
 
 
 def parse_completion(body: bytes) -> CompletionBody:
@@ -169,16 +170,21 @@ def _check_values(body: bytes) -> None:
 
 
 def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
+    parsed = decode(body, decoder)
+    _check_supported(parsed)
+    return parsed
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[_Any]) -> _Any:
+    """A body of any shape. Raises InvalidRequest, which names the field."""
     if len(body) > LONG_BODY:
         _check_values(body)
     try:
-        parsed = decoder.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         _refuse(str(error))
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    _check_supported(parsed)
-    return parsed
 
 
 def _refuse(message: str) -> NoReturn:
