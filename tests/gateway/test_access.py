@@ -19,6 +19,7 @@ from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.core.config import GatewaySettings, KeySettings
 from midstream.core.scopes import GATEWAY_ROUTES
+from midstream.core.wires import WIRES
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.fleet.membership import membership_routes
@@ -172,9 +173,9 @@ def of_each_deployment(
 CASES: list[Case] = [
     *of_each_deployment("/sessions/{key:path}/trace", "GET", "/sessions/s/trace", None, SAMPLES, "sample")
 ]
+for path in WIRES:
+    CASES += of_each_deployment(path, "POST", path, {}, SAMPLES, "sample")
 for prefix in ("", "/inference"):
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        CASES += of_each_deployment(prefix + path, "POST", prefix + path, {}, SAMPLES, "sample")
     CASES += of_each_deployment(
         prefix + "/v1/sessions", "GET", prefix + "/v1/sessions", None, SAMPLES, "sample"
     )

@@ -3,6 +3,7 @@
 import pytest
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.wires import UserField
 from midstream.fleet import sessions
 from midstream.fleet.sessions import SessionTable, body_model, session_key
 from midstream.proxy.auth import tenant_of
@@ -152,3 +153,18 @@ def test_a_session_placed_before_its_replicas_new_boot_was_heard_of_stays_there(
 def test_a_tenant_is_stable_and_does_not_show_its_key() -> None:
     assert tenant_of("sk-1") == tenant_of("sk-1") != tenant_of("sk-2")
     assert "sk" not in tenant_of("sk-1")
+
+
+def test_on_anthropics_wire_the_metadata_names_the_session() -> None:
+    field: UserField = "metadata.user_id"
+    body = b'{"metadata":{"user_id":"u"},"user":"x"}'
+    assert session_key({}, body, field) == "u"
+    assert session_key({}, body) == "x"
+    assert session_key({}, b'{"metadata":{"user_id":"u"},"prompt_cache_key":"k"}', field) == "k"
+    assert session_key({b"x-session-id": b"h"}, body, field) == "h"
+    assert session_key({}, b'{"user":"x","messages":[{"user_id":"y"}]}', field) is None
+    # The replica says what is wrong with it.
+    assert session_key({}, b'{"metadata":{"user_id":1}}', field) is None
+    with pytest.raises(InvalidRequest) as raised:
+        session_key({}, b'{"metadata":{"user_id":""}}', field)
+    assert raised.value.param == field

@@ -423,9 +423,11 @@ def test_a_single_call_is_complete_at_its_closing_tag() -> None:
 
 
 def test_ids_are_unique_and_of_the_length_a_template_insists_on() -> None:
-    default, nine = id_maker(None), id_maker(9)
+    default, nine = id_maker(None, "a"), id_maker(9, "b")
     made = [default(), default(), nine(), nine()]
     assert len(set(made)) == 4
     assert [len(i) for i in made] == [29, 29, 9, 9]
     assert all(i.startswith("call_") for i in made[:2])
     assert all(i.isalnum() for i in made[2:])
+    assert [id_maker(9, "b")(), id_maker(None, "c")()] == [made[2], id_maker(None, "c")()]
+    assert id_maker(9, "c")() not in made

@@ -112,7 +112,7 @@ class Client:
         shown, stage = frozenset[int](), None
         if self.tools is not None and (found := self.text.tools.format) is not None:
             shown = self.text.marker_ids(found.dialect.markers)
-            stage = CallStage(found.dialect.parser({"look": {}}), True, id_maker(None))
+            stage = CallStage(found.dialect.parser({"look": {}}), True, id_maker(None, "s"))
         choice = self.choice = Choice(0, self.text.vocabulary, (), silent, shown)
         pieces = [p for t in tokens for p in choice.feed(TokenRecord(t, 0.0, 0.0, "base"))]
         pieces += choice.end("stop" if finish == "stop" else "length")

@@ -39,13 +39,15 @@ HEADER_ANOTHER_BOOT = "x-midstream-another-boot"
 
 #: How clients read errors: OpenAI's shape; the same with its Responses API's error event; Anthropic's.
 ErrorShape = Literal["openai", "responses", "anthropic"]
-#: Anthropic's name of an error, by status.
+#: Anthropic's name of an error, by status; of another one below 500 it is that of 400.
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
+    425: "overloaded_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -69,7 +71,8 @@ class MidstreamError(Exception):
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.code, "code": self.code, "param": self.param}
         if self.shape == "anthropic":
-            error["type"] = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            other = "api_error" if self.status >= 500 else _ANTHROPIC_TYPES[400]
+            error["type"] = _ANTHROPIC_TYPES.get(self.status, other)
             return {"type": "error", "error": error}
         return {"error": error}
 
@@ -183,6 +186,13 @@ class SnapshotTransition(MidstreamError):
     status = 425
     code = "snapshot_transition"
     retry_after_s = 1
+
+    def headers(self) -> dict[str, str]:
+        headers = super().headers()
+        if self.shape == "anthropic":
+            # Its clients retry this status only when they are told to.
+            headers["x-should-retry"] = "true"
+        return headers
 
 
 class Overloaded(MidstreamError):

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from midstream.core.errors import ErrorShape, InvalidRequest
 
+UserField = Literal["user", "metadata.user_id"]
+
 
 class Wire(NamedTuple):
-    """name: of the wire, and of its metrics. errors: the shape in which its clients read errors."""
+    """name: of the wire, and of its metrics. errors: the shape in which its clients read errors. user: the field of a body that
+    names the session where no other one does."""
 
     name: str
     errors: ErrorShape = "openai"
+    user: UserField = "user"
 
 
 #: Fireworks' clients write this before the paths of OpenAI's API.
@@ -30,6 +34,11 @@ WIRES: Mapping[str, Wire] = {
     # vLLM's, at the root.
     "/tokenize": Wire("tokenize"),
     "/detokenize": Wire("detokenize"),
+    **{prefix + "/v1/messages": Wire("messages", "anthropic", "metadata.user_id") for prefix in PREFIXES},
+    **{
+        prefix + "/v1/messages/count_tokens": Wire("count_tokens", "anthropic", "metadata.user_id")
+        for prefix in PREFIXES
+    },
 }
 
 #: Harnesses that can set nothing but a base URL name the session in it. Each pattern ends before the wire's own path.

@@ -18,10 +18,15 @@ from midstream.core.sessions import SESSION_BODY_FIELDS, SESSION_HEADERS, check_
 from midstream.core.sessions import session_key as key_named
 from midstream.core.text import NOT_JSON
 from midstream.core.types import Session
+from midstream.core.wires import UserField
 
 _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
 
-_FIELDS = tuple(f'"{name}"'.encode() for name in SESSION_BODY_FIELDS)
+#: By the field that names the user: the names that one looks for before a body is parsed.
+_FIELDS: Mapping[UserField, tuple[bytes, ...]] = {
+    "user": tuple(f'"{name}"'.encode() for name in SESSION_BODY_FIELDS),
+    "metadata.user_id": (b'"prompt_cache_key"', b'"user_id"'),
+}
 _LOOKS_MAX = 2**17
 _COLON = re.compile(rb"[ \t\r\n]*:")
 
@@ -31,16 +36,26 @@ class _BodyFields(msgspec.Struct):
     user: str | None = None
 
 
+class _Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
+class _MessagesFields(msgspec.Struct):
+    prompt_cache_key: str | None = None
+    metadata: _Metadata | None = None
+
+
 class _BodyModel(msgspec.Struct):
     model: str | None = None
 
 
 _decoder = msgspec.json.Decoder(_BodyFields)
+_messages_decoder = msgspec.json.Decoder(_MessagesFields)
 _model_decoder = msgspec.json.Decoder(_BodyModel)
 
 
-def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
-    """The session key of a request, or None. `headers` have lower-case names.
+def session_key(headers: Mapping[bytes, bytes], body: bytes, user: UserField = "user") -> str | None:
+    """The session key of a request, or None. `headers` have lower-case names. user: as in core/wires.py.
 
     Raises InvalidRequest on a value that cannot be a key, and when all that are given are empty. An invalid body, or one with
     such a field of another type, has no key here: the replica names what is wrong with it.
@@ -52,21 +67,26 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes) -> str | None:
             # Nearly all requests of sessions take this branch.
             if key:
                 return check_key(key, text_name)
-    return key_named(_named(headers, body))
+    return key_named(_named(headers, body, user))
 
 
-def _named(headers: Mapping[bytes, bytes], body: bytes) -> Iterator[tuple[str, str | None]]:
+def _named(headers: Mapping[bytes, bytes], body: bytes, user: UserField) -> Iterator[tuple[str, str | None]]:
     for name, text_name in _HEADERS:
         value = headers.get(name)
         if value is not None:
             yield text_name, _text(value).strip(" \t")
-    if not any(_holds(body, name) for name in _FIELDS):
+    if not any(_holds(body, name) for name in _FIELDS[user]):
         return
     try:
-        fields = _decoder.decode(body)
+        if user == "user":
+            fields = _decoder.decode(body)
+            yield from named_in_body(fields.prompt_cache_key, fields.user)
+        else:
+            given = _messages_decoder.decode(body)
+            names = (given.prompt_cache_key, given.metadata.user_id if given.metadata else None)
+            yield from zip(("prompt_cache_key", user), names, strict=True)
     except NOT_JSON:
         return
-    yield from named_in_body(fields.prompt_cache_key, fields.user)
 
 
 def _holds(body: bytes, name: bytes) -> bool:

@@ -137,6 +137,7 @@ class ReplicaRoute(Route):
         super().__init__(proxy, request)
         self.path_class = wire.name
         self.errors = wire.errors
+        self._user_field = wire.user
         self._deployment = proxy.deployments.default
         self._tried: set[str] = set()
         self._view: ReplicaView | None = None
@@ -153,7 +154,7 @@ class ReplicaRoute(Route):
         self._deployment = proxy.deployment_of(request, self._caller.grant)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
-        key = session_key(request.first, request.body)
+        key = session_key(request.first, request.body, self._user_field)
         follow = follows(request.first)
         if key is not None:
             self._session = (self._caller.tenant, key)

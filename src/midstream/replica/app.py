@@ -60,7 +60,7 @@ _asked = msgspec.json.Decoder(SessionsAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
-#: Of a stream's rest: only its gateway reads how that fails.
+#: Of a stream's rest: only its gateway reads why it does not begin.
 RESUMED = WirePath("resumed")
 
 #: A status, and the value of the JSON body.
@@ -315,6 +315,9 @@ class InferenceExchange(TaskExchange):
             "fireworks-backend-host": replica.name,
             "fireworks-deployment": replica.names.deployment,
         }
+        if wire.errors == "anthropic":
+            # As its clients look for it.
+            self._fixed["request-id"] = self._fixed["x-request-id"]
 
     async def _answer(self) -> None:
         service = self._replica.service
@@ -391,6 +394,10 @@ class ResumeExchange(InferenceExchange):
     def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
         resume = read_resume(self._request.body)
         wire = wire_to_resume(resume.path)
+        # An error event in the stream is its client's.
+        began_on = wire_of(resume.path.partition("?")[0].encode())
+        assert began_on is not None
+        self._wire = self._wire._replace(errors=began_on.errors)
         return service.admitted(wire, bytes(resume.body), self._headers, resume)
 
 

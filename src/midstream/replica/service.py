@@ -70,14 +70,14 @@ from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import check_template, prepare_history
 from midstream.replica.turns.history import History, policy_of
 from midstream.replica.turns.tree import Trees
-from midstream.replica.wire.base import Wire
+from midstream.replica.wire.base import Read, Wire
 
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
 #: Longer prompts, in characters of all together, are tokenized beside the event loop.
 _LONG_TEXT = 16_384
 
 _Made = TypeVar("_Made")
-Read = Callable[[Leave], list[Prompt]]
+ReadPrompts = Callable[[Leave], list[Prompt]]
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,20 @@ class Service(Surroundings):
 
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
+        read = wire.read(body)
+        try:
+            async with self._admitted(wire, read, len(body), headers, resume) as generation:
+                yield generation
+        except InvalidRequest as error:
+            wire.rename(error, read.details)
+            raise
+
+    @asynccontextmanager
+    async def _admitted(
+        self, wire: Wire, given: Read, body_size: int, headers: Mapping[str, str], resume: Resume | None
+    ) -> AsyncIterator[Generation]:
         timings = Timings(self.monotonic())
-        parsed, details = wire.read(body)
+        parsed, details = given
         checked = check(parsed, self.info)
         check_needs(checked, parsed, self.info)
         if resume is not None:
@@ -132,8 +144,8 @@ class Service(Surroundings):
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
         history = self._history(parsed, session, headers)
-        given, size, read = self._unread(parsed, checked, len(body), history)
-        choices = check_choices(given, checked.n)
+        count, size, read = self._unread(parsed, checked, body_size, history)
+        choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
         counted = choices if continued is None else 0
         self.gate.check(counted)
@@ -207,7 +219,7 @@ class Service(Surroundings):
         checked: Checked,
         body_size: int,
         history: History | None = None,
-    ) -> tuple[int, int, Read]:
+    ) -> tuple[int, int, ReadPrompts]:
         """How many prompts there are, about how many characters to tokenize, and what does it; any thread may call it."""
         given = check_room(checked, body, self.info, self.text)
         if isinstance(body, ChatBody):
@@ -222,7 +234,7 @@ class Service(Surroundings):
         size = body_size if body_size > LONG_BODY else _characters(split())
         return given, size, partial(self._read_prompts, split)
 
-    async def _prompts(self, read: Read, size: int, headers: Mapping[str, str]) -> list[Prompt]:
+    async def _prompts(self, read: ReadPrompts, size: int, headers: Mapping[str, str]) -> list[Prompt]:
         if size < _LONG_TEXT:
             return read(Leave())
         return await self.kept.jobs.run(headers.get(HEADER_TENANT, ""), read)

@@ -149,7 +149,7 @@ _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
 _Body = TypeVar("_Body", bound=InferenceBody)
-_Any = TypeVar("_Any")
+_Decoded = TypeVar("_Decoded")
 
 
 def parse_completion(body: bytes) -> CompletionBody:
@@ -169,14 +169,8 @@ def _check_values(body: bytes) -> None:
         )
 
 
-def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
-    parsed = decode(body, decoder)
-    _check_supported(parsed)
-    return parsed
-
-
-def decode(body: bytes, decoder: msgspec.json.Decoder[_Any]) -> _Any:
-    """A body of any shape. Raises InvalidRequest, which names the field."""
+def decode(body: bytes, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
+    """A body of any wire. Raises InvalidRequest, which names the field, and UnknownField."""
     if len(body) > LONG_BODY:
         _check_values(body)
     try:
@@ -185,6 +179,12 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[_Any]) -> _Any:
         _refuse(str(error))
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
+    parsed = decode(body, decoder)
+    check_supported(parsed)
+    return parsed
 
 
 def _refuse(message: str) -> NoReturn:
@@ -200,7 +200,8 @@ def _refuse(message: str) -> NoReturn:
     raise InvalidRequest(f"the body must be a JSON object: {message}")
 
 
-def _check_supported(body: InferenceBody) -> None:
+def check_supported(body: InferenceBody) -> None:
+    """Raises InvalidRequest for a known field that would change the result and is not supported."""
     for field in body.__struct_fields__:
         neutral = _NEUTRAL.get(field)
         if neutral is None:

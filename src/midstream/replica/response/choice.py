@@ -7,8 +7,8 @@ A character whose bytes came under two snapshots belongs to the token that compl
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
@@ -129,6 +129,11 @@ class Choice:
             self.finish = "stop"
         return pieces + self._label(self._stops.flush())
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self._stops is None else self._stops.matched
+
     def take_kv(self, spans: Sequence[tuple[str, int, int]], prompt_len: int) -> None:
         """What the engine says of the KV from the next token on: that of before and more, or KV that was computed again."""
         self.close_kv(prompt_len)
@@ -248,6 +253,15 @@ def _add(out: list[Piece], piece: Piece) -> None:
     out[-1] = Piece(piece.snapshot, last.text + piece.text, piece.tokens, calls=last.calls + piece.calls)
 
 
-def id_maker(length: int | None) -> Callable[[], str]:
-    """Ids as OpenAI's look, or of the length that a template insists on."""
-    return lambda: uuid.uuid4().hex[:length] if length else f"call_{uuid.uuid4().hex[:24]}"
+def id_maker(length: int | None, seed: str) -> Callable[[], str]:
+    """Ids as OpenAI's look, or of the length that a template insists on.
+
+    They are the same ones again for the same seed, so that a resumed stream goes on with those that it would have had.
+    """
+    numbers = itertools.count()
+
+    def new() -> str:
+        drawn = hashlib.blake2b(f"{seed}/{next(numbers)}".encode(), digest_size=16).hexdigest()
+        return drawn[:length] if length else f"call_{drawn[:24]}"
+
+    return new

@@ -131,14 +131,17 @@ class Generation:
         self._final_metrics: dict[str, Any] | None = None
         stops, silent = checked.stops, frozenset(requests[0].sampling.stop_token_ids)
         vocabulary = service.text.vocabulary
+        opening = self._opening(work.seed, resumable) if continued is None else continued.opening
         shown, stages = frozenset[int](), None
         if checked.tools is not None and tool_format is not None:
             # Forced calls end where their grammar ends.
             dialect, parallel = tool_format.dialect, checked.tools.parallel or checked.tools.forced
-            shown, new_id = service.text.marker_ids(dialect.markers), id_maker(dialect.id_length)
-            schemas = checked.tools.schemas
+            shown, schemas = service.text.marker_ids(dialect.markers), checked.tools.schemas
             stages = [
-                CallStage(dialect.parser(schemas), parallel, new_id) for _ in range(len(prompts) * checked.n)
+                CallStage(
+                    dialect.parser(schemas), parallel, id_maker(dialect.id_length, f"{opening.id}/{index}")
+                )
+                for index in range(len(prompts) * checked.n)
             ]
         self._stages = stages
         self._choices = [
@@ -155,7 +158,6 @@ class Generation:
         self._replaying = False
         #: The tokens of each choice that were generated elsewhere.
         self._had = [0] * len(self._choices)
-        opening = self._opening(work.seed, resumable) if continued is None else continued.opening
         self.resumable = resumable and continued is None
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
         if resumable or continued is not None:
@@ -353,6 +355,7 @@ class Generation:
         """Notes the prompt's KV and the waiting time that the event tells."""
         if event.cached_tokens is not None:
             self._cached.setdefault(prompt, event.cached_tokens)
+            self._encoder.cached = sum(self._cached.values())
         if event.queued_s is not None:
             self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
         if event.kv_snapshots is not None and (self.checked.perf_metrics or self._traces):

@@ -43,6 +43,9 @@ LOGPROB_MIN = -9999.0
 class RecordEncoder:
     """Tells records as the request asked for them. wide_routes: a model of more than 256 experts."""
 
+    #: Prompt tokens whose KV was reused, of those that the engine has told of.
+    cached: int | None = None
+
     def __init__(self, checked: Checked, vocabulary: Vocabulary, *, wide_routes: bool) -> None:
         self._checked = checked
         self._vocabulary = vocabulary

@@ -169,8 +169,11 @@ class Kept(msgspec.Struct):
     echoed: list[Scored]
     generated: list[Scored]
     calls: list[ToolCall] = []
+    #: How many texts stand before each call.
+    calls_at: list[int] = []
 
     def keep(self, piece: Piece) -> None:
         self.text.append(piece.text)
         self.calls.extend(piece.calls)
+        self.calls_at.extend(len(self.text) for _ in piece.calls)
         (self.echoed if piece.echoed else self.generated).extend(piece.tokens)

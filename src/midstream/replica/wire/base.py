@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
 
+from midstream.core.errors import InvalidRequest
 from midstream.core.types import ModelInfo
 from midstream.core.versions import ServedNames
 from midstream.replica.request.checked import Checked, Prompt
@@ -44,6 +45,8 @@ class Encoder(Protocol):
 
     #: Told with the next event: the seam of a resumed stream.
     seam: dict[str, Any] | UnsetType
+    #: Prompt tokens whose KV was reused, as soon as the engine has told of them.
+    cached: int | None
 
     def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
         """The events of a piece of choice `index`. first: the prompt, with the first piece of a choice."""
@@ -73,12 +76,14 @@ class Encoder(Protocol):
 
 class Wire(NamedTuple):
     """name: as in core/wires.py. id_prefix: of response ids. read: raises InvalidRequest. encoder: called with the request's
-    Checked, the head, the vocabulary, and the details that `read` gave."""
+    Checked, the head, the vocabulary, and the details that `read` gave. rename: has an error, and those details; it makes the
+    error name the fields as this wire does."""
 
     name: str
     id_prefix: str
     read: Callable[[bytes], Read]
     encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], Encoder]
+    rename: Callable[[InvalidRequest, Any], None] = lambda error, details: None
 
 
 class Texts(Protocol):

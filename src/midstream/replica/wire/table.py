@@ -8,11 +8,12 @@ from __future__ import annotations
 from midstream.core.errors import InvalidRequest
 from midstream.core.wires import wire_of
 from midstream.replica.wire.base import TextCall, Wire
+from midstream.replica.wire.messages import COUNT_TOKENS, MESSAGES
 from midstream.replica.wire.openai import CHAT, COMPLETIONS
 from midstream.replica.wire.textcalls import DETOKENIZE, TOKENIZE
 
-GENERATING = {wire.name: wire for wire in (CHAT, COMPLETIONS)}
-TEXT_CALLS: dict[str, TextCall] = {call.name: call for call in (TOKENIZE, DETOKENIZE)}
+GENERATING = {wire.name: wire for wire in (CHAT, COMPLETIONS, MESSAGES)}
+TEXT_CALLS: dict[str, TextCall] = {call.name: call for call in (TOKENIZE, DETOKENIZE, COUNT_TOKENS)}
 
 
 def wire_to_resume(target: str) -> Wire:

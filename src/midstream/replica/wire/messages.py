@@ -1,0 +1,407 @@
+"""Anthropic's Messages API: its requests as chat requests, and how many tokens one has.
+
+Owns: what a body may hold, and how its errors name fields. Its responses are in messages_response.py.
+Always holds: a field or a block that would change the result and is not supported is refused by name. What follows from a body
+does not depend on its cache marks, its beta flags or other fields that change no token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.replica.request.schema import (
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    ChatBody,
+    Ints64,
+    check_supported,
+    decode,
+)
+from midstream.replica.text.tools import Name
+from midstream.replica.wire.base import Read, TextCall, Texts, Wire
+from midstream.replica.wire.messages_response import MessagesEncoder
+
+_Block = TypeVar("_Block")
+#: Of a tool: what changes neither the prompt nor the answer.
+_TOLERATED_OF_TOOLS = frozenset(
+    {"cache_control", "defer_loading", "eager_input_streaming", "input_examples", "allowed_callers"}
+)
+_OF_TOOLS = frozenset({"type", "name", "description", "input_schema", "strict"}) | _TOLERATED_OF_TOOLS
+#: What it takes as asking for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "container": (None,),
+    "context_management": (None, {}, {"edits": []}),
+    "mcp_servers": (None, []),
+    "compaction": (None,),
+    "fallbacks": (None, []),
+    "thread": (None,),
+}
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    user_id: str | None = None
+
+
+class _OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class _ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class CountBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """None is "not given" everywhere."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: _OutputConfig | None = None
+    metadata: _Metadata | None = None
+
+    # Accepted and ignored: none of these changes a token.
+    service_tier: Any = None
+    betas: Any = None
+    anthropic_beta: Any = None
+    anthropic_version: Any = None
+    cache_control: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+
+    # Refused unless neutral, see _NEUTRAL.
+    container: Any = None
+    context_management: Any = None
+    mcp_servers: Any = None
+    compaction: Any = None
+    fallbacks: Any = None
+    thread: Any = None
+
+    # midstream's own.
+    midstream: dict[str, Any] | None = None
+    seed: Ints64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    include_routing_matrix: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_isolation_key: str | None = None
+    perf_metrics_in_response: bool | None = None
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_tokens: Annotated[int, Meta(ge=1)]
+
+
+class _Text(msgspec.Struct, frozen=True):
+    text: str
+
+
+class _Thinking(msgspec.Struct, frozen=True):
+    thinking: str
+
+
+class _ToolUse(msgspec.Struct, frozen=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ToolResult(msgspec.Struct, frozen=True):
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+
+
+class Places(NamedTuple):
+    """The place in `messages` that each chat message came from; None: `system`."""
+
+    of_chat: list[int | None]
+
+
+_messages = msgspec.json.Decoder(MessagesBody)
+_count = msgspec.json.Decoder(CountBody)
+
+
+def read(body: bytes) -> Read:
+    return _as_chat(decode(body, _messages))
+
+
+async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, int]:
+    parsed, places = _as_chat(decode(body, _count))
+    try:
+        texts.names.wanted(parsed.model)
+        (prompt,) = await texts.prompts(parsed, len(body), headers)
+    except InvalidRequest as error:
+        rename(error, places)
+        raise
+    return {"input_tokens": len(prompt.token_ids)}
+
+
+def _as_chat(body: CountBody) -> Read:
+    for field, neutral in _NEUTRAL.items():
+        if getattr(body, field) not in neutral:
+            raise InvalidRequest(f"{field}: not supported by this server; leave it out", param=field)
+    messages, places = _chat_messages(body)
+    stops = _stops(body.stop_sequences)
+    choice, config = body.tool_choice, body.output_config or _OutputConfig()
+    adaptive = body.thinking is not None and body.thinking.get("type") == "adaptive"
+    chat = ChatBody(
+        model=body.model,
+        messages=messages,
+        tools=_tools(body.tools),
+        tool_choice=None if choice is None else _chat_choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        max_tokens=body.max_tokens or 1,
+        stop=stops,
+        stream=body.stream,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        # The model decides by itself.
+        thinking=None if adaptive else body.thinking,
+        reasoning_effort=config.effort,
+        response_format=_response_format(config.format),
+        user=None if body.metadata is None else body.metadata.user_id,
+        midstream=body.midstream,
+        seed=body.seed,
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        return_token_ids=body.return_token_ids,
+        include_routing_matrix=body.include_routing_matrix,
+        prompt_cache_key=body.prompt_cache_key,
+        prompt_cache_isolation_key=body.prompt_cache_isolation_key,
+        perf_metrics_in_response=body.perf_metrics_in_response,
+    )
+    try:
+        check_supported(chat)
+    except InvalidRequest as error:
+        rename(error, places)
+        raise
+    return Read(chat, places)
+
+
+# Messages
+
+
+def _chat_messages(body: CountBody) -> tuple[list[dict[str, Any]], Places]:
+    messages: list[dict[str, Any]] = []
+    places: list[int | None] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system", "system")})
+        places.append(None)
+    if not body.messages:
+        raise InvalidRequest("messages: must hold at least one message", param="messages")
+    for index, message in enumerate(body.messages):
+        made = _chat_of(message, f"messages[{index}]")
+        messages += made
+        places += [index] * len(made)
+    if body.messages[-1]["role"] == "assistant":
+        what = f"messages[{len(body.messages) - 1}]: the last message is the assistant's"
+        raise InvalidRequest(f"{what}; going on with one (prefill) is not supported", param="messages")
+    return messages, Places(places)
+
+
+def _chat_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The chat messages that one message is: each tool result is one."""
+    for name in message:
+        if name not in ("role", "content"):
+            raise UnknownField(f"{where}.{name}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise InvalidRequest(f"{where}.role: must be user or assistant, got {role!r}", param="messages")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where}.content: must be a string or a list of blocks", param="messages")
+    blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
+    return [_assistant(blocks)] if role == "assistant" else _user(blocks)
+
+
+def _assistant(blocks: list[tuple[Any, str]]) -> dict[str, Any]:
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for block, where in blocks:
+        kind = _kind(block, where, ("text", "tool_use", "thinking", "redacted_thinking"), "messages")
+        if kind == "text":
+            texts.append(_convert(block, _Text, where).text)
+        elif kind == "thinking":
+            thoughts.append(_convert(block, _Thinking, where).thinking)
+        elif kind == "tool_use":
+            use = _convert(block, _ToolUse, where)
+            arguments = json.dumps(use.input, ensure_ascii=False)
+            function = {"name": use.name, "arguments": arguments}
+            calls.append({"id": use.id, "type": "function", "function": function})
+    made: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        made["reasoning_content"] = "".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _user(blocks: list[tuple[Any, str]]) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for block, where in blocks:
+        if _kind(block, where, ("text", "tool_result"), "messages") == "text":
+            text = _convert(block, _Text, where).text
+            if made and made[-1]["role"] == "user":
+                made[-1]["content"] += text
+            else:
+                made.append({"role": "user", "content": text})
+            continue
+        result = _convert(block, _ToolResult, where)
+        content = _text(result.content or "", f"{where}.content", "messages")
+        answer = {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+        made.append(answer | ({"is_error": True} if result.is_error else {}))
+    return made or [{"role": "user", "content": ""}]
+
+
+def _text(given: str | list[dict[str, Any]], where: str, param: str) -> str:
+    """The text of a string or of text blocks, which follow each other without anything between."""
+    if isinstance(given, str):
+        return given
+    texts = []
+    for index, block in enumerate(given):
+        at = f"{where}[{index}]"
+        _kind(block, at, ("text",), param)
+        texts.append(_convert(block, _Text, at, param).text)
+    return "".join(texts)
+
+
+def _kind(block: Any, where: str, known: tuple[str, ...], param: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind not in known:
+        expected = ", ".join(known)
+        raise InvalidRequest(
+            f"{where}: blocks of type {kind!r} are not supported here, only {expected}", param=param
+        )
+    return str(kind)
+
+
+def _convert(block: Any, kind: type[_Block], where: str, param: str = "messages") -> _Block:
+    try:
+        return msgspec.convert(block, kind)
+    except msgspec.ValidationError as error:
+        what, _, at = str(error).partition(" - at `$")
+        what = what.replace("`", "")
+        message = f"{where}{at.removesuffix('`')}: {what[:1].lower()}{what[1:]}"
+        raise InvalidRequest(message, param=param) from error
+
+
+# Tools, stop sequences, formats
+
+
+def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return None if given is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        message = f"{where}.type: {kind!r} is one of Anthropic's own tools; only custom ones are supported"
+        raise InvalidRequest(message, param=f"{where}.type")
+    for name in tool:
+        if name not in _OF_TOOLS:
+            raise UnknownField(f"{where}.{name}")
+    function: dict[str, Any] = {"name": _field(tool, "name", Name, where)}
+    if tool.get("description") is not None:
+        function["description"] = _field(tool, "description", str, where)
+    function["parameters"] = _field(tool, "input_schema", dict[str, Any], where)
+    if tool.get("strict") is not None:
+        function["strict"] = _field(tool, "strict", bool, where)
+    return {"type": "function", "function": function}
+
+
+def _field(tool: dict[str, Any], name: str, kind: Any, where: str) -> Any:
+    at = f"{where}.{name}"
+    if name not in tool:
+        raise InvalidRequest(f"{at}: this field is required", param=at)
+    return _convert(tool[name], kind, at, at)
+
+
+def _chat_choice(choice: _ToolChoice) -> Any:
+    if choice.type != "tool":
+        return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+    if choice.name is None:
+        raise InvalidRequest("tool_choice.name: this field is required", param="tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _stops(given: list[str] | None) -> list[str] | None:
+    param = "stop_sequences"
+    if given and len(given) > MAX_STOPS:
+        raise InvalidRequest(f"{param}: at most {MAX_STOPS} strings, got {len(given)}", param=param)
+    if given and any(not text for text in given):
+        raise InvalidRequest(f"{param}: strings must not be empty", param=param)
+    return given
+
+
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    param = "output_config"
+    if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        raise InvalidRequest(f"{param}.format: must be a json_schema with a schema", param=param)
+    wanted = {"name": "answer", "schema": given["schema"], "strict": True}
+    return {"type": "json_schema", "json_schema": wanted}
+
+
+# Errors
+
+_PARAMS = {
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config",
+}
+_SAID = {
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+_NAMED = re.compile(r"(?:stop|user|response_format|reasoning_effort)(?=[:. ])")
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
+_TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.parameters)?(?=:)")
+
+
+def rename(error: InvalidRequest, places: Places) -> None:
+    """Make the error name fields as this API has them. It was raised for a chat body that `read` made."""
+    message, param = error.message, error.param
+    if param in _PARAMS:
+        error.param = _PARAMS[param]
+        message = _NAMED.sub(lambda found: _SAID[found[0]], message, count=1)
+    elif param == "messages" and (found := _MESSAGE.match(message)):
+        index = places.of_chat[int(found[1])]
+        if index is None:
+            error.param = "system"
+        place = "system" if index is None else f"messages[{index}]"
+        message = place + message[found.end() :]
+    elif param == "tools" and (found := _TOOL.match(message)):
+        error.param = f"{found[1]}.input_schema"
+        message = error.param + message[found.end() :]
+    error.message, error.args = message, (message,)
+
+
+MESSAGES = Wire("messages", "msg_", read, MessagesEncoder, rename)
+COUNT_TOKENS = TextCall("count_tokens", count_tokens)

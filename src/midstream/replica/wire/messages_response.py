@@ -1,0 +1,280 @@
+"""Responses of Anthropic's Messages API: content blocks and their events, with midstream's records beside them.
+
+Always holds: no record of a token is lost. In a stream it is in the `midstream` of the event that shows its text or call; where
+a token shows nothing, of an empty delta of the block that is open, and where none is open, of an event `midstream_tokens`.
+Every such object names the snapshot of its tokens. What an event says depends on those before it alone, so that a resumed
+stream goes on with the events that it would have had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from midstream.core.text import sse_event
+from midstream.core.types import served_model_name
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.choice import Choice, Piece, Scored, ToolCall
+from midstream.replica.response.records import RecordEncoder, tell_kv
+from midstream.replica.response.shapes import (
+    ChoiceTail,
+    EarlierKv,
+    Extras,
+    Kept,
+    Logprobs,
+    RawOutput,
+    SnapshotSpan,
+)
+from midstream.replica.response.shapes import Usage as ChatUsage
+from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.base import ResponseHead
+
+_encode = msgspec.json.Encoder().encode
+_OPENAI_ID = "call_"
+
+
+class Usage(msgspec.Struct):
+    #: Without those that were read from the cache.
+    input_tokens: int
+    output_tokens: int
+    #: None: nobody knows yet, or ever (see shapes.Usage).
+    cache_read_input_tokens: int | None
+    #: All of a prompt is cached, and nothing is charged for it.
+    cache_creation_input_tokens: int = 0
+
+
+class Records(msgspec.Struct):
+    """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream."""
+
+    snapshot: str
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    logprobs: Logprobs | UnsetType = UNSET
+    snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+    resumed: dict[str, Any] | UnsetType = UNSET
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    #: A JSON object, as it was generated.
+    input: msgspec.Raw
+
+
+Block = TextBlock | ToolUse
+
+
+class Message(msgspec.Struct):
+    id: str
+    model: str
+    content: list[Block]
+    usage: Usage
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    type: str = "message"
+    role: str = "assistant"
+    midstream: Records | UnsetType = UNSET
+
+
+class MessagesEncoder(RecordEncoder):
+    """A wire.base.Encoder of one message."""
+
+    def __init__(
+        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: object = None
+    ) -> None:
+        super().__init__(checked, vocabulary, wide_routes=head.wide_routes)
+        self._id = head.id
+        self._model = head.model
+        #: Told with the next event that has records.
+        self.seam: dict[str, Any] | UnsetType = UNSET
+        self._records = checked.token_ids or checked.logprobs is not None
+        #: The delta of the block that is open, and how many blocks were begun.
+        self._open: str | None = None
+        self._blocks = 0
+        #: The token that came last.
+        self._last: int | None = None
+
+    # Streams
+
+    def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
+        data = b"" if first is None else self._start(piece.snapshot, first)
+        if piece.tokens:
+            self._last = piece.tokens[-1].record.token_id
+        tokens = piece.tokens
+        if piece.text:
+            data += self._text(piece.text, piece.snapshot, tokens)
+            tokens = ()
+        for call in piece.calls:
+            data += self._call(call, piece.snapshot, tokens)
+            tokens = ()
+        if tokens and self._records:
+            data += self._silent(piece.snapshot, tokens)
+        return data
+
+    def finish_chunk(
+        self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
+    ) -> bytes:
+        data = b"" if first is None else self._start(snapshot, first)
+        data += self._close()
+        reason, sequence = self._ended(choice, self._last)
+        assert isinstance(extras.usage, ChatUsage)
+        return data + _event(
+            "message_delta",
+            delta={"stop_reason": reason, "stop_sequence": sequence},
+            usage=_usage(extras.usage),
+            midstream=self._tail(choice, snapshot, extras),
+        )
+
+    def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
+        """It is in the event at the end of the message."""
+        return b""
+
+    def end(self) -> bytes:
+        return _event("message_stop")
+
+    def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
+        seam, self.seam = self.seam, UNSET
+        for piece in pieces:
+            self.chunk(choice.index, piece, first)
+            first = None
+        if choice.finish is not None:
+            self._close()
+        self.seam = seam
+
+    def _start(self, snapshot: str, prompt: Prompt) -> bytes:
+        size = len(prompt.token_ids)
+        usage = Usage(size - (self.cached or 0), 0, self.cached)
+        message = Message(self._id, served_model_name(self._model, snapshot), [], usage)
+        told = Records(snapshot)
+        if self._checked.token_ids:
+            told.prompt_token_ids = prompt.token_ids
+        return _event("message_start", message=message, midstream=told)
+
+    def _text(self, text: str, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
+        data = b""
+        if self._open != "text_delta":
+            data = self._close() + self._begin("text_delta", TextBlock(""))
+        return data + self._delta({"type": "text_delta", "text": text}, snapshot, tokens)
+
+    def _call(self, call: ToolCall, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
+        """A call comes whole. Its block stays open for the tokens of what is between it and the next one."""
+        block = ToolUse(_tool_id(call), call.name, msgspec.Raw(b"{}"))
+        data = self._close() + self._begin("input_json_delta", block)
+        return data + self._delta(
+            {"type": "input_json_delta", "partial_json": call.arguments}, snapshot, tokens
+        )
+
+    def _silent(self, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
+        """Tokens that show nothing."""
+        if self._open is None:
+            return _event("midstream_tokens", midstream=self._told(snapshot, tokens))
+        shown = "text" if self._open == "text_delta" else "partial_json"
+        return self._delta({"type": self._open, shown: ""}, snapshot, tokens)
+
+    def _begin(self, delta: str, block: Block) -> bytes:
+        self._open = delta
+        self._blocks += 1
+        return _event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _delta(self, delta: dict[str, str], snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
+        told = self._told(snapshot, tokens)
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta, midstream=told)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._blocks - 1)
+
+    def _told(self, snapshot: str, tokens: tuple[Scored, ...]) -> Records:
+        told = Records(snapshot)
+        if self._checked.token_ids:
+            told.token_ids = [scored.record.token_id for scored in tokens]
+        if tokens and (logprobs := self.logprobs(tokens)) is not None:
+            told.logprobs = logprobs
+        if self.seam is not UNSET:
+            told.resumed, self.seam = self.seam["resumed"], UNSET
+        return told
+
+    def _tail(self, choice: Choice, snapshot: str, extras: Extras) -> Records:
+        told, kv = self._told(snapshot, ()), ChoiceTail()
+        told.token_ids = UNSET
+        tell_kv(kv, choice)
+        told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
+        told.perf_metrics = extras.perf_metrics
+        return told
+
+    # Both
+
+    def _ended(self, choice: Choice, last: int | None) -> tuple[str, str | None]:
+        """The stop reason and the stop sequence."""
+        if choice.finish == "tool_calls":
+            return "tool_use", None
+        if choice.finish == "length":
+            most = self._checked.max_tokens
+            cut = most is not None and choice.generated < most
+            return "model_context_window_exceeded" if cut else "max_tokens", None
+        # The name of a special token, which has no text, ends a message as its token.
+        name = None if last is None else self._vocabulary.raw_text([last])
+        found = choice.stop_string or (name if name in self._checked.stops else None)
+        return ("end_turn", None) if found is None else ("stop_sequence", found)
+
+    # Plain responses
+
+    def plain(
+        self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
+    ) -> bytes:
+        (choice,), (had,), (prompt,) = choices, kept, prompts
+        told = self._tail(choice, snapshot, extras)
+        told.snapshots = [SnapshotSpan(*span) for span in choice.spans]
+        if self._checked.token_ids:
+            told.prompt_token_ids = prompt.token_ids
+            told.token_ids = [scored.record.token_id for scored in had.generated]
+        if (logprobs := self.logprobs(had.generated)) is not None:
+            told.logprobs = logprobs
+        assert isinstance(extras.usage, ChatUsage)
+        last = had.generated[-1].record.token_id if had.generated else None
+        reason, sequence = self._ended(choice, last)
+        model = served_model_name(self._model, snapshot)
+        usage = _usage(extras.usage)
+        message = Message(self._id, model, _blocks(had), usage, reason, sequence, midstream=told)
+        return _encode(message)
+
+
+def _blocks(kept: Kept) -> list[Block]:
+    """As the blocks of a stream would be."""
+    blocks: list[Block] = []
+    done = 0
+    for call, at in [*zip(kept.calls, kept.calls_at, strict=True), (None, len(kept.text))]:
+        text = "".join(kept.text[done:at])
+        done = at
+        if text:
+            blocks.append(TextBlock(text))
+        if call is not None:
+            blocks.append(ToolUse(_tool_id(call), call.name, msgspec.Raw(call.arguments.encode())))
+    return blocks
+
+
+def _tool_id(call: ToolCall) -> str:
+    """As Anthropic's look, but where the model or its template has a form of its own."""
+    made_here = call.id.startswith(_OPENAI_ID) and len(call.id) == len(_OPENAI_ID) + 24
+    return "toolu_" + call.id.removeprefix(_OPENAI_ID) if made_here else call.id
+
+
+def _usage(usage: ChatUsage) -> Usage:
+    details = usage.prompt_tokens_details
+    cached = None if details is UNSET else details.cached_tokens
+    return Usage(usage.prompt_tokens - (cached or 0), usage.completion_tokens, cached)
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %b\n%b" % (name.encode(), sse_event({"type": name, **fields}))
