@@ -3,7 +3,7 @@
 The hot path only adds to plain integers; metric families are built when somebody asks.
 Always holds: label values come from small fixed sets (replicas, path classes, statuses, reasons), never from sessions,
 keys or request content. Durations are kept in the buckets of BUCKETS_S, one histogram per path class (completions,
-chat_completions, tinker, control).
+chat_completions, messages, count_tokens, tinker, control).
 """
 
 from __future__ import annotations
