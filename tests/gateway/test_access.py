@@ -19,9 +19,9 @@ from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.core.config import GatewaySettings, KeySettings
 from midstream.core.scopes import GATEWAY_ROUTES
-from midstream.core.wires import WIRES
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
+from midstream.core.wires import WIRES
 from midstream.fleet.membership import membership_routes
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
