@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from simtrainer import Weights
 
 
-def model_and_weights(place: Path) -> tuple[Path, Weights]:
-    """A small checkpoint, made by another process so that this one stays without PyTorch; six that fit it, and the deltas."""
+def make_bed(place: Path) -> None:
+    """Writes a small checkpoint, six that fit it, and the deltas. Another process makes the first: this one has no PyTorch."""
     directory = place / "sim"
     made = (
         "from pathlib import Path; from midstream.models.tiny_moe import write_tiny_moe; "
@@ -40,14 +40,12 @@ def model_and_weights(place: Path) -> tuple[Path, Weights]:
     )
     subprocess.run([sys.executable, "-c", made], check=True)
     from safetensors.numpy import load, save
-    from simtrainer import Weights
 
     from midstream.snapshots.arc2.encode import encode_delta
     from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
 
     base = (directory / "model.safetensors").read_bytes()
-    variants = []
-    for number in range(6):
+    for number in range(CHECKPOINTS):
         tensors = load(base)
         name = sorted(tensors)[0]
         raw = tensors[name].view("uint8").copy()
@@ -59,17 +57,39 @@ def model_and_weights(place: Path) -> tuple[Path, Weights]:
         child.mkdir()
         for file, data in files.items():
             (child / file).write_bytes(data)
-        manifest = encode_manifest(directory_content(child, files))
-        (child / MANIFEST_FILE).write_bytes(manifest)
-        variants.append({**files, MANIFEST_FILE: manifest})
-    deltas = {}
-    for parent, child_number in itertools.permutations(range(len(variants)), 2):
-        out = place / f"{parent}-{child_number}"
-        encode_delta(place / str(parent), place / str(child_number), out, threads=1)
-        deltas[parent, child_number] = {file.name: file.read_bytes() for file in out.iterdir()}
-    return directory, Weights(variants, deltas)
+        (child / MANIFEST_FILE).write_bytes(encode_manifest(directory_content(child, files)))
+    for parent, number in _pairs():
+        encode_delta(place / str(parent), place / str(number), place / f"{parent}-{number}", threads=1)
+    (place / _WHOLE).touch()
 
 
+def model_and_weights(place: Path) -> tuple[Path, Weights]:
+    """The checkpoint that the server starts with, and what the trainer may publish. An empty place is filled first."""
+    if not (place / _WHOLE).exists():
+        make_bed(place)
+    from simtrainer import Weights
+
+    from midstream.snapshots.content import MANIFEST_FILE
+
+    names = ("config.json", "model.safetensors", MANIFEST_FILE)
+    variants = [
+        {name: (place / str(number) / name).read_bytes() for name in names} for number in range(CHECKPOINTS)
+    ]
+    deltas = {
+        (parent, number): {file.name: file.read_bytes() for file in (place / f"{parent}-{number}").iterdir()}
+        for parent, number in _pairs()
+    }
+    return place / "sim", Weights(variants, deltas)
+
+
+def _pairs() -> Iterator[tuple[int, ...]]:
+    return itertools.permutations(range(CHECKPOINTS), 2)
+
+
+#: That the trainer has.
+CHECKPOINTS = 6
+#: An empty file that is written last into a place with checkpoints.
+_WHOLE = ".whole"
 #: Says to a program that it was started anew, with hashes and addresses that are the same in each run.
 _STEADY = "MIDSTREAM_SIMULATE_STEADY"
 #: Of personality(2).
@@ -231,6 +251,11 @@ def main() -> int:
     parser.add_argument(
         "--keep-going", action="store_true", help="go on behind the first history that is wrong"
     )
+    parser.add_argument(
+        "--bed",
+        type=Path,
+        help="an empty directory for the checkpoints, or one that has them from another run",
+    )
     parser.add_argument("--prove", action="store_true", help="plant each fault, and say which seed finds it")
     arguments = parser.parse_args()
     if _STEADY not in os.environ:
@@ -243,7 +268,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], steady)
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
-        bed = Bed(*model_and_weights(Path(place)), arguments.plant)
+        bed = Bed(*model_and_weights(arguments.bed or Path(place)), arguments.plant)
         # Before the forks.
         import planted  # noqa: F401
         import simhistory  # noqa: F401

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,18 +24,25 @@ FOUND = {
 }
 
 
-def simulate(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SIMULATE), *arguments], capture_output=True, text=True, check=False
-    )
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Path]:
+    """Checkpoints for all runs: making them takes 7 s of a core, twice as long as a history."""
+    # Not tmp_path: the length of a path must not depend on the test, since messages have it.
+    with tempfile.TemporaryDirectory() as place:
+        yield Path(place)
+
+
+def simulate(bed: Path, *arguments: str) -> str:
+    command = [sys.executable, str(SIMULATE), "--bed", str(bed), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_nothing_is_wrong_in_a_block_of_histories(block: tuple[int, int]) -> None:
+def test_nothing_is_wrong_in_a_block_of_histories(block: tuple[int, int], bed: Path) -> None:
     first, last = block
-    said = simulate("--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
+    said = simulate(bed, "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
     assert f"{last - first:8} end: well" in said
     assert "turn: whole" in said
     assert "left the base weights" in said
@@ -41,21 +50,21 @@ def test_nothing_is_wrong_in_a_block_of_histories(block: tuple[int, int]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", FOUND)
-def test_what_was_found_once_stays_mended(seed: int) -> None:
-    simulate("--seed", str(seed))
+def test_what_was_found_once_stays_mended(seed: int, bed: Path) -> None:
+    simulate(bed, "--seed", str(seed))
 
 
 @pytest.mark.slow
-def test_a_seed_is_one_history() -> None:
-    one, again = simulate("--seed", "1"), simulate("--seed", "1")
+def test_a_seed_is_one_history(bed: Path) -> None:
+    one, again = simulate(bed, "--seed", "1"), simulate(bed, "--seed", "1")
     assert one == again
     assert "all serve" in one
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_planted_fault_is_found() -> None:
+def test_every_planted_fault_is_found(bed: Path) -> None:
     """The seed that found a fault last is tried first. A change of the histories may move a find to another seed."""
-    said = simulate("--seeds", "0:200", "--processes", "1", "--prove").splitlines()
+    said = simulate(bed, "--seeds", "0:200", "--processes", "1", "--prove").splitlines()
     assert len(said) >= 10
     assert [line for line in said if ": seed " not in line] == []
