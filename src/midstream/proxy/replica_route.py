@@ -38,7 +38,7 @@ from midstream.core.types import HEADER_BOOT, HEADER_PLACED, HEADER_SESSION, Rep
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
-from midstream.fleet.sessions import session_key
+from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.reader import Request
 from midstream.proxy.poison import Life, Losses, is_the_largest
@@ -124,8 +124,10 @@ class ReplicaRoute(Route):
     #: What the client wants done when its stream is lost (resumption.FAILOVER_MODES).
     _mode = "off"
 
-    def __init__(self, proxy: Proxy, request: Request, wire: Wire) -> None:
+    def __init__(self, proxy: Proxy, request: Request, wire: Wire, in_path: bytes | None = None) -> None:
+        """in_path: the session that the path named, of which `request` shows nothing any more."""
         super().__init__(proxy, request)
+        self._in_path = in_path
         self.path_class = wire.name
         self.errors = wire.errors
         self._deployment = proxy.deployments.default
@@ -144,8 +146,9 @@ class ReplicaRoute(Route):
         self._deployment = proxy.deployment_of(request, self._caller.grant)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
-        key = session_key(request.first, request.body)
-        follow = follows(request.first)
+        said, named = request.first, self._in_path
+        key = session_key(said, request.body) if named is None else key_in_path(named, said)
+        follow = follows(said)
         if key is not None:
             self._session = (self._caller.tenant, key)
         several = len(self._deployment.replicas.views) > 1
