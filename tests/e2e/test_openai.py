@@ -129,6 +129,35 @@ def test_turns_of_a_session_stay_on_one_replica_and_reuse_its_cache(
     assert all(tokens >= 100 for turn, tokens in cached if turn > 0)
 
 
+def test_an_sdk_whose_base_url_names_the_session_has_its_turns_on_one_replica(server: Server) -> None:
+    said, homes = "", set()
+    with openai.OpenAI(base_url=f"{server.url}/sessions/in%20path/v1", api_key="k", max_retries=0) as own:
+        assert [model.id for model in own.models.list()] == [server.model]
+        assert own.models.retrieve(server.model).id == server.model
+        for turn in range(3):
+            raw = own.completions.with_raw_response.create(
+                model=server.model, prompt="It begins, and it goes on. " * 4 + said, max_tokens=8, user="u"
+            )
+            homes.add(raw.headers["x-midstream-replica"])
+            assert raw.headers["x-midstream-route-reason"] == ("new" if turn == 0 else "sticky")
+            answer = raw.parse()
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            if turn:
+                assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 64
+            said += answer.choices[0].text
+        stream = own.chat.completions.create(
+            model=server.model, messages=[{"role": "user", "content": said}], max_tokens=4, stream=True
+        )
+        assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] in ("length", "stop")
+        with pytest.raises(openai.BadRequestError) as refused:
+            own.completions.create(model=server.model, prompt="a", extra_headers={"X-Session-ID": "other"})
+        assert refused.value.param == "x-session-id"
+    assert len(homes) == 1
+    shown = httpx.get(f"{server.url}/v1/sessions/in%20path", timeout=60).json()
+    assert (shown["id"], shown["turns"]) == ("in path", 4)
+
+
 def test_an_unknown_field_is_refused_by_name_in_the_words_clients_match(server: Server) -> None:
     body = {"model": server.model, "prompt": "a", "max_tokens": 1, "no_such_field": 1}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from gateway_harness import Message, MockReplica, Peer, Stage, post, reconciler, respond_ok, run, staged
+from gateway_harness import Message, MockReplica, Peer, Stage, get, post, reconciler, respond_ok, run, staged
 
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
@@ -21,7 +21,7 @@ def answering(name: str):  # type: ignore[no-untyped-def]
     return handler
 
 
-def usable(view: ReplicaView, **report: bool) -> None:
+def usable(view: ReplicaView, **report: int) -> None:
     view.report = ReplicaReport(replica=view.name, boot="b1", ready=True, **report)
     view.admitted = True
 
@@ -241,6 +241,34 @@ def test_a_replica_that_joins_is_used_and_one_at_another_address_is_another() ->
             assert replicas.views[0] is not first
             assert (first.standing, replicas.views[0].usable) == ("gone", False)
             assert (await stage.ask(post())).status == 503
+            mock.stop()
+
+    run(main)
+
+
+def test_each_model_says_how_long_its_context_is_where_trainers_look_for_it() -> None:
+    async def main() -> None:
+        async with staged(answering("default"), answering("default")) as stage:
+            mock = await add(stage, "b", "other")
+
+            async def told() -> dict[str, int | None]:
+                listed = json.loads((await stage.ask(get("/v1/models"))).body)["data"]
+                for model in listed:
+                    assert json.loads((await stage.ask(get(f"/v1/models/{model['id']}"))).body) == model
+                return {model["id"]: model.get("max_model_len") for model in listed}
+
+            first, other = f"{A}/models/tiny-moe", f"{A}/models/other"
+            assert await told() == {first: None, other: None}, "no engine is known"
+            usable(stage.views[0], max_model_len=4096)
+            assert await told() == {first: 4096, other: None}
+            usable(
+                stage.gateway.proxy.deployments.find("other", param="model").replicas.views[0],
+                max_model_len=8,
+            )
+            usable(stage.views[1], max_model_len=1024)
+            assert await told() == {first: 1024, other: 8}, "what every replica of it takes"
+            stage.views[1].report = None
+            assert await told() == {first: 4096, other: 8}
             mock.stop()
 
     run(main)

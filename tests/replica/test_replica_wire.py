@@ -114,7 +114,9 @@ def test_an_unknown_field_is_named_exactly(tmp_path: Path, name: str) -> None:
     play(tmp_path, FakeEngine(), scenario)
 
 
-@pytest.mark.parametrize("name", ["x-multi-turn-session-id", "x-session-affinity", "x-session-id"])
+@pytest.mark.parametrize(
+    "name", ["x-multi-turn-session-id", "x-session-affinity", "x-session-id", "x-smg-routing-key"]
+)
 def test_an_empty_session_header_names_none_and_alone_it_is_refused_by_name(name: str) -> None:
     unnamed, named = (
         check(parse_completion(body), ModelInfo(max_model_len=10, vocab_size=10))

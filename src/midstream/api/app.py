@@ -186,7 +186,8 @@ class _Endpoints:
 
     def _model(self, deployment: Deployment) -> dict[str, Any]:
         views = deployment.replicas.views
-        engines = status.shown(view.report for view in views)
+        reports = [view.report for view in views]
+        engines = status.shown(reports)
         return {
             "id": deployment.model,
             "object": "model",
@@ -194,6 +195,8 @@ class _Endpoints:
             "owned_by": deployment.names.account.rpartition("/")[2],
             "deployment": deployment.name,
             "snapshots": {view.name: view.report.snapshot if view.report else None for view in views},
+            # Where trainers look for it, as vLLM has it there.
+            **status.context_of(reports),
             **({} if engines is None else {"midstream": engines}),
         }
 

@@ -80,8 +80,15 @@ def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
         "features": in_order(common),
         "lacks": in_order(ENGINE_FEATURES.keys() - common),
     }
-    lengths = [report.max_model_len for report in heard if report.max_model_len is not None]
-    return {"engine": engine, **({"max_model_len": min(lengths)} if lengths else {})}
+    return {"engine": engine, **context_of(heard)}
+
+
+def context_of(reports: Iterable[ReplicaReport | None]) -> dict[str, int]:
+    """`max_model_len`: the shortest; nothing while no engine is known."""
+    lengths = [
+        report.max_model_len for report in reports if report is not None and report.max_model_len is not None
+    ]
+    return {"max_model_len": min(lengths)} if lengths else {}
 
 
 def engine_of(report: ReplicaReport | None) -> dict[str, str]:

@@ -4,8 +4,8 @@ Always holds: `Distribution.counts` has one bucket more than the bounds of its m
 
 Which session a request belongs to. Pure; used by the gateway (placement) and by a replica that is asked directly.
 
-Order: `x-multi-turn-session-id` > `x-session-affinity` > `X-Session-ID` > body `prompt_cache_key` > body `user` > none. An
-empty one is passed over if another names a session.
+Order: the path (core/wires.py) > `x-multi-turn-session-id` > `x-session-affinity` > `X-Session-ID` > `X-SMG-Routing-Key` > body
+`prompt_cache_key` > body `user` > none. An empty one is passed over if another names a session.
 Always holds: the key is compared whole, never by prefix. Equal keys of two tenants are different sessions: a table of keys
 pairs each with its tenant.
 """
@@ -21,7 +21,7 @@ import msgspec
 from midstream.core.errors import InvalidRequest
 from midstream.core.types import Session
 
-SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity", "x-session-id")
+SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity", "x-session-id", "x-smg-routing-key")
 SESSION_BODY_FIELDS = ("prompt_cache_key", "user")
 MAX_KEY_BYTES = 512
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")

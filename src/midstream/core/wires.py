@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from midstream.core.errors import ErrorShape, InvalidRequest
+from midstream.core.errors import ErrorShape
 
 UserField = Literal["user", "metadata.user_id"]
 
@@ -44,12 +44,14 @@ WIRES: Mapping[str, Wire] = {
 #: Harnesses that can set nothing but a base URL name the session in it. Each pattern ends before the wire's own path.
 _IN_PATH = re.compile(
     rb"/(?:"
-    rb"sessions/(?P<session>[^/?]+)"
-    rb"|trajectories/(?P<trajectory>[^/?]+)"
-    rb"|ng-rollout/(?P<rollout>[^/?]+)/training-token-capture"
-    rb"|proxy/rollout/(?P<run>[^/?]+)/attempt/(?P<attempt>[^/?]+)/mode/[^/?]+/openai"
+    rb"sessions/(?P<session>[^/?]*)"
+    rb"|trajectories/(?P<trajectory>[^/?]*)"
+    rb"|ng-rollout/(?P<rollout>[^/?]*)/training-token-capture"
+    rb"|proxy/rollout/(?P<run>[^/?]*)/attempt/(?P<attempt>[^/?]*)/mode/[^/?]*/openai"
     rb")(?=/)"
 )
+#: What SDKs read beside inference.
+_MODELS = re.compile(rb"(?:/inference)?/v1/models(?:/|\Z)")
 
 
 def wire_of(path: bytes) -> Wire | None:
@@ -58,19 +60,23 @@ def wire_of(path: bytes) -> Wire | None:
 
 
 def split_session(target: bytes) -> tuple[bytes | None, bytes]:
-    """The session that a target's path names, percent-decoded, and the target without it.
+    """The session that a target's path names, percent-decoded, and the target without it. None: it is no such path.
 
     `/sessions/S/v1/...`, `/trajectories/S/v1/...`, `/ng-rollout/S/training-token-capture/v1/...` and
     `/proxy/rollout/R/attempt/A/mode/M/openai/v1/...`, whose session is `R/A`.
+    The session may hold any byte. It is empty when one of its parts is.
     """
     found = _IN_PATH.match(target)
     if found is None:
         return None, target
     parts = [part for part in found.groups() if part is not None]
-    return b"/".join(unquote_to_bytes(part) for part in parts), target[found.end() :]
+    session = b"/".join(unquote_to_bytes(part) for part in parts) if all(parts) else b""
+    return session, target[found.end() :]
 
 
-def check_one_session(in_path: bytes, header: str, value: bytes) -> None:
-    """Raises InvalidRequest when a header names another session than the path."""
-    if value.strip(b" \t") not in (b"", in_path):
-        raise InvalidRequest(f"{header}: names another session than the path", param=header)
+def is_read_in_session(method: bytes, path: bytes) -> bool:
+    """Whether a client whose base URL names a session may read this path of the control app. path: without the session.
+
+    Nothing that changes a thing is among them, so that each such call has one path in the audit log.
+    """
+    return method in (b"GET", b"HEAD") and (wire_of(path) is not None or _MODELS.match(path) is not None)

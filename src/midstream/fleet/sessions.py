@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from midstream.core.errors import InvalidRequest
 from midstream.core.sessions import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
 from midstream.core.sessions import session_key as key_named
 from midstream.core.text import NOT_JSON
@@ -68,6 +69,20 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes, user: UserField = "
             if key:
                 return check_key(key, text_name)
     return key_named(_named(headers, body, user))
+
+
+def key_in_path(session: bytes, headers: Mapping[bytes, bytes]) -> str:
+    """The session key of a request whose path names a session. session: percent-decoded.
+
+    The path goes before the body, whose fields may mean an end user. Raises InvalidRequest when it cannot be a key, and when
+    a header names another one.
+    """
+    key = check_key(_text(session), "path")
+    for name, text_name in _HEADERS:
+        value = headers.get(name)
+        if value is not None and _text(value).strip(" \t") not in ("", key):
+            raise InvalidRequest(f"{text_name} names another session than the path", param=text_name)
+    return key
 
 
 def _named(headers: Mapping[bytes, bytes], body: bytes, user: UserField) -> Iterator[tuple[str, str | None]]:

@@ -46,7 +46,7 @@ from midstream.core.types import (
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
-from midstream.fleet.sessions import session_key
+from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.reader import Request
 from midstream.proxy.poison import Life, Losses, is_the_largest
@@ -87,7 +87,8 @@ BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
 _SESSION = HEADER_SESSION.encode()
-_FOR_SESSIONS = (HEADER_HISTORY.encode(), HEADER_RECORDS.encode())
+_RECORDS = HEADER_RECORDS.encode()
+_FOR_SESSIONS = (HEADER_HISTORY.encode(), _RECORDS)
 _PLACED = HEADER_PLACED.encode()
 _LOST = HEADER_LOST.encode()
 _ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
@@ -133,8 +134,10 @@ class ReplicaRoute(Route):
     #: What the client wants done when its stream is lost (resumption.FAILOVER_MODES).
     _mode = "off"
 
-    def __init__(self, proxy: Proxy, request: Request, wire: Wire) -> None:
+    def __init__(self, proxy: Proxy, request: Request, wire: Wire, in_path: bytes | None = None) -> None:
+        """in_path: the session that the path named, of which `request` shows nothing any more."""
         super().__init__(proxy, request)
+        self._in_path = in_path
         self.path_class = wire.name
         self.errors = wire.errors
         self._user_field = wire.user
@@ -154,8 +157,9 @@ class ReplicaRoute(Route):
         self._deployment = proxy.deployment_of(request, self._caller.grant)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
-        key = session_key(request.first, request.body, self._user_field)
-        follow = follows(request.first)
+        said, named = request.first, self._in_path
+        key = session_key(said, request.body, self._user_field) if named is None else key_in_path(named, said)
+        follow = follows(said)
         if key is not None:
             self._session = (self._caller.tenant, key)
         several = len(self._deployment.replicas.views) > 1
@@ -269,6 +273,9 @@ class ReplicaRoute(Route):
                 lines.append(_PLACED + b": %d" % self._placed.stamp)
         first = self._request.first
         lines += [name + b": " + first[name] for name in _FOR_SESSIONS if name in first]
+        if self._in_path is not None and _RECORDS not in first:
+            # Who can set nothing but a base URL has the records all the same.
+            lines.append(_RECORDS + b": routes")
         if self._versions is not None:
             assert self._sent_under is not None
             lines += self._versions.lines(self._view, self._sent_under)

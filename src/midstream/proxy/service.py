@@ -3,6 +3,7 @@
 Owns: the client connections of a gateway process, and what they hold together (http/budget.py).
 Always holds:
 - A request without a valid key, or for inference without a scope to sample, is refused before its body is read.
+- A session that a path names reaches a replica as the gateway's own header alone. No other header is made of a path.
 - A request for inference counts against its tenant's bound from the moment its exchange is made.
 """
 
@@ -14,9 +15,7 @@ from collections.abc import Mapping
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
-from midstream.core.sessions import SESSION_HEADERS
-from midstream.core.types import HEADER_RECORDS
-from midstream.core.wires import check_one_session, split_session, wire_of
+from midstream.core.wires import is_read_in_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.reader import Request
@@ -28,7 +27,6 @@ from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.route import Route
 
 _HEALTH = b"/health"
-_RECORDS = HEADER_RECORDS.encode()
 
 
 class GatewayService:
@@ -93,15 +91,17 @@ class GatewayService:
         path = target.partition(b"?")[0]
         wire = wire_of(path) if request.method == b"POST" else None
         if wire is not None:
-            if session is not None:
-                name_session(request, session, target)
+            # The same request under another session is the same to those who judge what it does to replicas.
+            request.target = target
             if self.budget.counts_requests:
                 client.count_in_flight()
-            route: Route = ReplicaRoute(self._proxy, request, wire)
-        elif self._proxy.front is not None and path.startswith(FRONT_PREFIX):
+            route: Route = ReplicaRoute(self._proxy, request, wire, session)
+        elif self._proxy.front is not None and request.target.startswith(FRONT_PREFIX):
             route = FrontRoute(self._proxy, request)
         else:
             route = Route(self._proxy, request)
+            if session is not None and is_read_in_session(request.method, path):
+                route.target = target
         return ProxiedRequest(self._proxy, request, client, route)
 
     # -- the server's calls
@@ -111,18 +111,6 @@ class GatewayService:
         if self.clients:
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
-
-
-def name_session(request: Request, session: bytes, target: bytes) -> None:
-    """Say by header what the path says. Raises InvalidRequest when a header names another session."""
-    for name in SESSION_HEADERS:
-        check_one_session(session, name, request.first.get(name.encode(), b""))
-    said = (SESSION_HEADERS[0].encode(), session)
-    # Who can set nothing but a base URL has the records all the same.
-    request.first = {_RECORDS: b"routes", **request.first}
-    request.target = target
-    request.headers = [said, *(header for header in request.headers if header[0] != said[0])]
-    request.first = {**request.first, said[0]: session}
 
 
 def _has_body(headers: Mapping[bytes, bytes]) -> bool:

@@ -22,8 +22,8 @@ GATEWAY = (
     Mutation(
         "session_key_ignored",
         "core/sessions.py",
-        '("x-multi-turn-session-id", "x-session-affinity", "x-session-id")',
-        '("x-multi-turn-session-id", "x-session-id")',
+        '("x-multi-turn-session-id", "x-session-affinity", "x-session-id", "x-smg-routing-key")',
+        '("x-multi-turn-session-id", "x-session-id", "x-smg-routing-key")',
         "A session is found by any of the headers that name it.",
         ("gateway/test_sessions.py",),
     ),

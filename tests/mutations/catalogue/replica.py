@@ -209,6 +209,16 @@ REPLICA = (
         ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
     ),
     Mutation(
+        "a_trace_without_parents",
+        "replica/turns/trace.py",
+        "parent=0 if turn.parent is None else turn.parent.number,",
+        "parent=0,",
+        "A turn's tokens are its parent's, then those that were added, then those that were sampled.",
+        (
+            "replica/test_turns_api.py::test_a_trace_has_every_turn_with_its_records_though_no_response_told_them",
+        ),
+    ),
+    Mutation(
         "a_strange_answer_is_no_branch",
         "replica/turns/history.py",
         "            elif answers:",
