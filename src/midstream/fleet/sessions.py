@@ -2,7 +2,7 @@
 
 Always holds: the table never exceeds its bound; the least recently used session goes first. A body is parsed only when no
 header names a session, and when the bytes of a field's name with a colon occur in it, even nested. Then the whole body is
-parsed, but only the two top-level fields are built. A field name written with escapes is not recognised.
+parsed, but only the three top-level fields are built. A field name written with escapes is not recognised.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _COLON = re.compile(rb"[ \t\r\n]*:")
 
 class _BodyFields(msgspec.Struct):
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     user: str | None = None
 
 
@@ -66,7 +67,7 @@ def _named(headers: Mapping[bytes, bytes], body: bytes) -> Iterator[tuple[str, s
         fields = _decoder.decode(body)
     except NOT_JSON:
         return
-    yield from named_in_body(fields.prompt_cache_key, fields.user)
+    yield from named_in_body(fields.prompt_cache_key, fields.session_id, fields.user)
 
 
 def _holds(body: bytes, name: bytes) -> bool:
