@@ -20,11 +20,18 @@ def make_scheduler(
     )
 
 
-def sequence(name: str, prompt: int, max_tokens: int = 100, urgent: bool = False) -> Sequence:
+def sequence(
+    name: str, prompt: int, max_tokens: int = 100, urgent: bool = False, priority: int = 0
+) -> Sequence:
     """A salt of its own, so that no prefix is shared."""
     sampling = SamplingParams(max_tokens=max_tokens)
     request = GenerateRequest(
-        request_id=name, prompt=tuple(range(prompt)), sampling=sampling, salt=name.encode(), urgent=urgent
+        request_id=name,
+        prompt=tuple(range(prompt)),
+        sampling=sampling,
+        salt=name.encode(),
+        urgent=urgent,
+        priority=priority,
     )
     return Sequence(request, 0)
 
@@ -144,3 +151,25 @@ def test_an_urgent_prompt_does_not_wait_for_streams_or_prompts_that_take_all_of_
     step(long)
     long.add(sequence("canary", 10, max_tokens=0, urgent=True))
     assert step(long) == [("stream", 1), ("canary", 8), ("long", 56)]
+
+
+def test_waiting_requests_are_admitted_by_priority_and_equal_ones_as_they_came() -> None:
+    scheduler = make_scheduler()
+    given = [("a", 0), ("b", 5), ("c", -1), ("d", 0), ("e", -1), ("f", 5), ("g", 1)]
+    for name, priority in given:
+        scheduler.add(sequence(name, 10, priority=priority))
+    scheduler.add(sequence("urgent", 10, urgent=True, priority=9))
+    assert [name for name, _ in step(scheduler)] == ["urgent", "c", "e", "a", "d", "g", "b", "f"]
+
+
+def test_a_preempted_sequence_waits_behind_lower_numbers_and_before_its_own() -> None:
+    scheduler = make_scheduler(blocks=4)
+    scheduler.add(sequence("first", 16, max_tokens=32))
+    scheduler.add(sequence("second", 16, max_tokens=32))
+    step(scheduler)
+    for name, priority in (("late", 0), ("better", -1), ("worse", 1)):
+        scheduler.add(sequence(name, 40, priority=priority))
+    while len(scheduler.running) > 1:
+        step(scheduler)
+    waiting = [seq.request.request_id for seq in scheduler.waiting]
+    assert waiting == ["better", "second", "late", "worse"]

@@ -327,7 +327,8 @@ def test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before(tmp_path: Pa
             state_of(writes[:2]) + "\n{}",
             state_of(writes[:2]) + "\n0:x",
         ):
-            sent = {"path": path, "lost": "r", "exact": True, "state": state, "body": body}
+            asked = {"model": MODEL, "stream": True, **body}
+            sent = {"path": path, "lost": "r", "exact": True, "state": state, "body": asked}
             assert (await there.http.post(PATH_RESUME, json=sent)).status_code == 400
         sent = {"path": "/v1/models", "lost": "r", "exact": True, "state": "", "body": body}
         assert (await there.http.post(PATH_RESUME, json=sent)).status_code == 400

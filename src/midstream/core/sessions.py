@@ -5,7 +5,7 @@ Always holds: `Distribution.counts` has one bucket more than the bounds of its m
 Which session a request belongs to. Pure; used by the gateway (placement) and by a replica that is asked directly.
 
 Order: the path (core/wires.py) > `x-multi-turn-session-id` > `x-session-affinity` > `X-Session-ID` > `X-SMG-Routing-Key` > body
-`prompt_cache_key` > body `user` > none. An empty one is passed over if another names a session.
+`prompt_cache_key` > body `session_id` > body `user` > none. An empty one is passed over if another names a session.
 Always holds: the key is compared whole, never by prefix. Equal keys of two tenants are different sessions: a table of keys
 pairs each with its tenant.
 """
@@ -22,7 +22,7 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.types import Session
 
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity", "x-session-id", "x-smg-routing-key")
-SESSION_BODY_FIELDS = ("prompt_cache_key", "user")
+SESSION_BODY_FIELDS = ("prompt_cache_key", "session_id", "user")
 MAX_KEY_BYTES = 512
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -49,9 +49,11 @@ def named_in_headers(headers: Mapping[str, str]) -> Iterator[tuple[str, str | No
         yield name, None if value is None else value.strip(" \t")
 
 
-def named_in_body(prompt_cache_key: str | None, user: str | None) -> Iterator[tuple[str, str | None]]:
+def named_in_body(
+    prompt_cache_key: str | None, session_id: str | None, user: str | None
+) -> Iterator[tuple[str, str | None]]:
     """For `session_key`."""
-    return zip(SESSION_BODY_FIELDS, (prompt_cache_key, user), strict=True)
+    return zip(SESSION_BODY_FIELDS, (prompt_cache_key, session_id, user), strict=True)
 
 
 def check_key(value: str, param: str) -> str:

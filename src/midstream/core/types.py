@@ -102,6 +102,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     # Generation ends after one of these tokens. The token is part of the records.
     stop_token_ids: tuple[int, ...] = ()
+    # Before so many tokens are generated, none of stop_token_ids is.
+    min_tokens: int = 0
+    # Only these tokens may be generated, and those that end generation only if they are among them. (): all may.
+    allowed_token_ids: tuple[int, ...] = ()
+    # Texts that may not be generated, for engines that tokenize; the token sequences that must not be, for others.
+    bad_words: tuple[str, ...] = ()
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def limited(self) -> bool:
+        """Whether min_tokens, allowed_token_ids or bad words forbid tokens."""
+        return bool(self.min_tokens or self.allowed_token_ids or self.bad_words or self.bad_tokens)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +128,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_logprobs: False: nobody will look at them; an engine may leave `logprob` at 0.0 and alternatives out.
     reproducible: False: nobody chose the seed; an engine may draw in any way.
     urgent: goes before requests that wait, and beside as many as run already.
+    priority: of requests that wait, the one with the lower number goes first; of equal ones, the first that came.
     kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
     emitted: of each choice, the tokens that another engine generated already: it goes on behind them as if it had made them
         itself. None: this choice is over, nothing of it is computed. (): every choice begins at its beginning.
@@ -136,6 +149,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_logprobs: bool = True
     reproducible: bool = True
     urgent: bool = False
+    priority: int = 0
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -350,6 +364,8 @@ ENGINE_FEATURES: dict[str, str] = {
     "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
     "near_ties": "near_tie in token records: choices that another rounding may make differently",
     "logit_bias": "logit_bias and penalties",
+    "token_limits": "allowed_token_ids, bad_words and min_tokens",
+    "priorities": "an order of waiting requests (priority)",
     "cache_policies": "reset_prompt_cache all, new_session and none, without reuse beyond what they say",
     "max_cache_age": 'reset_prompt_cache {"max_age": k}',
     "kv_provenance": "which snapshots computed cached KV, token by token",

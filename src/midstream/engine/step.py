@@ -67,7 +67,7 @@ class SampleRow:
     """What the sampler needs to know of one sequence.
 
     position: of the token to be sampled; the first prompt token has position 0. history: prompt and generated tokens.
-    mask: the tokens that the sequence's grammar allows, bit i (little-endian) for token i. None allows all.
+    mask: the tokens that the sequence's grammar and limits allow, bit i (little-endian) for token i. None allows all.
     """
 
     params: SamplingParams

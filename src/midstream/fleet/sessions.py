@@ -2,7 +2,7 @@
 
 Always holds: the table never exceeds its bound; the least recently used session goes first. A body is parsed only when no
 header names a session, and when the bytes of a field's name with a colon occur in it, even nested. Then the whole body is
-parsed, but only the two top-level fields are built. A field name written with escapes is not recognised.
+parsed, but only the three top-level fields are built. A field name written with escapes is not recognised.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _COLON = re.compile(rb"[ \t\r\n]*:")
 
 class _BodyFields(msgspec.Struct):
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     user: str | None = None
 
 
@@ -95,7 +96,7 @@ def _named(headers: Mapping[bytes, bytes], body: bytes, user: UserField) -> Iter
     try:
         if user == "user":
             fields = _decoder.decode(body)
-            yield from named_in_body(fields.prompt_cache_key, fields.user)
+            yield from named_in_body(fields.prompt_cache_key, fields.session_id, fields.user)
         else:
             given = _messages_decoder.decode(body)
             names = (given.prompt_cache_key, given.metadata.user_id if given.metadata else None)

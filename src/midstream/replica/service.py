@@ -59,8 +59,9 @@ from midstream.replica.request.checked import (
     sampling_for,
     split_prompts,
 )
+from midstream.replica.request.fields import PromptOptions, bad_tokens, template_variables
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
-from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, echoed_tokens
+from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, scored_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.text import grammar
@@ -136,6 +137,7 @@ class Service(Surroundings):
         timings = Timings(self.monotonic())
         parsed, details = given
         checked = check(parsed, self.info)
+        self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         check_needs(checked, parsed, self.info)
         if resume is not None:
             check_resume(self.info)
@@ -143,7 +145,7 @@ class Service(Surroundings):
         timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
-        history = self._history(parsed, session, headers)
+        history = self._history(checked, session, headers)
         count, size, read = self._unread(parsed, checked, body_size, history)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
@@ -198,16 +200,20 @@ class Service(Surroundings):
         return await self._prompts(read, characters, headers)
 
     def _history(
-        self, body: CompletionBody | ChatBody, session: Session | None, headers: Mapping[str, str]
+        self, checked: Checked, session: Session | None, headers: Mapping[str, str]
     ) -> History | None:
+        """None: the request's prompt is its own. So it is where an answer goes on within its last message."""
         policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
-        if session is None or not isinstance(body, ChatBody):
+        template = checked.template
+        if session is None or checked.kind != "chat" or template.continued or template.special_tokens:
             return None
         return History(self.kept.trees, session, self.info.eos_token_ids, policy, records)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
-        named = self.names.wanted(body.model, headers.get(HEADER_MODEL, ""))
+        named = self.names.wanted(
+            self.names.model if body.model is None else body.model, headers.get(HEADER_MODEL, "")
+        )
         constraint = constraint_of_body(body.midstream).with_(VersionConstraint(named))
         given = headers.get(HEADER_ADMITTED)
         admitted = None if given is None else from_header(given, Admitted)
@@ -225,14 +231,16 @@ class Service(Surroundings):
         if isinstance(body, ChatBody):
             prepare = partial(self._messages, body)
             tools = None if checked.tools is None else checked.tools.given
-            return (
-                given,
-                body_size,
-                partial(self._read_chat, _now_if_short(prepare, body_size), tools, history),
-            )
+            options = checked.template
+            knows = self.text.template_names("reasoning_effort")
+            variables = template_variables(options, body.reasoning_effort, knows)
+            options = replace(options, variables=variables)
+            messages = _now_if_short(prepare, body_size)
+            return given, body_size, partial(self._read_chat, messages, tools, options, history)
         split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
         size = body_size if body_size > LONG_BODY else _characters(split())
-        return given, size, partial(self._read_prompts, split)
+        special = checked.template.special_tokens is not False
+        return given, size, partial(self._read_prompts, split, special)
 
     async def _prompts(self, read: ReadPrompts, size: int, headers: Mapping[str, str]) -> list[Prompt]:
         if size < _LONG_TEXT:
@@ -247,17 +255,21 @@ class Service(Surroundings):
 
     async def _grammar(self, checked: Checked, tool_format: ToolFormat | None, tenant: str) -> str | None:
         """What the answer must match, compiled once so that the client sees a mistake in it."""
-        if checked.schema is None and (checked.tools is None or not checked.tools.constrained):
+        if not checked.constrained and (checked.tools is None or not checked.tools.constrained):
             return None
         eos = self.info.eos_token_ids
-        given = (checked.schema, checked.tools, tool_format, self.text, eos)
-        problem_of = self.kept.grammars.of_request
-        return await self.kept.jobs.run(tenant, lambda leave: grammar.build(*given, problem_of(leave.check)))
+        wanted = checked.answer
+        given = (wanted.schema, checked.tools, tool_format, self.text, eos)
+        problem_of, own = self.kept.grammars.of_request, (wanted.rule, wanted.param)
+        return await self.kept.jobs.run(
+            tenant, lambda leave: grammar.build(*given, problem_of(leave.check), *own)
+        )
 
     def _read_chat(
         self,
         messages: Callable[[], list[dict[str, Any]]],
         tools: list[dict[str, Any]] | None,
+        options: PromptOptions,
         history: History | None,
         leave: Leave,
     ) -> list[Prompt]:
@@ -265,7 +277,13 @@ class Service(Surroundings):
         leave.check()
 
         def render(part: list[dict[str, Any]], prompted: bool) -> str:
-            return self.text.render(part, tools, generation_prompt=prompted)
+            return self.text.render(
+                part,
+                tools,
+                generation_prompt=prompted and options.generation_prompt,
+                continued=prompted and options.continued,
+                variables=options.variables,
+            )
 
         def check(text: str) -> None:
             where, context = "messages: the rendered chat template", self.info.max_model_len
@@ -273,20 +291,26 @@ class Service(Surroundings):
             self.text.check_pieces(text, where, "messages", context, leave.check)
             leave.check()
 
-        prompt = None if history is None else history.prompt(self.text, render, given, tools, check)
+        prompt, others = None, [tools, options.variables]
+        if history is not None:
+            prompt = history.prompt(self.text, render, given, others, check)
         if prompt is None:
             text = render(given, True)
             check(text)
-            prompt = Prompt(self.text.encode_rendered(text), text)
+            encode = self.text.encode if options.special_tokens else self.text.encode_rendered
+            prompt = Prompt(encode(text), text)
         return _not_empty([prompt])
 
-    def _read_prompts(self, split: Callable[[], list[str | tuple[int, ...]]], leave: Leave) -> list[Prompt]:
+    def _read_prompts(
+        self, split: Callable[[], list[str | tuple[int, ...]]], special: bool, leave: Leave
+    ) -> list[Prompt]:
+        encode = self.text.encode if special else self.text.encode_rendered
         prompts, context = [], self.info.max_model_len
         for prompt in split():
             leave.check()
             if isinstance(prompt, str):
                 self.text.check_pieces(prompt, "prompt", "prompt", context, leave.check)
-                prompts.append(Prompt(self.text.encode(prompt), prompt))
+                prompts.append(Prompt(encode(prompt), prompt))
             else:
                 prompts.append(Prompt(prompt))
         return _not_empty(prompts)
@@ -308,20 +332,23 @@ class Service(Surroundings):
         engine_id = uuid.uuid4().hex
         # A stop string that is the name of a special token, which has no text, is that token.
         named = self.text.marker_ids(checked.stops) if checked.tools is None and answer is None else ()
+        bad = bad_tokens(checked.sampling.bad_words, self.text.encode_rendered)
         requests = [
             GenerateRequest(
                 request_id=f"{engine_id}-{index}",
                 prompt=prompt.token_ids,
-                sampling=_ending_at(sampling_for(checked, prompt, index, seed, self.info), named),
+                sampling=_ending_at(sampling_for(checked, prompt, index, seed, self.info), named, bad),
                 n=checked.n,
                 want_routes=checked.routes or routes,
-                top_logprobs=checked.top_logprobs,
-                # Without log-probabilities an echo shows nothing that the prompt itself does not say.
-                prompt_records=echoed_tokens(checked, prompt) if checked.logprobs else 0,
+                top_logprobs=max(checked.top_logprobs, checked.prompt_logprobs or 0),
+                prompt_records=scored_tokens(checked, prompt),
                 want_kv_snapshots=checked.perf_metrics or records != "none",
-                want_logprobs=checked.logprobs is not None or records != "none",
+                want_logprobs=checked.logprobs is not None
+                or checked.prompt_logprobs is not None
+                or records != "none",
                 reproducible=checked.seed is not None,
                 grammar=answer,
+                priority=checked.priority,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -344,12 +371,18 @@ class Service(Surroundings):
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     """The session that the gateway names, or would name if the request had come through one."""
     given = headers.get(HEADER_SESSION)
-    named = chain(named_in_headers(headers), named_in_body(checked.prompt_cache_key, checked.user))
+    named = chain(
+        named_in_headers(headers), named_in_body(checked.prompt_cache_key, checked.session_id, checked.user)
+    )
     key = unquote(given) if given else session_key(named)
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
 
 
-def _ending_at(sampling: SamplingParams, tokens: Collection[int]) -> SamplingParams:
+def _ending_at(
+    sampling: SamplingParams, tokens: Collection[int], bad: tuple[tuple[int, ...], ...]
+) -> SamplingParams:
+    if bad:
+        sampling = replace(sampling, bad_tokens=bad)
     ends = sampling.stop_token_ids
     more = sorted(set(tokens) - set(ends))
     return replace(sampling, stop_token_ids=(*ends, *more)) if more else sampling

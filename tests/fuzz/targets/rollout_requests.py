@@ -67,7 +67,7 @@ def run_body(data: bytes) -> None:
     if read is None:
         return
     check(model == read.model, "the gateway reads another model", model, read.model)
-    named = sessions.named_in_body(read.prompt_cache_key, read.user)
+    named = sessions.named_in_body(read.prompt_cache_key, read.session_id, read.user)
     ours, _ = refusable(lambda: sessions.session_key(named))
     # A name that is written with escapes is none to the gateway's search, which costs affinity only.
     check(key == ours or b"\\" in body, "the gateway reads another session", key, ours)
@@ -83,7 +83,9 @@ def run_body(data: bytes) -> None:
 
 
 def demanded(read: _Body) -> VersionConstraint:
-    return constraint_of_body(read.midstream).with_(VersionConstraint(NAMES.wanted(read.model)))
+    return constraint_of_body(read.midstream).with_(
+        VersionConstraint(NAMES.wanted(NAMES.model if read.model is None else read.model))
+    )
 
 
 def texts(read: _Body, checked: Checked) -> None:

@@ -85,7 +85,9 @@ class Constraints:
 
 
 class Matcher:
-    """The place of one sequence in its grammar. `error` says why the sequence cannot go on."""
+    """The place of one sequence in its grammar: a limits.Follower. `error` says why the sequence cannot go on."""
+
+    failure = "the grammar cannot be followed"
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher

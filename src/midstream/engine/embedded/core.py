@@ -36,7 +36,8 @@ from midstream.core.types import (
 from midstream.engine.cpu import CpuSampler, KernelsUnavailable
 from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.blocks import NO_SNAPSHOT, BlockPool, ScoreStore
-from midstream.engine.embedded.constraint import Constraints, Matcher
+from midstream.engine.embedded.constraint import Constraints
+from midstream.engine.embedded.limits import Follower, Limits
 from midstream.engine.embedded.loading import LoadedModel, batch_invariant, load_beside, load_model
 from midstream.engine.embedded.model_runner import ModelRunner, dispose
 from midstream.engine.embedded.protocol import embedded_card
@@ -244,8 +245,14 @@ class EngineCore:
         if self._constraints is not None:
             self._constraints.prepare(grammar)
 
-    def _matcher(self, request: GenerateRequest) -> Matcher | None:
-        """A matcher at the start of the request's grammar. Raises ValueError."""
+    def _matcher(self, request: GenerateRequest) -> Follower | None:
+        """What follows a choice from its start: its grammar, its limits or both. Raises ValueError."""
+        grammar = self._grammar_matcher(request)
+        if not request.sampling.limited:
+            return grammar
+        return Limits(request.sampling, self.runner.model.config.vocab_size, grammar)
+
+    def _grammar_matcher(self, request: GenerateRequest) -> Follower | None:
         if request.grammar is None:
             return None
         if self._constraints is None:
@@ -320,7 +327,7 @@ class EngineCore:
                 # Another choice of its request failed in this step.
                 continue
             if seq.matcher is not None and seq.matcher.error is not None:
-                message = f"the grammar cannot be followed: {seq.matcher.error}"
+                message = f"{seq.matcher.failure}: {seq.matcher.error}"
                 outputs += self._end_with_error([work], message)
                 continue
             if seq in broken:

@@ -146,11 +146,14 @@ def _add(scores: torch.Tensor, amounts: Mapping[int, float]) -> None:
 
 
 def _masked(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Minus infinity where a row's grammar forbids the token. Rows without a grammar stay as they are."""
+    """Minus infinity where a row's grammar or limits forbid the token. Rows without a mask stay as they are."""
     masks = {i: r.mask for i, r in enumerate(rows) if r.mask is not None}
     if not masks:
         return scores
-    bits = ~np.frombuffer(b"".join(masks.values()), dtype=np.uint8).reshape(len(masks), -1)
+    # A tokenizer may know more tokens than the model has logits, and limits know those of the logits.
+    width = max(map(len, masks.values()))
+    joined = b"".join(mask.ljust(width, b"\0") for mask in masks.values())
+    bits = ~np.frombuffer(joined, dtype=np.uint8).reshape(len(masks), -1)
     unpacked = np.unpackbits(bits, axis=1, count=scores.shape[-1], bitorder="little").view(np.bool_)
     forbidden = torch.from_numpy(unpacked).to(scores.device)
     if len(masks) == len(rows):

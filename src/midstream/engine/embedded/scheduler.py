@@ -5,8 +5,9 @@ Always holds:
 - The tokens of a sequence are its prompt and its generated tokens. KV is valid for positions 0..computed-1, in blocks of its
   own or shared ones.
 - Sequences with one token to compute (decodes) go first, so a long prompt never keeps a stream out of a step. Prefills share
-  the rest of the token budget in arrival order, beside a decode at most `max_prefill_tokens` of it. So a long prompt never
-  makes a stream's step long.
+  the rest of the token budget in the order in which they were admitted, beside a decode at most `max_prefill_tokens` of it. So
+  a long prompt never makes a stream's step long.
+- Waiting sequences are admitted by priority, those of equal priority in arrival order.
 - An urgent prefill goes before all others. Beside a decode it runs in small pieces, and every step has room for a piece: at
   most `URGENT_TOKENS` above the budget.
 - When blocks run out, a running sequence is preempted: the youngest that has not crossed a swap, if there is one. Its blocks
@@ -29,7 +30,7 @@ from midstream.core.types import GenerateRequest, TopLogprob
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
 
 if TYPE_CHECKING:
-    from midstream.engine.embedded.constraint import Matcher
+    from midstream.engine.embedded.limits import Follower
 
 #: Tokens of an urgent prefill in a step with decodes. A swap's canary must not hold up the streams that crossed the swap.
 URGENT_TOKENS = 8
@@ -74,7 +75,7 @@ class Sequence:
     reported_epoch: int = -1
     announced: bool = False
     done: bool = False
-    matcher: Matcher | None = None
+    matcher: Follower | None = None
     prompt_len: int = 0
 
     def __post_init__(self) -> None:
@@ -151,8 +152,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         if sequence.request.urgent:
             self.waiting.appendleft(sequence)
-        else:
+        elif not self.waiting or _rank(self.waiting[-1]) <= _rank(sequence):
             self.waiting.append(sequence)
+        else:
+            at = next(i for i, other in enumerate(self.waiting) if _rank(other) > _rank(sequence))
+            self.waiting.insert(at, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or aborted sequence out and release its blocks."""
@@ -374,9 +378,9 @@ class Scheduler:
         self._release(seq)
         # It was sampled over KV that may differ when it is computed again.
         seq.last_sampled = None
-        # Urgent requests come first.
-        urgent = sum(1 for other in self.waiting if other.request.urgent)
-        self.waiting.insert(0 if seq.request.urgent else urgent, seq)
+        # It goes before all that wait, but for urgent requests and those of a lower priority number.
+        before = sum(1 for other in self.waiting if _rank(other) < _rank(seq))
+        self.waiting.insert(before, seq)
 
     def _release(self, seq: Sequence) -> None:
         # In this order, the tail of a prefix is evicted before its head.
@@ -386,6 +390,11 @@ class Scheduler:
                 self.pool.touch(seq.path[number])
         seq.blocks, seq.path, seq.written = [], [], []
         seq.computed = seq.cursor = 0
+
+
+def _rank(seq: Sequence) -> tuple[bool, int]:
+    """The place in the waiting queue: urgent requests, then those of a lower priority number."""
+    return not seq.request.urgent, seq.request.priority
 
 
 def _piece(seq: Sequence, beside: list[Work]) -> int:

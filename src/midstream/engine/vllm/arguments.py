@@ -23,6 +23,7 @@ LACKS = {
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws anew",
     "near_ties": "vLLM does not return what a router or a filter chose by",
+    "priorities": "its scheduler goes by arrival, unless its own flags say otherwise",
     "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
     "short_swap": "weights are loaded in place, while the streams stand still",
 }

@@ -277,6 +277,8 @@ def problem(request: GenerateRequest) -> str | None:
         cannot = "vLLM cannot go on with a stream"
         if s.presence_penalty or s.frequency_penalty:
             return f"{cannot} under presence_penalty or frequency_penalty: it would not count its tokens"
+        if s.bad_words:
+            return f"{cannot} under bad_words: it would not look at its tokens"
         if request.grammar is not None:
             return f"{cannot} that must match a grammar: it would begin the grammar again"
     return None
@@ -340,12 +342,17 @@ def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
         "stop_token_ids": s.stop_token_ids,
         # The request's stop_token_ids contain the end tokens, unless the request ignores them.
         "ignore_eos": True,
-        "min_tokens": 0,
+        "min_tokens": max(s.min_tokens - len(request.emitted_of(choice)), 0),
         # The replica makes the text and finds stop strings in it.
         "detokenize": False,
     }
     if s.logit_bias:
         fields["logit_bias"] = s.logit_bias
+    if s.allowed_token_ids:
+        fields["allowed_token_ids"] = s.allowed_token_ids
+    if s.bad_words:
+        # vLLM makes token ids of them itself.
+        fields["bad_words"] = s.bad_words
     if request.want_logprobs:
         # One more than asked for. vLLM's list begins with the sampled token and is cut to this length. So the last of the best
         # tokens would be lost whenever the sampled token is not among them.

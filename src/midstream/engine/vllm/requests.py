@@ -229,6 +229,7 @@ class ChoiceStream:
         if s.temperature <= 0:
             return 0.0
         plain = s.temperature == 1 and s.top_p >= 1 and s.top_k <= 0 and s.min_p <= 0 and not s.logit_bias
+        plain = plain and not s.limited
         penalized = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
         return logprob if plain and not penalized and self._request.grammar is None else nan
 

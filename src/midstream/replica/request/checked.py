@@ -22,8 +22,9 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import CannotResume
 from midstream.core.text import declared, engine_name, refusal
 from midstream.core.types import ModelInfo, SamplingParams
+from midstream.replica.request import fields
+from midstream.replica.request.fields import Answer, PromptOptions, TextOptions
 from midstream.replica.request.schema import MAX_STOPS, ChatBody, CompletionBody, InferenceBody
-from midstream.replica.text.grammar import response_schema
 from midstream.replica.text.tools import ToolPlan, plan_tools
 
 
@@ -38,6 +39,7 @@ class Need(NamedTuple):
 
 _PROMPT_LOGPROBS = "return log-probabilities of prompt tokens"
 _PENALTIES = "apply penalties"
+_LIMITS = "forbid tokens"
 _GRAMMARS = "constrain answers to a schema, or not with this model's tokenizer"
 
 REQUEST_NEEDS = (
@@ -49,7 +51,19 @@ REQUEST_NEEDS = (
         _PROMPT_LOGPROBS,
     ),
     Need("prompt_logprobs", "echo", lambda checked, _: _scores_prompt(checked), _PROMPT_LOGPROBS),
-    Need("grammars", "response_format", lambda checked, _: checked.schema is not None, _GRAMMARS),
+    Need(
+        "prompt_logprobs",
+        "prompt_logprobs",
+        lambda checked, _: checked.prompt_logprobs is not None,
+        _PROMPT_LOGPROBS,
+    ),
+    Need("grammars", "response_format", lambda checked, _: _answers(checked, "response_format"), _GRAMMARS),
+    Need(
+        "grammars",
+        "structured_outputs",
+        lambda checked, _: _answers(checked, "structured_outputs"),
+        _GRAMMARS,
+    ),
     Need(
         "grammars",
         "tools",
@@ -75,6 +89,15 @@ REQUEST_NEEDS = (
         lambda checked, _: checked.sampling.frequency_penalty != 0.0,
         _PENALTIES,
     ),
+    Need("token_limits", "min_tokens", lambda checked, _: checked.sampling.min_tokens > 0, _LIMITS),
+    Need(
+        "token_limits",
+        "allowed_token_ids",
+        lambda checked, _: bool(checked.sampling.allowed_token_ids),
+        _LIMITS,
+    ),
+    Need("token_limits", "bad_words", lambda checked, _: bool(checked.sampling.bad_words), _LIMITS),
+    Need("priorities", "priority", lambda checked, _: checked.priority != 0, "order requests by priority"),
 )
 
 
@@ -98,6 +121,10 @@ def check_resume(info: ModelInfo) -> None:
 def ages_are_kept(info: ModelInfo) -> bool:
     """Whether the engine honours GenerateRequest.kv_age_max."""
     return info.card.has("max_cache_age")
+
+
+def _answers(checked: Checked, param: str) -> bool:
+    return checked.answer.param == param and checked.constrained
 
 
 def _scores_prompt(checked: Checked) -> bool:
@@ -132,7 +159,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """What to return and how to sample, but for the prompt: its length sets `max_tokens` (see `sampling_for`)."""
 
     kind: Kind
-    model: str
+    model: str | None
     n: int
     stream: bool
     include_usage: bool
@@ -153,10 +180,27 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache: bool
     isolation_key: str | None
     prompt_cache_key: str | None
+    session_id: str | None
     user: str | None
-    #: The schema of the JSON that the answer must be.
-    schema: dict[str, Any] | None
+    answer: Answer
     tools: ToolPlan | None
+    text: TextOptions
+    template: PromptOptions
+    #: Alternatives of each prompt token to tell beside the choices; None: nothing of the prompt is told there.
+    prompt_logprobs: int | None
+    #: The response's id, without the wire's prefix; None: a new one.
+    response_id: str | None
+    priority: int
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The schema of the JSON that the answer must be."""
+        return self.answer.schema
+
+    @property
+    def constrained(self) -> bool:
+        """The whole answer must match something, whatever tools say."""
+        return self.answer.schema is not None or self.answer.rule is not None
 
 
 def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
@@ -167,9 +211,10 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
     if max_tokens == 0 and echo == 0:
         raise InvalidRequest("max_tokens: must be at least 1 unless the prompt is echoed", param="max_tokens")
     logprobs, top = _logprobs(body, kind)
-    schema = response_schema(body.response_format)
+    answer = fields.answer(body)
     tools = plan_tools(body) if isinstance(body, ChatBody) else None
-    if body.stop_token_ids and (schema is not None or (tools is not None and tools.constrained)):
+    constrained = answer.schema is not None or answer.rule is not None
+    if body.stop_token_ids and (constrained or (tools is not None and tools.constrained)):
         message = "stop_token_ids: cannot end an answer that must match a schema"
         raise InvalidRequest(message, param="stop_token_ids")
     return Checked(
@@ -181,7 +226,7 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
         stops=_stops(body.stop),
         max_tokens=max_tokens,
         overflow_is_error=_overflow_is_error(body),
-        sampling=_sampling(body, info),
+        sampling=_sampling(body, info, fields.limits(body, info, answer, max_tokens)),
         seed=body.seed,
         logprobs=logprobs,
         top_logprobs=top,
@@ -191,11 +236,17 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
         raw_output=bool(body.raw_output),
         perf_metrics=bool(body.perf_metrics_in_response),
         prompt_cache=body.prompt_cache_max_len != 0,
-        isolation_key=body.prompt_cache_isolation_key or None,
+        isolation_key=fields.isolation_key(body),
         prompt_cache_key=body.prompt_cache_key,
+        session_id=body.session_id,
         user=body.user,
-        schema=schema,
+        answer=answer,
         tools=tools,
+        text=fields.text_options(body),
+        template=fields.prompt_options(body),
+        prompt_logprobs=fields.scored_prompt(body),
+        response_id=body.request_id,
+        priority=body.priority or 0,
     )
 
 
@@ -234,7 +285,7 @@ def _logprobs(body: InferenceBody, kind: Kind) -> tuple[LogprobsFormat | None, i
 
 
 def _routes(body: InferenceBody, logprobs: LogprobsFormat | None, info: ModelInfo) -> bool:
-    if not body.include_routing_matrix:
+    if not fields.wants_routes(body):
         return False
     param = "include_routing_matrix"
     if logprobs != "content":
@@ -276,7 +327,7 @@ def _overflow_is_error(body: InferenceBody) -> bool:
     return behavior == "error"
 
 
-def _sampling(body: InferenceBody, info: ModelInfo) -> SamplingParams:
+def _sampling(body: InferenceBody, info: ModelInfo, limits: fields.Limits) -> SamplingParams:
     bias = body.logit_bias or {}
     for token in bias:
         if not 0 <= token < info.vocab_size:
@@ -293,6 +344,9 @@ def _sampling(body: InferenceBody, info: ModelInfo) -> SamplingParams:
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=bias,
         stop_token_ids=_stop_tokens(body, info),
+        min_tokens=limits.min_tokens,
+        allowed_token_ids=limits.allowed_token_ids,
+        bad_words=limits.bad_words,
     )
 
 
@@ -310,8 +364,12 @@ def sampling_for(checked: Checked, prompt: Prompt, index: int, seed: int, info: 
             f" {info.max_model_len} tokens; lower max_tokens or set context_length_exceeded_behavior: truncate",
             param="max_tokens",
         )
+    made = min(wanted, room)
     return msgspec.structs.replace(
-        checked.sampling, max_tokens=min(wanted, room), seed=seed_of_prompt(seed, index)
+        checked.sampling,
+        max_tokens=made,
+        min_tokens=min(checked.sampling.min_tokens, made),
+        seed=seed_of_prompt(seed, index),
     )
 
 

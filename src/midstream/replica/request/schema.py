@@ -41,7 +41,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat have in common. None is "not given" everywhere."""
 
-    model: str
+    #: None: the one that serves.
+    model: str | None = None
     max_tokens: NotNegative | None = None
     max_completion_tokens: NotNegative | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -74,7 +75,25 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_cache_key: str | None = None
     prompt_cache_isolation_key: str | None = None
     prompt_cache_max_len: NotNegative | None = None
+    session_id: str | None = None
     user: str | None = None
+
+    # As vLLM has them, see fields.py.
+    cache_salt: str | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Ints64 | None = None
+    min_tokens: NotNegative | None = None
+    allowed_token_ids: list[NotNegative] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_routed_experts: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
 
     # Accepted and ignored: none of these changes a token.
     metadata: Any = None
@@ -97,6 +116,14 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     reasoning_history: Any = None
     thinking: Any = None
 
+    # Refused with a hint, see _MOVED.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+
 
 class CompletionBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
@@ -109,6 +136,12 @@ class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
 
     functions: Any = None
     function_call: Any = None
@@ -139,6 +172,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "prompt_truncate_len": (None,),
     "safe_tokenization": (None, False),
+}
+
+#: The place of what was a field of older vLLM, by its name.
+_MOVED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.json",
+    "guided_decoding_backend": None,
+    "guided_whitespace_pattern": None,
 }
 
 #: Only the body itself refuses unknown fields, so the name is all that follows: it may hold anything, backticks too.
@@ -209,4 +252,15 @@ def check_supported(body: InferenceBody) -> None:
         value = getattr(body, field)
         if value is None or value in neutral or (field == "best_of" and value == (body.n or 1)):
             continue
-        raise InvalidRequest(f"{field}: not supported by this server; leave it out", param=field)
+        if field == "reasoning_effort" and isinstance(body, ChatBody):
+            # The chat template decides.
+            continue
+        raise unsupported(field)
+    for field, instead in _MOVED.items():
+        if getattr(body, field) is not None:
+            hint = "leave it out" if instead is None else f"use {instead}"
+            raise InvalidRequest(f"{field}: not supported by this server; {hint}", param=field)
+
+
+def unsupported(field: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: not supported by this server; leave it out", param=field)

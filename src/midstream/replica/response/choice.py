@@ -46,10 +46,15 @@ class Piece(msgspec.Struct, frozen=True):
     tokens: tuple[Scored, ...]
     echoed: bool = False
     calls: tuple[ToolCall, ...] = ()
+    #: Comes before `text`.
+    reasoning: str = ""
 
 
 class Choice:
-    """`silent` tokens (the ones that end generation) have a record but no text; `shown` ones have text though special."""
+    """`silent` tokens (the ones that end generation) have a record but no text; `shown` ones have text though special.
+
+    min_tokens: no stop string ends before so many tokens, nor in the last of them. stop_shown: it is part of the text.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,9 @@ class Choice:
         stops: tuple[str, ...],
         silent: Collection[int],
         shown: frozenset[int] = frozenset(),
+        *,
+        min_tokens: int = 0,
+        stop_shown: bool = False,
     ) -> None:
         self.index = index
         self.finish: FinishReason | None = None
@@ -71,7 +79,8 @@ class Choice:
         #: A token number, and the KV spans of the tokens before it.
         self.earlier_kv: list[tuple[int, KvSpans]] = []
         self._detokenizer = vocabulary.detokenizer(shown)
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops, stop_shown) if stops else None
+        self._min_tokens = min_tokens
         self._silent = silent
         #: Snapshot and length of the text that the stop filter holds back.
         self._held: deque[tuple[str, int]] = deque()
@@ -163,7 +172,7 @@ class Choice:
         assert self._stops is not None
         if text:
             self._held.append((snapshot, len(text)))
-        return self._label(self._stops.push(text))
+        return self._label(self._stops.push(text, self.generated <= self._min_tokens))
 
     def _label(self, shown: str) -> list[Piece]:
         """Cut released text where the snapshot of the tokens it came from changes."""
@@ -213,8 +222,10 @@ class CallStage:
                 self._held.append((piece.snapshot, len(piece.text)))
                 for item in self._parser.push(piece.text):
                     self._release(item, out)
+            if piece.reasoning:
+                add_piece(out, Piece(piece.snapshot, "", (), reasoning=piece.reasoning))
             if piece.tokens:
-                _add(out, Piece(piece.snapshot, "", piece.tokens))
+                add_piece(out, Piece(piece.snapshot, "", piece.tokens))
         return out
 
     def end(self) -> list[Piece]:
@@ -235,22 +246,28 @@ class CallStage:
                 self._held.appendleft((snapshot, length - taken))
             if item.text:
                 start = len(item.raw) - left - taken
-                _add(out, Piece(snapshot, item.raw[start : start + taken], ()))
+                add_piece(out, Piece(snapshot, item.raw[start : start + taken], ()))
             elif item.calls and not left:
-                _add(out, Piece(snapshot, "", (), calls=tuple(map(self._numbered, item.calls))))
+                add_piece(out, Piece(snapshot, "", (), calls=tuple(map(self._numbered, item.calls))))
 
     def _numbered(self, call: ParsedCall) -> ToolCall:
         self.called = True
         return ToolCall(next(self._numbers), call.id or self._new_id(), call.name, call.arguments)
 
 
-def _add(out: list[Piece], piece: Piece) -> None:
+def add_piece(out: list[Piece], piece: Piece) -> None:
     """Append, or make one with the last piece if it is of the same snapshot and has no records yet."""
     last = out[-1] if out else None
     if last is None or last.snapshot != piece.snapshot or last.tokens:
         out.append(piece)
         return
-    out[-1] = Piece(piece.snapshot, last.text + piece.text, piece.tokens, calls=last.calls + piece.calls)
+    out[-1] = Piece(
+        piece.snapshot,
+        last.text + piece.text,
+        piece.tokens,
+        calls=last.calls + piece.calls,
+        reasoning=last.reasoning + piece.reasoning,
+    )
 
 
 def id_maker(length: int | None, seed: str) -> Callable[[], str]:

@@ -24,9 +24,10 @@ from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Gate
 from midstream.replica.request.checked import Checked, Prompt
-from midstream.replica.response.choice import CallStage, Choice, Piece, id_maker
+from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.resume import Continued, digest
 from midstream.replica.response.shapes import CachedDetails, Extras, Kept, RawOutput, Usage
+from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.sessions import Turn
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.toolformat import ToolFormat
@@ -87,6 +88,14 @@ def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
     return size if checked.echo is None else min(checked.echo, size)
 
 
+def scored_tokens(checked: Checked, prompt: Prompt) -> int:
+    """Of how many of the last prompt tokens records are needed."""
+    if checked.prompt_logprobs is not None:
+        return len(prompt.token_ids)
+    # Without log-probabilities an echo shows nothing that the prompt itself does not say.
+    return echoed_tokens(checked, prompt) if checked.logprobs else 0
+
+
 @dataclass(frozen=True)
 class Work:
     """A checked request and what the engine is to do for it: one engine request per prompt."""
@@ -117,7 +126,6 @@ class Generation:
         """resumable: the stream carries what another replica needs to go on with it; continued: it goes on with one. history:
         gets what is sampled."""
         checked, prompts, requests = work.checked, work.prompts, work.requests
-        tool_format = work.tool_format
         self._service = service
         self._history = history
         self._traces = history is not None and history.records != "none"
@@ -129,24 +137,14 @@ class Generation:
         #: Maps a prompt index to the number of reused tokens.
         self._cached: dict[int, int] = {}
         self._final_metrics: dict[str, Any] | None = None
-        stops, silent = checked.stops, frozenset(requests[0].sampling.stop_token_ids)
         vocabulary = service.text.vocabulary
         opening = self._opening(work.seed, resumable) if continued is None else continued.opening
-        shown, stages = frozenset[int](), None
-        if checked.tools is not None and tool_format is not None:
-            # Forced calls end where their grammar ends.
-            dialect, parallel = tool_format.dialect, checked.tools.parallel or checked.tools.forced
-            shown, schemas = service.text.marker_ids(dialect.markers), checked.tools.schemas
-            stages = [
-                CallStage(
-                    dialect.parser(schemas), parallel, id_maker(dialect.id_length, f"{opening.id}/{index}")
-                )
-                for index in range(len(prompts) * checked.n)
-            ]
-        self._stages = stages
-        self._choices = [
-            Choice(index, vocabulary, stops, silent, shown) for index in range(len(prompts) * checked.n)
-        ]
+        ends = frozenset(requests[0].sampling.stop_token_ids)
+        self._choices, self._stages = choices_and_stages(
+            checked, prompts, ends, service.text, work.tool_format, opening.id
+        )
+        #: By prompt, where its log-probabilities were asked for.
+        self._prompt_records: dict[int, tuple[TokenRecord, ...]] = {}
         self._echoed = [echoed_tokens(checked, prompt) for prompt in prompts]
         #: By prompt: the number of choices without a finish reason.
         self._open = [checked.n] * len(prompts)
@@ -176,7 +174,8 @@ class Generation:
         prompts = digest(self._prompts) if resumable else ""
         continues = resumable and self._history is not None and self._history.continues
         ids = self._prompts[0].token_ids if continues else None
-        return Opening(f"{self._id_prefix}{uuid.uuid4().hex}", int(self._service.clock()), seed, prompts, ids)
+        own = self.checked.response_id or uuid.uuid4().hex
+        return Opening(f"{self._id_prefix}{own}", int(self._service.clock()), seed, prompts, ids)
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
@@ -272,7 +271,8 @@ class Generation:
         return self._encoder.plain(self._choices, kept, self._prompts, self._snapshot, self._extras())
 
     def _extras(self) -> Extras:
-        return Extras(self._usage(), self._metrics(done=True) if self.checked.perf_metrics else UNSET)
+        metrics = self._metrics(done=True) if self.checked.perf_metrics else UNSET
+        return Extras(self._usage(), metrics, [self._prompt_records[i] for i in sorted(self._prompt_records)])
 
     def headers(self, *, done: bool) -> dict[str, str]:
         """The metrics known by now as response headers."""
@@ -321,6 +321,8 @@ class Generation:
 
     def _released(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         self._take_measures(prompt, choice, event)
+        if event.prompt is not None and self.checked.prompt_logprobs is not None:
+            self._prompt_records[prompt] = self._check_echo(self._requests[prompt], event.prompt)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]
         if event.tokens and self._timings.first_token is None and not self._replaying:
@@ -382,7 +384,7 @@ class Generation:
                 raise EngineFailed("the engine returned no records of the prompt")
             return []
         before = choice.snapshot
-        pieces = choice.echo(self._check_echo(request, event.prompt))
+        pieces = choice.echo(self._check_echo(request, event.prompt)[-size:])
         for piece in pieces:
             self._note(before, piece.snapshot)
             before = piece.snapshot

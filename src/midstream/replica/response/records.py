@@ -26,6 +26,8 @@ from midstream.replica.response.shapes import (
     Kept,
     LegacyLogprobs,
     Logprobs,
+    PromptLogprobs,
+    PromptScore,
     RawOutput,
     SnapshotSpan,
     TopEntry,
@@ -49,6 +51,7 @@ class RecordEncoder:
     def __init__(self, checked: Checked, vocabulary: Vocabulary, *, wide_routes: bool) -> None:
         self._checked = checked
         self._vocabulary = vocabulary
+        self._label = vocabulary.id_label if checked.text.ids else vocabulary.label
         self._route_dtype: str | UnsetType = "uint16" if wide_routes else UNSET
 
     def raw_output(self, kept: Kept, prompt: Prompt) -> RawOutput:
@@ -73,8 +76,23 @@ class RecordEncoder:
     def content(self, tokens: Iterable[Scored]) -> ContentLogprobs:
         return ContentLogprobs([self._entry(scored.record, scored.text_offset) for scored in tokens])
 
+    def prompt_logprobs(self, records: Sequence[TokenRecord]) -> PromptLogprobs:
+        """As vLLM tells them: the alternatives of each prompt token and the token itself, by id; null for the first one."""
+        return [self._scores(record) if at else None for at, record in enumerate(records)]
+
+    def _scores(self, record: TokenRecord) -> dict[int, PromptScore]:
+        best = record.top_logprobs[: self._checked.prompt_logprobs or 0]
+        scores = {
+            top.token_id: PromptScore(finite(top.logprob), rank, self._label(top.token_id)[0])
+            for rank, top in enumerate(best, 1)
+        }
+        token = record.token_id
+        if token not in scores:
+            scores[token] = PromptScore(finite(record.logprob), None, self._label(token)[0])
+        return scores
+
     def _entry(self, record: TokenRecord, offset: int) -> Entry:
-        token, token_bytes = self._vocabulary.label(record.token_id)
+        token, token_bytes = self._label(record.token_id)
         top = [(t.token_id, t.logprob) for t in record.top_logprobs[: self._checked.top_logprobs]]
         if not top and self._checked.top_logprobs:
             # The first prompt token: nothing was before it. Some clients drop all alternatives when one list is empty.
@@ -97,11 +115,11 @@ class RecordEncoder:
         return entry
 
     def _top_entry(self, token_id: int, logprob: float) -> TopEntry:
-        token, token_bytes = self._vocabulary.label(token_id)
+        token, token_bytes = self._label(token_id)
         return TopEntry(token, finite(logprob), token_id, token_bytes)
 
     def _legacy(self, tokens: Sequence[Scored]) -> LegacyLogprobs:
-        label = self._vocabulary.legacy_label
+        label = _id_name if self._checked.text.ids else self._vocabulary.legacy_label
         records = [scored.record for scored in tokens]
         own = [(label(record.token_id), finite(record.logprob)) for record in records]
         top = self._checked.top_logprobs
@@ -117,6 +135,10 @@ class RecordEncoder:
                 for record, (token, logprob) in zip(records, own, strict=True)
             ],
         )
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def snapshot_spans(tokens: Sequence[Scored]) -> list[SnapshotSpan]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.types import FinishReason
+from midstream.core.types import FinishReason, TokenRecord
 from midstream.replica.response.choice import Piece, Scored, ToolCall
 
 
@@ -50,6 +50,16 @@ class LegacyLogprobs(msgspec.Struct):
 
 
 Logprobs = ContentLogprobs | LegacyLogprobs
+
+
+class PromptScore(msgspec.Struct):
+    logprob: float
+    #: From 1 on, among all tokens. None: not among the alternatives that were asked for.
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptScore] | None]
 
 
 class RawOutput(msgspec.Struct):
@@ -103,6 +113,7 @@ class ChoiceTail(msgspec.Struct, kw_only=True):
 class TextChoice(ChoiceTail, kw_only=True):
     index: int
     text: str
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionCall(msgspec.Struct):
@@ -121,6 +132,7 @@ class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[CallEntry] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class DeltaChoice(ChoiceTail, kw_only=True):
@@ -132,6 +144,7 @@ class Message(msgspec.Struct):
     role: str
     content: str | None
     tool_calls: list[CallEntry] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class MessageChoice(ChoiceTail, kw_only=True):
@@ -153,13 +166,17 @@ class Response(msgspec.Struct):
     perf_metrics: dict[str, Any] | UnsetType = UNSET
     #: The seam, in the first chunk of a resumed stream.
     midstream: dict[str, Any] | UnsetType = UNSET
+    #: Of a chat.
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Extras(msgspec.Struct):
-    """The fields beside the choices of a last chunk or a plain response."""
+    """The fields beside the choices of a last chunk or a plain response. prompts: records of each whole prompt, where its
+    log-probabilities were asked for."""
 
     usage: Usage | UnsetType = UNSET
     perf_metrics: dict[str, Any] | UnsetType = UNSET
+    prompts: list[tuple[TokenRecord, ...]] = []
 
 
 class Kept(msgspec.Struct):
@@ -171,9 +188,12 @@ class Kept(msgspec.Struct):
     calls: list[ToolCall] = []
     #: How many texts stand before each call.
     calls_at: list[int] = []
+    reasoning: list[str] = []
 
     def keep(self, piece: Piece) -> None:
         self.text.append(piece.text)
         self.calls.extend(piece.calls)
         self.calls_at.extend(len(self.text) for _ in piece.calls)
+        if piece.reasoning:
+            self.reasoning.append(piece.reasoning)
         (self.echoed if piece.echoed else self.generated).extend(piece.tokens)

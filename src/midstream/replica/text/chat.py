@@ -19,16 +19,19 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.core.errors import ConfigError, InvalidRequest, Overloaded
+from midstream.replica.text import reasoning
+from midstream.replica.text.reasoning import ReasoningFormat
 from midstream.replica.text.toolformat import TemplateTools, examine
 from midstream.replica.text.vocabulary import Vocabulary, tokens_at_least, utf8_size
 
@@ -179,6 +182,13 @@ class TextModel:
             return TemplateTools(False, None, None)
         return examine(lambda messages, tools: self.render(messages, tools, generation_prompt=False))
 
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """The tags around reasoning, if the chat template has any."""
+        if self._template is None:
+            return None
+        return reasoning.examine(lambda messages, begins: self.render(messages, generation_prompt=begins))
+
     def literally(self, text: str) -> str:
         """`text` in the grammar language: its added tokens by id, the rest quoted."""
         names = "|".join(re.escape(name) for name in self._added)
@@ -213,8 +223,13 @@ class TextModel:
         tools: list[dict[str, Any]] | None = None,
         *,
         generation_prompt: bool = True,
+        continued: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest."""
+        """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest.
+
+        continued: it ends inside the last message. variables: more that the template may ask for.
+        """
         template = self._template if tools is None else self._tool_template
         if template is None:
             raise InvalidRequest(
@@ -226,7 +241,8 @@ class TextModel:
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=generation_prompt,
-                **self._special_tokens,
+                continue_final_message=continued,
+                **{**self._special_tokens, **variables},
             )
         except Exception as error:
             # A template may raise anything on messages it does not take.
@@ -234,6 +250,18 @@ class TextModel:
                 f"messages: the chat template refused them: {error}", param="messages"
             ) from error
         return str(rendered[0])
+
+    def template_names(self, variable: str) -> bool:
+        """Whether the chat template uses a variable of this name."""
+        name = re.compile(rf"\b{re.escape(variable)}\b")
+        return any(name.search(text) for text in (self._template, self._tool_template) if text is not None)
+
+    def check_spaces(self, special: bool, spaces: bool | None) -> None:
+        """spaces_between_special_tokens, where special tokens are shown: there are none. Raises InvalidRequest."""
+        if special and spaces and not self.vocabulary.byte_level:
+            param = "spaces_between_special_tokens"
+            message = f"{param}: this server writes none with this model's tokenizer; leave it out"
+            raise InvalidRequest(message, param=param)
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)

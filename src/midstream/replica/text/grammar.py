@@ -178,13 +178,21 @@ def build(
     lexicon: Lexicon,
     eos_token_ids: tuple[int, ...],
     problem_with: ProblemWith,
+    rule: str | None = None,
+    answer_param: str = "response_format",
 ) -> str | None:
-    """The grammar of an answer, None where any text will do. Takes as long as `problem_with`. Raises InvalidRequest."""
+    """The grammar of an answer, None where any text will do. Takes as long as `problem_with`. Raises InvalidRequest.
+
+    rule: what the answer must be where it is no JSON. answer_param: the field that asked for schema or rule.
+    """
     rules: list[str] = []
     starts: list[str] = []
     if schema is not None and not (plan and plan.forced):
-        _check_schema(schema, "response_format: the schema", "response_format", problem_with)
+        _check_schema(schema, f"{answer_param}: the schema", answer_param, problem_with)
         rules.append(f"body: %json {_json(schema, whitespace_pattern=_SPACE_BETWEEN)}")
+        starts.append("body")
+    elif rule is not None:
+        rules.append(f"body: {rule}")
         starts.append("body")
     if plan is not None and tool_format is not None and (plan.constrained or schema is not None):
         _check_forcible(plan, tool_format)
@@ -197,7 +205,7 @@ def build(
     if not starts:
         return None
     grammar = "\n".join([f"start: {' | '.join(starts)}", *rules])
-    param = "response_format" if starts == ["body"] else "tools"
+    param = answer_param if starts == ["body"] else "tools"
     if len(grammar) > GRAMMAR_MAX:
         message = f"{param}: the schemas make a grammar of {len(grammar)} characters, at most {GRAMMAR_MAX}"
         raise InvalidRequest(message, param=param)

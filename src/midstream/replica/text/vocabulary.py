@@ -183,6 +183,14 @@ class Vocabulary:
             self._labels[token_id] = known
         return known
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    def id_label(self, token_id: int) -> tuple[str, msgspec.Raw]:
+        """As `label`, with the token's number for a name."""
+        return f"token_id:{token_id}", self.label(token_id)[1]
+
     def legacy_label(self, token_id: int) -> str:
         """The token's name in the legacy format, which has no `bytes`: half a character is spelled `bytes:\\xNN`, so
         that tokens of different bytes never share a name."""
@@ -293,27 +301,41 @@ class WindowedDetokenizer:
 
 
 class StopStrings:
-    """Passes text through up to the first stop string to be completed; holds back what may become one."""
+    """Passes text through up to the first stop string to be completed; holds back what may become one.
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    kept: the stop string itself is passed through, too.
+    """
+
+    def __init__(self, stops: tuple[str, ...], kept: bool = False) -> None:
         self._stops = stops
+        self._kept = kept
+        #: Of the held text, the characters in which no stop string ends.
+        self._free = 0
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, free: bool = False) -> str:
+        """free: no stop string ends in this text."""
         if not self._stops:
             return text
         if self.matched is not None:
             return ""
         buffer = self._held + text
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if free:
+            self._free = len(buffer)
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := self._find(buffer, stop)) >= 0]
         if ends:
-            _, start, self.matched = min(ends)
+            end, start, self.matched = min(ends)
             self._held = ""
-            return buffer[:start]
+            return buffer[: end if self._kept else start]
         keep = max(unfinished(buffer, stop) for stop in self._stops)
+        self._free = max(self._free - (len(buffer) - keep), 0)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
+
+    def _find(self, buffer: str, stop: str) -> int:
+        """Where the first stop string begins that ends behind the free text; -1: nowhere."""
+        return buffer.find(stop, max(self._free - len(stop) + 1, 0)) if self._free else buffer.find(stop)
 
     def flush(self) -> str:
         """What was held back, when no more text comes."""

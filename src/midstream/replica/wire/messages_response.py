@@ -46,7 +46,8 @@ class Usage(msgspec.Struct):
 
 
 class Records(msgspec.Struct):
-    """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream."""
+    """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
+    branch: why the request continues no turn of its session."""
 
     snapshot: str
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -57,10 +58,18 @@ class Records(msgspec.Struct):
     earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
     perf_metrics: dict[str, Any] | UnsetType = UNSET
     resumed: dict[str, Any] | UnsetType = UNSET
+    branch: Any = UNSET
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """signature: always empty. What comes back from a client is not checked by one."""
+
+    thinking: str
+    signature: str = ""
 
 
 class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -70,7 +79,7 @@ class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: msgspec.Raw
 
 
-Block = TextBlock | ToolUse
+Block = TextBlock | ThinkingBlock | ToolUse
 
 
 class Message(msgspec.Struct):
@@ -83,6 +92,10 @@ class Message(msgspec.Struct):
     type: str = "message"
     role: str = "assistant"
     midstream: Records | UnsetType = UNSET
+
+
+#: The field that a kind of delta shows its text in.
+_SHOWN = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
 class MessagesEncoder(RecordEncoder):
@@ -110,6 +123,9 @@ class MessagesEncoder(RecordEncoder):
         if piece.tokens:
             self._last = piece.tokens[-1].record.token_id
         tokens = piece.tokens
+        if piece.reasoning:
+            data += self._thinking(piece.reasoning, piece.snapshot, tokens)
+            tokens = ()
         if piece.text:
             data += self._text(piece.text, piece.snapshot, tokens)
             tokens = ()
@@ -159,6 +175,12 @@ class MessagesEncoder(RecordEncoder):
             told.prompt_token_ids = prompt.token_ids
         return _event("message_start", message=message, midstream=told)
 
+    def _thinking(self, text: str, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
+        data = b""
+        if self._open != "thinking_delta":
+            data = self._close() + self._begin("thinking_delta", ThinkingBlock(""))
+        return data + self._delta({"type": "thinking_delta", "thinking": text}, snapshot, tokens)
+
     def _text(self, text: str, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
         data = b""
         if self._open != "text_delta":
@@ -177,7 +199,7 @@ class MessagesEncoder(RecordEncoder):
         """Tokens that show nothing."""
         if self._open is None:
             return _event("midstream_tokens", midstream=self._told(snapshot, tokens))
-        shown = "text" if self._open == "text_delta" else "partial_json"
+        shown = _SHOWN[self._open]
         return self._delta({"type": self._open, shown: ""}, snapshot, tokens)
 
     def _begin(self, delta: str, block: Block) -> bytes:
@@ -202,13 +224,16 @@ class MessagesEncoder(RecordEncoder):
         if tokens and (logprobs := self.logprobs(tokens)) is not None:
             told.logprobs = logprobs
         if self.seam is not UNSET:
-            told.resumed, self.seam = self.seam["resumed"], UNSET
+            told.resumed = self.seam.get("resumed", UNSET)
+            told.branch = self.seam.get("branch", UNSET)
+            self.seam = UNSET
         return told
 
     def _tail(self, choice: Choice, snapshot: str, extras: Extras) -> Records:
         told, kv = self._told(snapshot, ()), ChoiceTail()
         told.token_ids = UNSET
-        tell_kv(kv, choice)
+        if self._checked.perf_metrics:
+            tell_kv(kv, choice)
         told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
         told.perf_metrics = extras.perf_metrics
         return told
@@ -252,7 +277,7 @@ class MessagesEncoder(RecordEncoder):
 
 def _blocks(kept: Kept) -> list[Block]:
     """As the blocks of a stream would be."""
-    blocks: list[Block] = []
+    blocks: list[Block] = [ThinkingBlock("".join(kept.reasoning))] if kept.reasoning else []
     done = 0
     for call, at in [*zip(kept.calls, kept.calls_at, strict=True), (None, len(kept.text))]:
         text = "".join(kept.text[done:at])

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.text import DONE, json_line, sse_event
-from midstream.core.types import served_model_name
+from midstream.core.types import TokenRecord, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion
 from midstream.replica.response.choice import Choice, Piece, ToolCall
@@ -72,6 +72,8 @@ class OpenAIEncoder(RecordEncoder):
             delta = Delta("assistant" if first is not None else UNSET, piece.text)
             if checked.tools is not None:
                 _set_calls(delta, piece)
+            if piece.reasoning:
+                _set_reasoning(delta, piece)
             choice = DeltaChoice(
                 index=index, delta=delta, logprobs=logprobs, prompt_token_ids=prompt_ids, token_ids=ids
             )
@@ -144,7 +146,17 @@ class OpenAIEncoder(RecordEncoder):
             response.prompt_token_ids = prompts[0].token_ids
         response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
         response.midstream = self.seam
+        if extras.prompts:
+            self._tell_prompts(response, extras.prompts)
         return _encode(response)
+
+    def _tell_prompts(self, response: Response, prompts: list[tuple[TokenRecord, ...]]) -> None:
+        told = [self.prompt_logprobs(records) for records in prompts]
+        if self._chat:
+            response.prompt_logprobs = told[0]
+        for choice in response.choices:
+            if isinstance(choice, TextChoice):
+                choice.prompt_logprobs = told[choice.index // self._checked.n]
 
     def _plain_choice(self, choice: Choice, kept: Kept, prompt: Prompt) -> AnyChoice:
         text = "".join(kept.text)
@@ -153,6 +165,8 @@ class OpenAIEncoder(RecordEncoder):
             message = Message("assistant", text)
             if kept.calls:
                 message.content, message.tool_calls = text or None, [_call(call) for call in kept.calls]
+            if kept.reasoning:
+                message.content, message.reasoning_content = text or None, "".join(kept.reasoning)
             encoded = MessageChoice(index=choice.index, message=message)
         else:
             encoded = TextChoice(index=choice.index, text=text)
@@ -184,6 +198,12 @@ def _set_calls(delta: Delta, piece: Piece) -> None:
         delta.content = UNSET
     if piece.calls:
         delta.tool_calls = [msgspec.structs.replace(_call(call), index=call.index) for call in piece.calls]
+
+
+def _set_reasoning(delta: Delta, piece: Piece) -> None:
+    delta.reasoning_content = piece.reasoning
+    if not piece.text:
+        delta.content = UNSET
 
 
 def _call(call: ToolCall) -> CallEntry:

@@ -39,7 +39,7 @@ _detokenize = msgspec.json.Decoder(_Detokenize)
 
 async def tokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
     asked = decode(body, _tokenize)
-    model = asked.model or texts.names.model
+    model = texts.names.model if asked.model is None else asked.model
     texts.names.wanted(model, "")
     given = _body(asked, model)
     [prompt] = await texts.prompts(given, len(body), headers)
@@ -73,7 +73,7 @@ def _refused(param: str, expected: str) -> InvalidRequest:
 
 async def detokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
     asked = decode(body, _detokenize)
-    texts.names.wanted(asked.model or texts.names.model, "")
+    texts.names.wanted(texts.names.model if asked.model is None else asked.model, "")
     size, context = len(asked.tokens), texts.info.max_model_len
     if size > context:
         raise InvalidRequest(f"tokens: {size} do not fit the context of {context} tokens", param="tokens")

@@ -1,0 +1,149 @@
+"""What stands between a choice and the wire: reasoning and tool calls are taken out of the text. Pure.
+
+Always holds: a stage passes on every record and every character, each under its own snapshot; markup alone is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.choice import CallStage, Choice, Piece, add_piece, id_maker
+from midstream.replica.text.chat import TextModel
+from midstream.replica.text.reasoning import Part, ReasoningFormat, ReasoningParser
+from midstream.replica.text.toolformat import ToolFormat
+
+#: Of a prompt whose text is not known, so many tokens are looked at.
+END_TOKENS = 256
+#: Every token is silent.
+_ALL = range(2**31)
+
+
+class Stage(Protocol):
+    @property
+    def called(self) -> bool:
+        """A tool was called."""
+
+    @property
+    def complete(self) -> bool:
+        """The one call that was asked for is there."""
+
+    def feed(self, pieces: list[Piece]) -> list[Piece]: ...
+
+    def end(self) -> list[Piece]:
+        """The choice has ended: what was held back."""
+
+
+class ReasoningStage:
+    """then: the stage behind it, if there is one."""
+
+    def __init__(self, parser: ReasoningParser, then: CallStage | None) -> None:
+        self._parser = parser
+        self._then = then
+        #: Snapshot and length of the text that the parser holds back.
+        self._held: deque[tuple[str, int]] = deque()
+
+    @property
+    def called(self) -> bool:
+        return self._then is not None and self._then.called
+
+    @property
+    def complete(self) -> bool:
+        return self._then is not None and self._then.complete
+
+    def feed(self, pieces: list[Piece]) -> list[Piece]:
+        out: list[Piece] = []
+        for piece in pieces:
+            if piece.text:
+                self._held.append((piece.snapshot, len(piece.text)))
+                for part in self._parser.push(piece.text):
+                    self._release(part, out)
+            if piece.tokens:
+                add_piece(out, Piece(piece.snapshot, "", piece.tokens))
+        return out if self._then is None else self._then.feed(out)
+
+    def end(self) -> list[Piece]:
+        out: list[Piece] = []
+        for part in self._parser.flush():
+            self._release(part, out)
+        return out if self._then is None else self._then.feed(out) + self._then.end()
+
+    def _release(self, part: Part, out: list[Piece]) -> None:
+        """Cut a part where the snapshot of the tokens it came from changes."""
+        start, size = 0, len(part.raw)
+        while start < size:
+            snapshot, length = self._held.popleft()
+            end = min(start + length, size)
+            if end - start < length:
+                self._held.appendleft((snapshot, length - (end - start)))
+            text, reasoning = part.text[start:end], part.reasoning[start:end]
+            if text or reasoning:
+                add_piece(out, Piece(snapshot, text, (), reasoning=reasoning))
+            start = end
+
+
+def choices_and_stages(
+    checked: Checked,
+    prompts: Sequence[Prompt],
+    ends: frozenset[int],
+    text: TextModel,
+    tool_format: ToolFormat | None,
+    response_id: str,
+) -> tuple[list[Choice], list[Stage] | None]:
+    """The choices of a request, and the stage behind each. ends: the tokens that end generation. response_id: ids of tool
+    calls follow from it."""
+    shown = frozenset[int]()
+    numbers = range(len(prompts) * checked.n)
+    calls: list[CallStage] | None = None
+    if checked.tools is not None and tool_format is not None:
+        # Forced calls end where their grammar ends.
+        dialect, parallel = tool_format.dialect, checked.tools.parallel or checked.tools.forced
+        shown, schemas = text.marker_ids(dialect.markers), checked.tools.schemas
+        makers = [id_maker(dialect.id_length, f"{response_id}/{number}") for number in numbers]
+        calls = [CallStage(dialect.parser(schemas), parallel, new_id) for new_id in makers]
+    stages: list[Stage] | None = None if calls is None else [*calls]
+    form = _reasoning(checked, text)
+    if form is not None:
+        shown |= text.marker_ids((form.opening, form.closing))
+        parsers = [
+            ReasoningParser(form, _end_of(prompts[i // checked.n], text), checked.template.continued)
+            for i in numbers
+        ]
+        stages = [
+            ReasoningStage(parser, None if calls is None else calls[i]) for i, parser in enumerate(parsers)
+        ]
+    options = checked.text
+    if options.special:
+        shown = text.vocabulary.special_ids
+    if options.stop:
+        # A stop string that names a special token is that token.
+        shown |= text.marker_ids(checked.stops)
+    silent = _ALL if options.none else frozenset() if options.stop else ends
+    choices = [
+        Choice(
+            index,
+            text.vocabulary,
+            checked.stops,
+            silent,
+            shown,
+            min_tokens=checked.sampling.min_tokens,
+            stop_shown=options.stop,
+        )
+        for index in numbers
+    ]
+    return choices, stages
+
+
+def _end_of(prompt: Prompt, text: TextModel) -> str:
+    """The text that a prompt ends with, which may have begun the reasoning."""
+    return prompt.text or text.vocabulary.raw_text(prompt.token_ids[-END_TOKENS:])
+
+
+def _reasoning(checked: Checked, text: TextModel) -> ReasoningFormat | None:
+    """None: the text stays whole. An answer that must match something has no room for reasoning."""
+    forced = checked.constrained or (checked.tools is not None and checked.tools.forced)
+    if checked.kind != "chat" or not checked.text.reasoning or checked.text.none or forced:
+        return None
+    return text.reasoning
