@@ -10,7 +10,7 @@ from replica_fakes import MODEL, FakeEngine, Running, running, sse
 
 from midstream.core.types import HEADER_TOKEN
 from midstream.http.http1 import ClientConnection
-from midstream.replica.app import Outbox
+from midstream.replica.exchange import Outbox
 
 BODY = b'{"model":"%b","prompt":"a","max_tokens":3,"stream":true}' % MODEL.encode()
 

@@ -247,3 +247,19 @@ def test_records_nobody_knows_are_refused_by_name(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
 
     asyncio.run(main())
+
+
+def test_a_session_that_is_closed_under_a_request_is_not_kept_after_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = an_engine()
+        async with running(tmp_path, engine) as here:
+            engine.allow(2)
+            asked = asyncio.create_task(turn(here, [USER]))
+            await here.until(lambda: here.replica.gate.inside == 1)
+            closed = await here.http.post("/replica/sessions/close", json={"tenant": "", "key": "s"})
+            assert closed.json() == {"closed": True}
+            engine.allow(10_000)
+            await asked
+            assert here.replica.trees.size == 0
+
+    asyncio.run(main())

@@ -8,15 +8,13 @@ with an error event and without [DONE]. A client that disconnects ends its gener
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import hmac
 import logging
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from email.utils import formatdate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -30,13 +28,21 @@ from midstream.core.errors import (
 )
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
-from midstream.core.text import NOT_JSON, error_event
+from midstream.core.text import NOT_JSON
 from midstream.core.types import HEADER_TOKEN, Desired, Hint
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
-from midstream.http.reader import Request, response_head
+from midstream.http.reader import Request
+from midstream.replica.exchange import (
+    Answer,
+    FailedExchange,
+    InstantExchange,
+    Outbox,
+    TaskExchange,
+    line_of,
+)
 from midstream.replica.replica import Replica
 from midstream.replica.response.generation import Generation
 from midstream.replica.service import Service
@@ -53,7 +59,6 @@ REPORT_GAP_S = 0.05
 REPORT_AT_LEAST_EVERY_S = 1.0
 #: Sessions are reported sooner: another gateway may soon get the session's next turn.
 SESSIONS_GAP_S = 0.005
-_JSON = "application/json"
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
 _asked = msgspec.json.Decoder(SessionsAsked)
@@ -63,8 +68,6 @@ _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 #: Of a stream's rest: only its gateway reads why it does not begin.
 RESUMED = WirePath("resumed")
 
-#: A status, and the value of the JSON body.
-Answer = tuple[int, Any]
 _Body = TypeVar("_Body")
 
 
@@ -142,162 +145,9 @@ class ReplicaApp:
         path = request.target.partition(b"?")[0]
         method, make = self._routes.get(path, (request.method, _nothing_here))
         if method != request.method:
-            error = MethodNotAllowed(f"{_line(request)}: Method Not Allowed", method.decode())
+            error = MethodNotAllowed(f"{line_of(request)}: Method Not Allowed", method.decode())
             return FailedExchange(request, client, error)
         return make(request, client)
-
-
-class Outbox:
-    """Bytes for clients, written together at the end of the loop's turn, that is when every stream of a step is encoded.
-
-    A write wakes the client; one between two encodings finds it asleep again each time (see docs/log.md).
-    """
-
-    def __init__(self) -> None:
-        self._pending: dict[ClientConnection, bytes] = {}
-
-    def add(self, client: ClientConnection, data: bytes) -> None:
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._pending[client] = self._pending[client] + data if client in self._pending else data
-
-    def take(self, client: ClientConnection) -> bytes:
-        """What has not been written yet; it is the caller's now."""
-        return self._pending.pop(client, b"")
-
-    def _flush(self) -> None:
-        pending, self._pending = self._pending, {}
-        for client, data in pending.items():
-            client.write(data)
-
-
-class BaseExchange(abc.ABC):
-    """Writes the head and the body of a response, whole or in chunks. `_fixed`: headers of every response."""
-
-    def __init__(self, request: Request, client: ClientConnection) -> None:
-        self._request = request
-        self._client = client
-        self._fixed: dict[str, str] = {}
-        self._started = False
-        self._may_write = asyncio.Event()
-
-    @property
-    def answered(self) -> bool:
-        return self._started
-
-    @abc.abstractmethod
-    def start(self) -> None:
-        """Answer the request, now or from here on."""
-
-    def client_paused(self) -> None:
-        self._may_write.clear()
-
-    def client_resumed(self) -> None:
-        self._may_write.set()
-
-    def client_gone(self) -> None:  # noqa: B027 - optional to override
-        """Nothing is under way."""
-
-    def cut(self, reason: str) -> None:
-        self._client.reset()
-
-    def _whole(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
-        head = {"content-type": _JSON, "content-length": str(len(data)), **headers}
-        self._head(status, head, data)
-
-    def _begin(self, headers: Mapping[str, str], data: bytes) -> None:
-        """The head of a response of unknown length, with its first data."""
-        framing = {} if self._request.http10 else {"transfer-encoding": "chunked"}
-        self._head(200, {**framing, **headers}, self._framed(data))
-
-    def _head(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        self._started = True
-        headers = {"date": formatdate(usegmt=True), **headers, **self._fixed}
-        head = response_head(status, headers, close=self._client.closes_after_response)
-        self._client.write(head + body)
-
-    def _framed(self, data: bytes) -> bytes:
-        return data if self._request.http10 else b"%x\r\n%b\r\n" % (len(data), data)
-
-    def _end(self, last: bytes = b"") -> None:
-        """The end of a response that `_begin` began."""
-        last = self._framed(last) if last else b""
-        self._client.write(self._unwritten() + (last if self._request.http10 else last + b"0\r\n\r\n"))
-
-    def _unwritten(self) -> bytes:
-        """Bytes that have to be written first."""
-        return b""
-
-    def _fail(self, error: MidstreamError) -> None:
-        if self._started:
-            self._end(error_event(error))
-        else:
-            self._whole(error.status, msgspec.json.encode(error.body()), error.headers())
-
-
-class FailedExchange(BaseExchange):
-    def __init__(self, request: Request, client: ClientConnection, error: MidstreamError) -> None:
-        super().__init__(request, client)
-        self._error = error
-
-    def start(self) -> None:
-        self._fail(self._error)
-        self._client.finish()
-
-
-class InstantExchange(BaseExchange):
-    """A question whose answer is known."""
-
-    def __init__(
-        self, request: Request, client: ClientConnection, answer: Callable[[Request], Answer]
-    ) -> None:
-        super().__init__(request, client)
-        self._answer = answer
-
-    def start(self) -> None:
-        try:
-            status, value = self._answer(self._request)
-            self._whole(status, msgspec.json.encode(value), {})
-        except MidstreamError as error:
-            self._fail(error)
-        self._client.finish()
-
-
-class TaskExchange(BaseExchange):
-    """A response that takes its time, in a task that ends when the client leaves."""
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def client_gone(self) -> None:
-        self._task.cancel()
-
-    def cut(self, reason: str) -> None:
-        self._task.cancel()
-        self._client.reset()
-
-    async def _run(self) -> None:
-        try:
-            await self._answer()
-        except MidstreamError as error:
-            self._fail(error)
-        except Exception:
-            # A bug. The client still gets the one error shape, and no stream ends silently.
-            log.exception("%s: unexpected failure", _line(self._request))
-            self._fail(MidstreamError("internal error; see the replica's log"))
-        self._client.finish()
-
-    @abc.abstractmethod
-    async def _answer(self) -> None:
-        """The whole response. Raises MidstreamError."""
-
-    @property
-    def writable(self) -> bool:
-        return self._client.writable
-
-    async def drained(self) -> None:
-        """Returns when the client takes more."""
-        await self._may_write.wait()
 
 
 class InferenceExchange(TaskExchange):
@@ -484,11 +334,7 @@ def _inference(
 
 
 def _nothing_here(request: Request, client: ClientConnection) -> Exchange:
-    return FailedExchange(request, client, NotFound(f"{_line(request)}: Not Found"))
-
-
-def _line(request: Request) -> str:
-    return f"{request.method.decode()} {request.target.partition(b'?')[0].decode('latin-1')}"
+    return FailedExchange(request, client, NotFound(f"{line_of(request)}: Not Found"))
 
 
 def _health(replica: Replica) -> Answer:

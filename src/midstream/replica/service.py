@@ -207,7 +207,8 @@ class Service(Surroundings):
         template = checked.template
         if session is None or checked.kind != "chat" or template.continued or template.special_tokens:
             return None
-        return History(self.kept.trees, session, self.info.eos_token_ids, policy, records)
+        held = partial(self.kept.sessions.holds, session)
+        return History(self.kept.trees, session, self.info.eos_token_ids, policy, records, held)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""

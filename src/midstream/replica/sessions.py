@@ -250,6 +250,9 @@ class Sessions:
         found = self._held.get(session)
         return None if found is None else found[0]
 
+    def holds(self, session: Session) -> bool:
+        return session in self._held
+
     def of(self, tenant: str, after: str | None, limit: int) -> list[SessionStats]:
         """Those of a tenant in the order of their keys, behind the key `after`."""
         found = (key for owner, key in self._held if owner == tenant and (after is None or key > after))

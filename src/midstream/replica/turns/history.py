@@ -73,8 +73,11 @@ class History:
         ends: Collection[int],
         policy: Policy = "exact",
         records: RecordsKept = "none",
+        held: Callable[[], bool] = lambda: True,
     ) -> None:
-        """ends: tokens that end answers. records: what is kept for the session's trace."""
+        """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open.
+        Nothing is kept of one that was closed meanwhile."""
+        self._held = held
         self.records = records
         self._trees = trees
         self._ends = ends
@@ -163,7 +166,7 @@ class History:
     def end(self, choice: Choice, created: float) -> None:
         """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
         answer = self._answers.pop(choice.index, None)
-        if answer is None or not self._keys:
+        if answer is None or not self._keys or not self._held():
             return
         key = key_of_answer(self._keys[-1], "".join(answer.text), answer.calls)
         had = 0 if self._parent is None else len(self._parent.tokens)
