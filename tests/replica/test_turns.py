@@ -16,7 +16,7 @@ from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import CallStage, Choice, Piece, id_maker
 from midstream.replica.text.tools import prepare_history
 from midstream.replica.turns.history import Branch, History, Policy, policy_of
-from midstream.replica.turns.tree import Trees
+from midstream.replica.turns.tree import Trees, key_of_answer, keys_of
 
 SESSION = ("", "s")
 SESSIONS = of_tier(fast=200, test=1000, all=10_000)
@@ -274,3 +274,54 @@ def test_trees_are_bounded_and_say_what_they_dropped() -> None:
 def test_a_policy_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="x-midstream-history: expected exact or template, got 'no'"):
         policy_of("no")
+
+
+def test_arguments_that_hold_half_a_surrogate_pair_are_a_turn_like_any_other() -> None:
+    given = '{"x": "\\ud83d"}'
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": given}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    user = {"role": "user", "content": "x"}
+    before, after = keys_of([user, said], None)
+    assert key_of_answer(before, "", [("look", '{"x":"\\ud83d"}')]) == after
+    # As a template gets it that takes objects.
+    call["function"] = {"name": "look", "arguments": json.loads(given)}
+    assert keys_of([user, said], None)[1] == after
+
+
+def test_a_client_that_stops_a_base_model_at_its_templates_end_token_has_it_once() -> None:
+    client = client_of("qwen2.5")
+    client.ends = client.text.encode_rendered("<|endoftext|>")
+    prompt, history = client.ask()
+    end = client.text.encode_rendered("<|im_end|>")
+    client.say_tokens(history, client.text.encode_rendered("hello") + end)
+    again, history = client.ask()
+    assert history.branch is None
+    assert again.token_ids[len(prompt.token_ids) :].count(end[0]) == 2
+
+
+def test_a_turn_whose_parent_was_dropped_stands_by_itself() -> None:
+    client = client_of("phi")
+    first = talk(client)
+    prompt, history = client.ask()
+    assert prompt.token_ids[: len(first)] == first
+    # Meanwhile other sessions take the room.
+    client.trees._bytes_max = 10
+    client.trees.add(("", "other"), None, range(100), range(100), [b"k"])
+    client.trees._bytes_max = 10_000
+    tokens = prompt.token_ids + client.answer(prompt, history)
+    tree = client.trees.of(SESSION)
+    assert tree is not None
+    (turn,) = tree.turns
+    assert (turn.parent, turn.tokens) == (None, tokens)
+
+
+def test_a_session_that_was_closed_and_began_anew_gets_nothing_of_the_old_one() -> None:
+    client = client_of("phi")
+    talk(client)
+    prompt, history = client.ask()
+    client.trees.close(SESSION)
+    client.trees.add(SESSION, None, [1], [2], [b"k"])
+    client.answer(prompt, history)
+    tree = client.trees.of(SESSION)
+    assert tree is not None
+    assert len(tree) == 1

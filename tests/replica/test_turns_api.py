@@ -172,13 +172,19 @@ def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> 
             line[4:] for write in writes[:3] for line in write.split("\n") if line.startswith(": m ")
         )
         sent = {"path": CHAT, "lost": "a", "exact": True, "state": state, "body": asked}
-        rest = await there.http.post("/replica/resume", json=sent, headers=SESSION)
+        rest = await there.http.post(
+            "/replica/resume", json=sent, headers={**SESSION, "x-midstream-records": "routes"}
+        )
         assert rest.status_code == 200, rest.text
         tokens = here.engine.requests[1].prompt + LETTERS[:5]
         further = [*again, {"role": "assistant", "content": "hello"}, USER]
         answer = await turn(there, further)
         assert "midstream" not in answer
         assert there.engine.requests[-1].prompt[: len(tokens)] == tokens
+        # Of the tokens that the lost replica made, nobody here knows the numbers.
+        first = (await trace(there))["turns"][0]
+        assert first["token_ids"] == list(LETTERS[:5])
+        assert first["logprobs"] is first["routing_matrix"] is None
 
     play(tmp_path, scenario, an_engine)
 
@@ -261,5 +267,37 @@ def test_a_session_that_is_closed_under_a_request_is_not_kept_after_it(tmp_path:
             engine.allow(10_000)
             await asked
             assert here.replica.trees.size == 0
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_knows_more_turns_goes_on_with_a_stream_as_it_was_rendered(tmp_path: Path) -> None:
+    async def scenario(here: Running, there: Running) -> None:
+        # The first turn ran there, where the second one's stream is resumed; here it was rendered.
+        answer = await turn(there, [USER])
+        again = [USER, answer["choices"][0]["message"], USER]
+        body = {"messages": again, "max_tokens": 5, "seed": 3}
+        asked = {"model": MODEL, "stream": True, **body}
+        whole = await here.http.post(CHAT, json=asked, headers={**RESUMABLE, **SESSION})
+        writes = units(whole.text)
+        state = "\n".join(
+            line[4:] for write in writes[:2] for line in write.split("\n") if line[:4] == ": m "
+        )
+        sent = {"path": CHAT, "lost": "a", "exact": True, "state": state, "body": asked}
+        rest = await there.http.post("/replica/resume", json=sent, headers=SESSION)
+        assert rest.status_code == 200, rest.text
+
+    play(tmp_path, scenario, an_engine)
+
+
+def test_a_session_that_its_engines_end_closed_can_still_be_deleted(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            await turn(here, [USER])
+            here.replica.sessions.close_all()
+            assert await trace(here) is not None
+            closed = await here.http.post("/replica/sessions/close", json={"tenant": "", "key": "s"})
+            assert closed.json() == {"closed": True}
+            assert await trace(here) is None
 
     asyncio.run(main())

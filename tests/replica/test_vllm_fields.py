@@ -354,10 +354,10 @@ def test_limits_priority_and_salt_reach_the_engine(tmp_path: Path) -> None:
     engine = FakeEngine()
 
     async def scenario(here: Running) -> None:
-        await complete(here, min_tokens=3, allowed_token_ids=[5, 6, 5], bad_words=["he"], priority=-4)
+        await complete(here, min_tokens=3, allowed_token_ids=[5, 6, 5], bad_words=["he"], priority=4)
         request = engine.requests[-1]
         sampling = request.sampling
-        assert (sampling.min_tokens, sampling.allowed_token_ids, request.priority) == (3, (5, 6), -4)
+        assert (sampling.min_tokens, sampling.allowed_token_ids, request.priority) == (3, (5, 6), 4)
         assert (sampling.bad_words, sampling.bad_tokens) == (("he",), ((256,),))
         salts = []
         for fields in ({}, {"cache_salt": "a"}, {"prompt_cache_isolation_key": "a"}, {"cache_salt": "b"}):

@@ -23,7 +23,6 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
-from midstream.core.traces import Trace
 from midstream.core.types import HEADER_TENANT, Session
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
@@ -37,8 +36,15 @@ _ASKED_AT_ONCE = 64
 _held = msgspec.json.Decoder(SessionsHeld)
 
 
+class _Trace(msgspec.Struct):
+    """A traces.Trace. turns: passed on as they came, as they may be many megabytes."""
+
+    turns: msgspec.Raw
+    forgotten: bool = False
+
+
 class _Traced(msgspec.Struct):
-    trace: Trace | None = None
+    trace: _Trace | None = None
 
 
 _traced = msgspec.json.Decoder(_Traced)
@@ -98,14 +104,15 @@ class _Api:
         answers, silent = await _post(deployment, "/replica/trace", asked)
         traces = [(replica, _traced.decode(answer).trace) for replica, answer in answers]
         found = [
-            {"replica": replica, **msgspec.to_builtins(trace)}
+            {"replica": replica, "turns": trace.turns, "forgotten": trace.forgotten}
             for replica, trace in traces
             if trace is not None
         ]
         if not found:
             _not_there(session, silent)
         about = {"id": session[1], "object": "session.trace", "deployment": deployment.name}
-        return JSONResponse(about | {"traces": found, "unreachable": silent})
+        told = msgspec.json.encode(about | {"traces": found, "unreachable": silent})
+        return Response(told, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         deployment, session = self._deployments.named(request.headers), _session(request)

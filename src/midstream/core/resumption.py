@@ -35,13 +35,14 @@ LAST = b"end"
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all choices of a stream have in common. seed: that of the sampler, given by the client or drawn. prompts: a digest
     of the prompts' token ids. ids: the token ids of the only prompt, where the body alone does not give them: it continues
-    a turn that only the lost replica had."""
+    a turn that only the lost replica had. nonce: what ids of tool calls follow from, where the client gave the id."""
 
     id: str
     created: int
     seed: int
     prompts: str
     ids: tuple[int, ...] | None = None
+    nonce: str = ""
 
 
 class Step(

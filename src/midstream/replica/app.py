@@ -102,7 +102,7 @@ class ReplicaApp:
             b"/replica/desired": (post, _at_once(lambda request: _desire(replica, request))),
             b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
-            b"/replica/trace": (post, _at_once(lambda request: _trace(replica, request))),
+            b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
         }
         for prefix in PREFIXES:
@@ -236,6 +236,22 @@ class TextExchange(TaskExchange):
     def _fail(self, error: MidstreamError) -> None:
         error.shape = self._wire.errors
         super()._fail(error)
+
+
+class TraceExchange(TaskExchange):
+    """The turns of a session, told in a thread: they may be many megabytes."""
+
+    def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
+        super().__init__(request, client)
+        self._replica = replica
+
+    async def _answer(self) -> None:
+        asked = _decoded(self._request, _asked, "a question about sessions")
+        if asked.key is None:
+            raise InvalidRequest("which session's trace", param="key")
+        session = (asked.tenant, asked.key)
+        told = await asyncio.to_thread(lambda: msgspec.json.encode({"trace": self._replica.trace(session)}))
+        self._whole(200, told, {})
 
 
 class ResumeExchange(InferenceExchange):
@@ -372,13 +388,6 @@ def _close_session(replica: Replica, request: Request) -> Answer:
     if asked.key is None:
         raise InvalidRequest("which session is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
-
-
-def _trace(replica: Replica, request: Request) -> Answer:
-    asked = _decoded(request, _asked, "a question about sessions")
-    if asked.key is None:
-        raise InvalidRequest("which session's trace", param="key")
-    return 200, {"trace": replica.trace((asked.tenant, asked.key))}
 
 
 def _hint(replica: Replica, request: Request) -> Answer:

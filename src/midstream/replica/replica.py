@@ -222,7 +222,10 @@ class Replica:
     def close_session(self, session: Session) -> bool:
         """Whether it was held here. Its next request begins anew; one that runs goes on."""
         self.namespaces.forget(session)
-        return self.sessions.close(session)
+        # Its turns outlive the engine, whose end closes the session.
+        had = self.trees.of(session) is not None
+        self.trees.close(session)
+        return self.sessions.close(session) or had
 
     def report(self) -> ReplicaReport:
         machine = self.driver.machine

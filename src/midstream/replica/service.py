@@ -145,7 +145,7 @@ class Service(Surroundings):
         timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
-        history = self._history(checked, session, headers)
+        history = self._history(checked, session, headers, resumed=resume is not None)
         count, size, read = self._unread(parsed, checked, body_size, history)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
@@ -200,10 +200,13 @@ class Service(Surroundings):
         return await self._prompts(read, characters, headers)
 
     def _history(
-        self, checked: Checked, session: Session | None, headers: Mapping[str, str]
+        self, checked: Checked, session: Session | None, headers: Mapping[str, str], *, resumed: bool
     ) -> History | None:
         """None: the request's prompt is its own. So it is where an answer goes on within its last message."""
         policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
+        if resumed:
+            # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
+            policy = "template"
         template = checked.template
         if session is None or checked.kind != "chat" or template.continued or template.special_tokens:
             return None

@@ -1,6 +1,7 @@
 """The fields that clients of vLLM send beyond OpenAI's, and the rules between them. Pure.
 
-Always holds: a field whose wish cannot be met is refused by name. Without these fields a request is what it was.
+Always holds: a field whose wish cannot be met is refused by name. Without these fields
+a request is what it was, but for reasoning, which is told apart from the content where the template shows its tags.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # As vLLM has them, see fields.py.
     cache_salt: str | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Ints64 | None = None
+    #: Who is less urgent steps back; nobody steps before others, who may be other tenants.
+    priority: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     min_tokens: NotNegative | None = None
     allowed_token_ids: list[NotNegative] | None = None
     bad_words: list[str] | None = None

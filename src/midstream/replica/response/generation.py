@@ -141,7 +141,7 @@ class Generation:
         opening = self._opening(work.seed, resumable) if continued is None else continued.opening
         ends = frozenset(requests[0].sampling.stop_token_ids)
         self._choices, self._stages = choices_and_stages(
-            checked, prompts, ends, service.text, work.tool_format, opening.id
+            checked, prompts, ends, service.text, work.tool_format, opening.nonce or opening.id
         )
         #: By prompt, where its log-probabilities were asked for.
         self._prompt_records: dict[int, tuple[TokenRecord, ...]] = {}
@@ -174,8 +174,11 @@ class Generation:
         prompts = digest(self._prompts) if resumable else ""
         continues = resumable and self._history is not None and self._history.continues
         ids = self._prompts[0].token_ids if continues else None
-        own = self.checked.response_id or uuid.uuid4().hex
-        return Opening(f"{self._id_prefix}{own}", int(self._service.clock()), seed, prompts, ids)
+        drawn, own = uuid.uuid4().hex, self.checked.response_id
+        # Clients may give every turn of a trajectory one id.
+        nonce = "" if own is None else drawn
+        created = int(self._service.clock())
+        return Opening(f"{self._id_prefix}{own or drawn}", created, seed, prompts, ids, nonce)
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
@@ -314,7 +317,7 @@ class Generation:
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         pieces = self._released(prompt, choice, event)
         if self._history is not None:
-            self._history.take(choice.index, pieces)
+            self._history.take(choice.index, pieces, replayed=self._replaying)
             if choice.finish is not None:
                 self._history.end(choice, self._service.clock())
         return pieces

@@ -23,7 +23,16 @@ from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.continuing import Render, text_behind, without_end
-from midstream.replica.turns.tree import Found, Key, Trees, Turn, TurnRecord, key_of_answer, keys_of
+from midstream.replica.turns.tree import (
+    Found,
+    Key,
+    Trees,
+    Turn,
+    TurnRecord,
+    TurnTree,
+    key_of_answer,
+    keys_of,
+)
 
 #: See types.HEADER_HISTORY.
 Policy = Literal["exact", "template"]
@@ -59,6 +68,7 @@ def policy_of(given: str | None) -> Policy:
 class _Answer:
     def __init__(self) -> None:
         self.records: list[TokenRecord] = []
+        self.replayed = False
         self.text: list[str] = []
         self.calls: list[tuple[str, str]] = []
 
@@ -88,6 +98,8 @@ class History:
         self._found: Turn | None = None
         self._parent: Turn | None = None
         self._reused = False
+        #: The session's tree when the request began.
+        self._tree: TurnTree | None = None
         self._prompt: tuple[int, ...] = ()
         self._answers: dict[int, _Answer] = {}
         self.branch: Branch | None = None
@@ -138,6 +150,7 @@ class History:
     def settled(self, prompt: Prompt) -> None:
         """It is this prompt that is sampled from. It may still begin with a turn's tokens where it was rendered."""
         self._prompt = prompt.token_ids
+        self._tree = self._trees.of(self._session)
         turn = self._found
         if turn is not None:
             tokens = turn.tokens
@@ -153,10 +166,12 @@ class History:
 
     # -- the answers
 
-    def take(self, choice: int, pieces: Sequence[Piece]) -> None:
+    def take(self, choice: int, pieces: Sequence[Piece], *, replayed: bool = False) -> None:
+        """replayed: the tokens are of a replica that was lost, and their numbers are not known here."""
         answer = self._answers.get(choice)
         if answer is None:
             answer = self._answers[choice] = _Answer()
+        answer.replayed |= replayed
         for piece in pieces:
             if not piece.echoed:
                 answer.records += [scored.record for scored in piece.tokens]
@@ -168,14 +183,19 @@ class History:
         answer = self._answers.pop(choice.index, None)
         if answer is None or not self._keys or not self._held():
             return
+        dropped = self._tree is not None and self._trees.of(self._session) is not self._tree
+        if dropped and not self._trees.forgot(self._session):
+            # The session was closed, and began anew meanwhile.
+            return
         key = key_of_answer(self._keys[-1], "".join(answer.text), answer.calls)
         had = 0 if self._parent is None else len(self._parent.tokens)
         keys, tokens = [*self._keys, key], [record.token_id for record in answer.records]
-        record = self._record(choice, answer.records, created)
+        record = self._record(choice, answer, created)
         self._trees.add(self._session, self._parent, self._prompt[had:], tokens, keys, record)
 
-    def _record(self, choice: Choice, records: Sequence[TokenRecord], created: float) -> TurnRecord:
-        scored = records if self.records != "none" else ()
+    def _record(self, choice: Choice, answer: _Answer, created: float) -> TurnRecord:
+        records = answer.records
+        scored = records if self.records != "none" and not answer.replayed else ()
         unknown = float("nan")
         sampling = [unknown if r.sampling_logprob is None else r.sampling_logprob for r in scored]
         routes = [r.route for r in scored if r.route is not None] if self.records == "routes" else []
@@ -196,6 +216,8 @@ def continued(
 ) -> tuple[int, ...]:
     """The turn's tokens and those of the text behind its answer. ends: tokens that end answers."""
     tokens = turn.tokens
-    if tokens[-1] in ends:
-        behind = without_end(behind, closing, text.marker_text(tokens[-1]), text.markers)
+    last = text.marker_text(tokens[-1])
+    # A client may stop a base model at the token that its template ends answers with.
+    if tokens[-1] in ends or (last and last in closing):
+        behind = without_end(behind, closing, last, text.markers)
     return tokens + text.encode_rendered(behind)

@@ -16,7 +16,8 @@ def trace_of(trees: Trees, session: Session, model: str, *, wide_routes: bool) -
     tree, forgotten = trees.of(session), trees.forgot(session)
     if tree is None:
         return Trace([], forgotten) if forgotten else None
-    return Trace([_traced(turn, model, wide_routes) for turn in tree.turns], forgotten)
+    # The loop's thread may add one meanwhile.
+    return Trace([_traced(turn, model, wide_routes) for turn in list(tree.turns)], forgotten)
 
 
 def _traced(turn: Turn, model: str, wide_routes: bool) -> TracedTurn:

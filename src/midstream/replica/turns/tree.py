@@ -122,6 +122,9 @@ class TurnTree:
     def __len__(self) -> int:
         return len(self.turns)
 
+    def holds(self, turn: Turn) -> bool:
+        return turn.number <= len(self.turns) and self.turns[turn.number - 1] is turn
+
     def find(self, keys: Sequence[Key]) -> Found:
         """keys: of the beginnings of a conversation, the shortest first (see `keys_of`)."""
         known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self._known), 0)
@@ -157,7 +160,7 @@ class Trees:
         self._bytes_max = bytes_max
         self._trees: OrderedDict[Session, TurnTree] = OrderedDict()
         self._forgotten: OrderedDict[Session, None] = OrderedDict()
-        self._closings: dict[Key, Closings | None] = {}
+        self._closings: dict[Key, tuple[Closings | None]] = {}
         self.size = 0
 
     def __repr__(self) -> str:
@@ -166,13 +169,13 @@ class Trees:
     def closings(self, others: Any, render: Render) -> Closings | None:
         """Of the replica's template. others: what it gets beside the messages."""
         key = _digest(b"", others)
-        made = self._closings.get(key)
-        if made is None:
-            made = closings_of(render)
+        known = self._closings.get(key)
+        if known is None:
+            known = (closings_of(render),)
             if len(self._closings) >= CLOSINGS_MAX:
                 self._closings.clear()
-            self._closings[key] = made
-        return made
+            self._closings[key] = known
+        return known[0]
 
     def of(self, session: Session) -> TurnTree | None:
         """None: nothing was kept of the session."""
@@ -195,6 +198,10 @@ class Trees:
         tree = self._trees.get(session)
         if tree is None:
             tree = self._trees[session] = TurnTree()
+        if parent is not None and not tree.holds(parent):
+            # The tree that had it was dropped: the turn stands by itself.
+            added = (*parent.tokens, *added)
+            parent = None
         before = tree.size
         turn = tree.add(parent, added, sampled, keys, record)
         self.size += tree.size - before
@@ -259,10 +266,8 @@ def _told(message: dict[str, Any]) -> Any:
 
 
 def _arguments(given: Any) -> Any:
-    """What they say, however they are spaced."""
-    if not isinstance(given, str):
-        return given
+    """What they say, however they are spaced, as text: they may hold half a surrogate pair."""
     try:
-        return json.loads(given) if given else {}
+        return json.dumps(json.loads(given or "{}") if isinstance(given, str) else given, sort_keys=True)
     except (ValueError, RecursionError):
-        return given
+        return str(given)

@@ -1,8 +1,8 @@
 """vLLM's tokenize and detokenize: token ids of a prompt or a chat, and text of token ids.
 
-Always holds: a prompt or a chat gives the token ids that a request with it would have. What would change them and is not
-supported is refused by name. A text that surely cannot fit the context is refused unread; one that is a little too long gets
-its true count.
+Always holds: a prompt or a chat gives the token ids that a request with it would have outside a session. What would change
+them and is not supported is refused by name. A text that surely cannot fit the context is refused unread; one that is a
+little too long gets its true count.
 """
 
 from __future__ import annotations
