@@ -100,8 +100,9 @@ class Stream:
         """As comparable: less what is random, or a time, or about caches."""
         assert not self.complete
         assert "error" not in event, event
-        if seam := event.pop("midstream", None):
-            self.resumed.append(seam["resumed"])
+        # Equal prompts of one session are branches of it, and say so, too.
+        if seam := event.pop("midstream", {}).get("resumed"):
+            self.resumed.append(seam)
         for name in ("id", "created", "perf_metrics"):
             event.pop(name, None)
         if "usage" in event:
