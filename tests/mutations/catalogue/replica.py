@@ -203,7 +203,7 @@ REPLICA = (
     Mutation(
         "an_answer_ends_twice",
         "replica/turns/history.py",
-        "if tokens[-1] in ends:",
+        "if tokens[-1] in ends or (last and last in closing):",
         "if not ends:",
         "A turn goes on behind the end token that was sampled; the template's is not written again.",
         ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
