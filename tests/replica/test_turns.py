@@ -244,7 +244,7 @@ def test_the_templates_way_is_a_branch_where_it_differs_and_none_where_it_does_n
     assert history.branch is None
 
 
-def test_equal_words_of_other_tokens_continue_the_younger_turn() -> None:
+def test_equal_words_of_other_tokens_continue_the_youngest_turn_and_say_so() -> None:
     client = client_of("zephyr")
     _, history = client.ask()
     first = list(client.messages)
@@ -255,7 +255,32 @@ def test_equal_words_of_other_tokens_continue_the_younger_turn() -> None:
     tokens = tuple(t for letter in "hello" for t in client.text.encode_rendered(letter)) + client.ends
     client.say_tokens(history, tokens)
     again, history = client.ask()
+    assert history.branch == Branch("ambiguous", 2, 2)
     assert again.token_ids[: len(prompt.token_ids + tokens)] == prompt.token_ids + tokens
+
+
+def test_samples_of_equal_answers_are_told_apart_by_their_thinking() -> None:
+    client = client_of("deepseek")
+    prompt, history = client.ask()
+    answers = [f"<think>\nthought {number}\n</think>\n\n42" for number in range(3)]
+    first = list(client.messages)
+    for answer in answers:
+        client.messages = list(first)
+        client.say(history, answer)
+    for answer in answers:
+        thought, _, said = answer.partition("</think>")
+        for message in (
+            {"role": "assistant", "content": answer},
+            {"role": "assistant", "content": said, "reasoning_content": thought.removeprefix("<think>")},
+        ):
+            client.messages = [*first, message, {"role": "user", "content": "go on"}]
+            again, history = client.ask()
+            assert history.branch is None
+            tokens = prompt.token_ids + client.text.encode_rendered(answer)
+            assert again.token_ids[: len(tokens)] == tokens
+    client.messages = [*first, {"role": "assistant", "content": "42"}, {"role": "user", "content": "go on"}]
+    _, history = client.ask()
+    assert history.branch == Branch("ambiguous", 2, 3)
 
 
 def test_trees_are_bounded_and_say_what_they_dropped() -> None:

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.traces import RecordsKept
-from midstream.core.types import HEADER_HISTORY, Session, TokenRecord
+from midstream.core.types import HEADER_HISTORY, Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.text.chat import TextModel
@@ -32,8 +32,12 @@ from midstream.replica.turns.tree import (
     TurnTree,
     key_of_answer,
     keys_of,
+    thought_of,
+    thoughts_of,
 )
 
+#: A sampling log-probability that the engine cannot tell.
+_UNKNOWN = float("nan")
 #: See types.HEADER_HISTORY.
 Policy = Literal["exact", "template"]
 
@@ -48,9 +52,10 @@ class Branch(msgspec.Struct):
     - forgotten: likewise, as the session's turns were dropped for want of memory.
     - template: the chat template renders the conversation otherwise, and the client wants that, or the template does not let
       answers be told apart.
+    - ambiguous: several turns of other tokens have these words. It goes on from the youngest.
     """
 
-    why: Literal["new", "edited", "unknown", "forgotten", "template"]
+    why: Literal["new", "edited", "unknown", "forgotten", "template", "ambiguous"]
     messages: int
     turn: int | UnsetType = UNSET
 
@@ -66,11 +71,31 @@ def policy_of(given: str | None) -> Policy:
 
 
 class _Answer:
+    """What a choice has sampled so far. A long stream keeps a few bytes a token, and routes only where they are asked for."""
+
     def __init__(self) -> None:
-        self.records: list[TokenRecord] = []
+        self.tokens = array("I")
+        self.logprobs = array("d")
+        self.sampling_logprobs = array("d")
+        self.routes: list[bytes] = []
         self.replayed = False
         self.text: list[str] = []
+        self.reasoning: list[str] = []
         self.calls: list[tuple[str, str]] = []
+
+    def take(self, piece: Piece, kept: RecordsKept) -> None:
+        records = [scored.record for scored in piece.tokens]
+        self.tokens.extend(record.token_id for record in records)
+        self.text.append(piece.text)
+        self.reasoning.append(piece.reasoning)
+        self.calls += [(call.name, call.arguments) for call in piece.calls]
+        if kept == "none":
+            return
+        self.logprobs.extend(record.logprob for record in records)
+        given = (record.sampling_logprob for record in records)
+        self.sampling_logprobs.extend(_UNKNOWN if value is None else value for value in given)
+        if kept == "routes":
+            self.routes += [record.route for record in records if record.route is not None]
 
 
 class History:
@@ -124,7 +149,7 @@ class History:
         """
         self._keys = keys_of(messages, others)
         tree = self._trees.of(self._session)
-        found = Found(None, 0, 0) if tree is None else tree.find(self._keys)
+        found = Found(None, 0, 0) if tree is None else tree.find(self._keys, thoughts_of(messages))
         # Whoever writes answers into a history that nobody sampled here begins a branch.
         answers = any(message["role"] == "assistant" for message in messages[found.messages :])
         if found.turn is None:
@@ -134,8 +159,8 @@ class History:
                 self.branch = Branch("forgotten" if self._trees.forgot(self._session) else "unknown", 0)
             return None
         self._found = found.turn
-        if answers:
-            self.branch = Branch("edited", found.known, found.turn.number)
+        if answers or found.ambiguous:
+            self.branch = Branch("edited" if answers else "ambiguous", found.known, found.turn.number)
         if self._policy == "template":
             return None
         closings = self._trees.closings(others, render)
@@ -174,9 +199,7 @@ class History:
         answer.replayed |= replayed
         for piece in pieces:
             if not piece.echoed:
-                answer.records += [scored.record for scored in piece.tokens]
-                answer.text.append(piece.text)
-                answer.calls += [(call.name, call.arguments) for call in piece.calls]
+                answer.take(piece, self.records)
 
     def end(self, choice: Choice, created: float) -> None:
         """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
@@ -187,24 +210,24 @@ class History:
         if dropped and not self._trees.forgot(self._session):
             # The session was closed, and began anew meanwhile.
             return
-        key = key_of_answer(self._keys[-1], "".join(answer.text), answer.calls)
-        had = 0 if self._parent is None else len(self._parent.tokens)
-        keys, tokens = [*self._keys, key], [record.token_id for record in answer.records]
-        record = self._record(choice, answer, created)
-        self._trees.add(self._session, self._parent, self._prompt[had:], tokens, keys, record)
+        content = "".join(answer.text)
+        keys = [*self._keys, key_of_answer(self._keys[-1], content, answer.calls)]
+        added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
+        record, thought = (
+            self._record(choice, answer, created),
+            thought_of(content, "".join(answer.reasoning)),
+        )
+        self._trees.add(self._session, self._parent, added, answer.tokens, keys, record, thought)
 
     def _record(self, choice: Choice, answer: _Answer, created: float) -> TurnRecord:
-        records = answer.records
-        scored = records if self.records != "none" and not answer.replayed else ()
-        unknown = float("nan")
-        sampling = [unknown if r.sampling_logprob is None else r.sampling_logprob for r in scored]
-        routes = [r.route for r in scored if r.route is not None] if self.records == "routes" else []
+        none = array("d")
+        whole = len(answer.routes) == len(answer.tokens) and not answer.replayed
         return TurnRecord(
             choice.finish or "stop",
             created,
-            array("d", [r.logprob for r in scored]),
-            array("d", sampling),
-            b"".join(routes) if len(routes) == len(records) else b"",
+            none if answer.replayed else answer.logprobs,
+            none if answer.replayed else answer.sampling_logprobs,
+            b"".join(answer.routes) if whole else b"",
             tuple(choice.spans),
             tuple(choice.kv),
             None if self.branch is None else msgspec.to_builtins(self.branch),

@@ -4,7 +4,8 @@ Owns: the trees of a replica, within one bound of bytes, and which sessions' tre
 Always holds:
 - A turn never changes. Its tokens are its parent's tokens, then those that its request added, then those that were sampled.
 - A turn is found by all messages up to its answer, and by the tools. Thinking is left out of the comparison, white space at
-  the ends of an answer and in its calls' arguments does not count, and neither do the ids of its calls.
+  the ends of an answer and in its calls' arguments does not count, and neither do the ids of its calls. Thinking tells turns
+  of the same words apart where the client sends it back.
 - The least recently used tree goes first, whole. A session whose tree went is known as forgotten.
 
 Threads may read while the loop's thread adds: each step is one operation of a dict.
@@ -30,6 +31,8 @@ BYTES_MAX = 256 * 2**20
 FORGOTTEN_MAX = 100_000
 #: Sets of tools whose closings are kept.
 CLOSINGS_MAX = 1024
+#: Turns of the same words that are told apart.
+SAME_WORDS_MAX = 64
 #: What a turn and a message key take beside tokens, roughly.
 _TURN_BYTES = 512
 _KEY_BYTES = 128
@@ -41,7 +44,7 @@ Key = bytes
 class Turn:
     """One answer of a session. number: within the tree. added: what the request had behind the parent's tokens."""
 
-    __slots__ = ("added", "number", "parent", "record", "sampled")
+    __slots__ = ("added", "number", "parent", "record", "sampled", "thought")
 
     def __init__(
         self,
@@ -50,7 +53,10 @@ class Turn:
         added: Sequence[int],
         sampled: Sequence[int],
         record: TurnRecord | None = None,
+        thought: str = "",
     ) -> None:
+        """thought: a digest of the thinking in the answer (see `thought_of`)."""
+        self.thought = thought
         self.number = number
         self.parent = parent
         self.record = record
@@ -96,12 +102,14 @@ class TurnRecord(NamedTuple):
 class Found(NamedTuple):
     """turn: the last one whose messages are all there, in the same words; None: there is none. messages: how many they are.
 
-    known: how many messages from the first on any turn of the session has had.
+    known: how many messages from the first on any turn of the session has had. ambiguous: turns of other tokens have the same
+    words, so this one, the youngest, may not be meant.
     """
 
     turn: Turn | None
     messages: int
     known: int
+    ambiguous: bool = False
 
 
 class TurnTree:
@@ -109,7 +117,8 @@ class TurnTree:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._turns: dict[Key, Turn] = {}
+        #: Turns of the same words, the oldest first.
+        self._turns: dict[Key, tuple[Turn, ...]] = {}
         #: The beginnings of all conversations that were had.
         self._known: set[Key] = set()
         #: All of them, in the order of their numbers.
@@ -125,13 +134,14 @@ class TurnTree:
     def holds(self, turn: Turn) -> bool:
         return turn.number <= len(self.turns) and self.turns[turn.number - 1] is turn
 
-    def find(self, keys: Sequence[Key]) -> Found:
-        """keys: of the beginnings of a conversation, the shortest first (see `keys_of`)."""
+    def find(self, keys: Sequence[Key], thoughts: Sequence[str]) -> Found:
+        """keys: of the beginnings of a conversation, the shortest first (see `keys_of`). thoughts: of each of its messages."""
         known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self._known), 0)
         for at in range(known, 0, -1):
-            turn = self._turns.get(keys[at - 1])
-            if turn is not None:
-                return Found(turn, at, known)
+            turns = self._turns.get(keys[at - 1])
+            if turns is not None:
+                turn, ambiguous = _meant(turns, thoughts[at - 1])
+                return Found(turn, at, known, ambiguous)
         return Found(None, 0, known)
 
     def add(
@@ -141,16 +151,26 @@ class TurnTree:
         sampled: Sequence[int],
         keys: Sequence[Key],
         record: TurnRecord | None = None,
+        thought: str = "",
     ) -> Turn:
-        """keys: as for `find`, with the answer's own at the end. Of two turns of the same words the younger one is found."""
-        turn = Turn(next(self._numbers), parent, added, sampled, record)
+        """keys: as for `find`, with the answer's own at the end."""
+        turn = Turn(next(self._numbers), parent, added, sampled, record, thought)
         self.turns.append(turn)
         before = len(self._known)
         self._known.update(keys)
-        self._turns[keys[-1]] = turn
+        self._turns[keys[-1]] = (*self._turns.get(keys[-1], ())[-SAME_WORDS_MAX:], turn)
         self.size += 0 if record is None else record.size
         self.size += _TURN_BYTES + 4 * (len(added) + len(sampled)) + _KEY_BYTES * (len(self._known) - before)
         return turn
+
+
+def _meant(turns: Sequence[Turn], thought: str) -> tuple[Turn, bool]:
+    """Which of the turns of the same words is continued, and whether it may be another one."""
+    if len(turns) > 1 and thought:
+        turns = [turn for turn in turns if turn.thought == thought] or turns
+    youngest = turns[-1]
+    tokens = youngest.tokens if len(turns) > 1 else ()
+    return youngest, any(turn.tokens != tokens for turn in turns[:-1])
 
 
 class Trees:
@@ -193,6 +213,7 @@ class Trees:
         sampled: Sequence[int],
         keys: Sequence[Key],
         record: TurnRecord | None = None,
+        thought: str = "",
     ) -> Turn:
         """See TurnTree.add."""
         tree = self._trees.get(session)
@@ -203,7 +224,7 @@ class Trees:
             added = (*parent.tokens, *added)
             parent = None
         before = tree.size
-        turn = tree.add(parent, added, sampled, keys, record)
+        turn = tree.add(parent, added, sampled, keys, record, thought)
         self.size += tree.size - before
         self._trees.move_to_end(session)
         while self.size > self._bytes_max and self._trees:
@@ -241,6 +262,25 @@ def keys_of(messages: Iterable[dict[str, Any]], tools: Any, options: Any = None)
 def key_of_answer(before: Key, content: str, calls: Iterable[tuple[str, str]]) -> Key:
     """The key behind an answer. calls: name and arguments, as JSON text, of each."""
     return _digest(before, _answer(content, [[name, _arguments(given)] for name, given in calls]))
+
+
+def thought_of(content: str, reasoning: str) -> str:
+    """A digest of the thinking in an answer, which stands beside the content or within it; empty without any."""
+    within, closed, _ = content.rpartition("</think>")
+    said = (reasoning or (within.replace("<think>", "") if closed else "")).strip()
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if said else ""
+
+
+def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
+    """Of each message."""
+    return [
+        thought_of(
+            message.get("content") or "", message.get("reasoning_content") or message.get("reasoning") or ""
+        )
+        if message.get("role") == "assistant"
+        else ""
+        for message in messages
+    ]
 
 
 def _digest(before: bytes, value: Any) -> Key:
