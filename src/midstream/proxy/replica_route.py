@@ -20,7 +20,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from midstream.core.errors import (
     HEADER_ANOTHER_BOOT,
@@ -34,15 +33,7 @@ from midstream.core.errors import (
     SnapshotTransition,
 )
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
-from midstream.core.types import (
-    HEADER_BOOT,
-    HEADER_HISTORY,
-    HEADER_PLACED,
-    HEADER_RECORDS,
-    HEADER_SESSION,
-    ReplicaReport,
-    Session,
-)
+from midstream.core.types import HEADER_BOOT, ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
@@ -71,6 +62,7 @@ from midstream.proxy.route import (
     Route,
     Until,
     reason_of_failure,
+    session_lines,
     shortage,
 )
 from midstream.proxy.versions import SEND, VersionJudge, refusal_in
@@ -86,10 +78,6 @@ LOST_SENDS_MAX = 2
 BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
-_SESSION = HEADER_SESSION.encode()
-_RECORDS = HEADER_RECORDS.encode()
-_FOR_SESSIONS = (HEADER_HISTORY.encode(), _RECORDS)
-_PLACED = HEADER_PLACED.encode()
 _LOST = HEADER_LOST.encode()
 _ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
 _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
@@ -266,16 +254,8 @@ class ReplicaRoute(Route):
         lines = [self._proxy.replica_header] if self._proxy.replica_header else []
         if self._boot:
             lines.append(b"%b: %b" % (_BOOT, self._boot.encode()))
-        if self._session is not None:
-            key = quote(self._session[1], safe="", errors="surrogatepass")
-            lines.append(_SESSION + b": " + key.encode())
-            if self._placed is not None and self._placed.stamp is not None:
-                lines.append(_PLACED + b": %d" % self._placed.stamp)
-        first = self._request.first
-        lines += [name + b": " + first[name] for name in _FOR_SESSIONS if name in first]
-        if self._in_path is not None and _RECORDS not in first:
-            # Who can set nothing but a base URL has the records all the same.
-            lines.append(_RECORDS + b": routes")
+        stamp = None if self._placed is None else self._placed.stamp
+        lines += session_lines(self._request.first, self._session, stamp, self._in_path is not None)
         if self._versions is not None:
             assert self._sent_under is not None
             lines += self._versions.lines(self._view, self._sent_under)

@@ -14,11 +14,20 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
 
 from midstream.core.errors import EngineFailed, ErrorShape, MidstreamError, ReplicaUnavailable
-from midstream.core.types import HEADER_OVERWRITE, HEADER_TENANT
+from midstream.core.types import (
+    HEADER_HISTORY,
+    HEADER_OVERWRITE,
+    HEADER_PLACED,
+    HEADER_RECORDS,
+    HEADER_SESSION,
+    HEADER_TENANT,
+    Session,
+)
 from midstream.http.reader import HOP_BY_HOP, Request
 from midstream.proxy.request_state import Event, Phase
 
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
 Headers = list[tuple[bytes, bytes]]
 _WITH_LENGTH = (b"POST", b"PUT", b"PATCH")
 _PERSISTENCE = (b"close", b"keep-alive")
+_SESSION, _PLACED = HEADER_SESSION.encode(), HEADER_PLACED.encode()
+_HISTORY, _RECORDS = HEADER_HISTORY.encode(), HEADER_RECORDS.encode()
 
 
 class ResponseHead(NamedTuple):
@@ -77,6 +88,25 @@ def to_client(
     parts += added
     parts.append(b"connection: close\r\n\r\n" if close else b"\r\n")
     return parts
+
+
+def session_lines(
+    first: Mapping[bytes, bytes], session: Session | None, stamp: int | None, in_path: bool
+) -> list[bytes]:
+    """What a replica is told of a request's session. first: the client's headers. in_path: its path named the session.
+
+    The key is percent-encoded, so nothing of a client's stands in the line as it came.
+    """
+    lines = []
+    if session is not None:
+        lines.append(_SESSION + b": " + quote(session[1], safe="", errors="surrogatepass").encode())
+        if stamp is not None:
+            lines.append(_PLACED + b": %d" % stamp)
+    lines += [name + b": " + first[name] for name in (_HISTORY, _RECORDS) if name in first]
+    if in_path and _RECORDS not in first:
+        # Who can set nothing but a base URL has the records all the same.
+        lines.append(_RECORDS + b": routes")
+    return lines
 
 
 def _listed(connection: bytes) -> frozenset[bytes]:
