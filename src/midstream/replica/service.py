@@ -32,6 +32,7 @@ from midstream.core.types import (
     HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
+    HEADER_UNKNOWN_FIELDS,
     GenerateRequest,
     SamplingParams,
     Session,
@@ -61,6 +62,7 @@ from midstream.replica.request.checked import (
 )
 from midstream.replica.request.fields import PromptOptions, bad_tokens, template_variables
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
+from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, scored_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
@@ -122,7 +124,12 @@ class Service(Surroundings):
 
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
-        read = wire.read(body)
+        if resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore":
+            # A stream that was let in goes on, whatever the setting says by now.
+            read, ignored = read_known(wire.read, body)
+            read = read._replace(ignored=ignored)
+        else:
+            read = wire.read(body)
         try:
             async with self._admitted(wire, read, len(body), headers, resume) as generation:
                 yield generation
@@ -135,7 +142,7 @@ class Service(Surroundings):
         self, wire: Wire, given: Read, body_size: int, headers: Mapping[str, str], resume: Resume | None
     ) -> AsyncIterator[Generation]:
         timings = Timings(self.monotonic())
-        parsed, details = given
+        parsed, details, ignored = given
         checked = check(parsed, self.info)
         self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         check_needs(checked, parsed, self.info)
@@ -178,7 +185,7 @@ class Service(Surroundings):
                 resumable = can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
-                    Work(wire, details, checked, prompts, requests, seed, tool_format),
+                    Work(wire, details, checked, prompts, requests, seed, tool_format, ignored),
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,

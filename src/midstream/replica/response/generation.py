@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -108,6 +108,7 @@ class Work:
     requests: list[GenerateRequest]
     seed: int
     tool_format: ToolFormat | None = None
+    ignored: Sequence[str] = ()
 
 
 class Generation:
@@ -130,6 +131,7 @@ class Generation:
         self._history = history
         self._traces = history is not None and history.records != "none"
         self._id_prefix = work.wire.id_prefix
+        self.ignored = work.ignored
         self.checked = checked
         self._prompts = prompts
         self._requests = requests

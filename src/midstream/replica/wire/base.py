@@ -8,7 +8,7 @@ it was asked for, and `end`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
@@ -34,10 +34,11 @@ class ResponseHead(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A body that was read. details: what the wire's responses say of the request."""
+    """A body that was read. details: what the wire's responses say of the request. ignored: fields that were passed over."""
 
     body: ChatBody | CompletionBody
     details: Any = None
+    ignored: Sequence[str] = ()
 
 
 class Encoder(Protocol):
