@@ -45,7 +45,7 @@ class StartFailed(Exception):
 
 
 class HostUnwell(StartFailed):
-    """The child's host, or the way to it, is not well, or somebody killed it. That may pass: this is a wait and not a failure."""
+    """The host of a child, or the way to it, is not well, or somebody killed it. That may pass: a wait and not a failure."""
 
 
 @dataclass(frozen=True)
