@@ -166,6 +166,8 @@ class Service(Surroundings):
         if continued is not None:
             prompts = continued.prompts(prompts)
             seed = continued.opening.seed
+        if history is not None and len(prompts) > 1:
+            history = None
         if history is not None:
             history.settled(prompts[0])
         records = "none" if history is None else history.records
@@ -209,13 +211,14 @@ class Service(Surroundings):
     def _history(
         self, checked: Checked, session: Session | None, headers: Mapping[str, str], *, resumed: bool
     ) -> History | None:
-        """None: the request's prompt is its own. So it is where an answer goes on within its last message."""
+        """None: the session has nothing of the request. So it is where an answer goes on within its last message."""
         policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
         if resumed:
             # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
             policy = "template"
         template = checked.template
-        if session is None or checked.kind != "chat" or template.continued or template.special_tokens:
+        chat = checked.kind == "chat"
+        if session is None or (chat and (template.continued or template.special_tokens)):
             return None
         held = partial(self.kept.sessions.holds, session)
         return History(self.kept.trees, session, self.info.eos_token_ids, policy, records, held)
@@ -251,7 +254,9 @@ class Service(Surroundings):
         split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
         size = body_size if body_size > LONG_BODY else _characters(split())
         special = checked.template.special_tokens is not False
-        return given, size, partial(self._read_prompts, split, special)
+        # Of several prompts none goes on with another one.
+        own = history if given == 1 else None
+        return given, size, partial(self._read_prompts, split, special, own)
 
     async def _prompts(self, read: ReadPrompts, size: int, headers: Mapping[str, str]) -> list[Prompt]:
         if size < _LONG_TEXT:
@@ -313,7 +318,11 @@ class Service(Surroundings):
         return _not_empty([prompt])
 
     def _read_prompts(
-        self, split: Callable[[], list[str | tuple[int, ...]]], special: bool, leave: Leave
+        self,
+        split: Callable[[], list[str | tuple[int, ...]]],
+        special: bool,
+        history: History | None,
+        leave: Leave,
     ) -> list[Prompt]:
         encode = self.text.encode if special else self.text.encode_rendered
         prompts, context = [], self.info.max_model_len
@@ -321,6 +330,9 @@ class Service(Surroundings):
             leave.check()
             if isinstance(prompt, str):
                 self.text.check_pieces(prompt, "prompt", "prompt", context, leave.check)
+            if history is not None:
+                prompts.append(history.raw(self.text, encode, prompt))
+            elif isinstance(prompt, str):
                 prompts.append(Prompt(encode(prompt), prompt))
             else:
                 prompts.append(Prompt(prompt))
