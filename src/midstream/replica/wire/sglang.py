@@ -369,7 +369,7 @@ class SGLangEncoder(RecordEncoder):
             made.ids.append(record.token_id)
             made.generated, made.last = made.generated + 1, record.token_id
             if self._details.logprobs:
-                made.logprobs.append(self._scores(record.logprob, record.token_id))
+                made.logprobs.append(self._scored(record.logprob, record.token_id))
                 sampling = record.sampling_logprob
                 made.sampling.append(None if sampling is None or isnan(sampling) else finite(sampling))
                 if self._checked.top_logprobs:
@@ -425,7 +425,7 @@ class SGLangEncoder(RecordEncoder):
         start = self._details.logprobs_from
         shown = () if start is None else records[max(start - (len(prompt.token_ids) - len(records)), 0) :]
         meta.input_token_logprobs = [
-            self._scores(record.logprob if at else None, record.token_id) for at, record in enumerate(shown)
+            self._scored(record.logprob if at else None, record.token_id) for at, record in enumerate(shown)
         ]
         if self._checked.top_logprobs:
             meta.input_top_logprobs = [self._tops(record) if at else None for at, record in enumerate(shown)]
@@ -443,13 +443,13 @@ class SGLangEncoder(RecordEncoder):
         name = rids[index // n] if rids else f"{self._head.id}_{index // n}"
         return name if n == 1 else f"{name}_{index % n}"
 
-    def _scores(self, logprob: float | None, token: int) -> Scores:
+    def _scored(self, logprob: float | None, token: int) -> Scores:
         text = self._vocabulary.raw_text([token]) if self._details.texts else None
         return (None if logprob is None else finite(logprob), token, text)
 
     def _tops(self, record: TokenRecord) -> list[Scores]:
         best = record.top_logprobs[: self._checked.top_logprobs]
-        return [self._scores(top.logprob, top.token_id) for top in best]
+        return [self._scored(top.logprob, top.token_id) for top in best]
 
     # Plain responses
 
