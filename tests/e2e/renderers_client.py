@@ -1,4 +1,4 @@
-"""Run by the Python of .venv-harness: generates with the real renderers client, and prints what it made of each answer as JSON."""
+"""Run by the Python of .venv-harness: generates with the real renderers client, and prints its results as JSON."""
 
 from __future__ import annotations
 
