@@ -142,8 +142,8 @@ class Service(Surroundings):
         self, wire: Wire, given: Read, body_size: int, headers: Mapping[str, str], resume: Resume | None
     ) -> AsyncIterator[Generation]:
         timings = Timings(self.monotonic())
-        parsed, details, ignored = given
-        checked = check(parsed, self.info)
+        parsed, details = given.body, given.details
+        checked = check(parsed, self.info, given.prompt_from, cumulative=given.cumulative)
         self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         check_needs(checked, parsed, self.info)
         if resume is not None:
@@ -187,7 +187,7 @@ class Service(Surroundings):
                 resumable = can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
-                    Work(wire, details, checked, prompts, requests, seed, tool_format, ignored),
+                    Work(wire, details, checked, prompts, requests, seed, tool_format, given.ignored),
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
@@ -367,7 +367,7 @@ class Service(Surroundings):
                 prompt_records=scored_tokens(checked, prompt),
                 want_kv_snapshots=checked.perf_metrics or records != "none",
                 want_logprobs=checked.logprobs is not None
-                or checked.prompt_logprobs is not None
+                or checked.prompt_from is not None
                 or records != "none",
                 reproducible=checked.seed is not None,
                 grammar=answer,

@@ -25,20 +25,25 @@ from midstream.replica.text.vocabulary import Vocabulary
 
 
 class ResponseHead(NamedTuple):
-    """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts."""
+    """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts.
+    route_shape: MoE layers and experts per token of a route."""
 
     id: str
     created: int
     model: str
     wide_routes: bool
+    route_shape: tuple[int, int] = (0, 0)
 
 
 class Read(NamedTuple):
-    """A body that was read. details: what the wire's responses say of the request. ignored: fields that were passed over."""
+    """A body that was read. details: what the wire's responses say of the request. ignored: fields that were passed over.
+    prompt_from, cumulative: as in Checked."""
 
     body: ChatBody | CompletionBody
     details: Any = None
     ignored: Sequence[str] = ()
+    prompt_from: int | None = None
+    cumulative: bool = False
 
 
 class Encoder(Protocol):
@@ -46,8 +51,8 @@ class Encoder(Protocol):
 
     #: Told with the next event: the seam of a resumed stream.
     seam: dict[str, Any] | UnsetType
-    #: Prompt tokens whose KV was reused, as soon as the engine has told of them.
-    cached: int | None
+    #: Prompt tokens whose KV was reused, by prompt, as soon as the engine has told of them.
+    cached: Mapping[int, int]
 
     def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
         """The events of a piece of choice `index`. first: the prompt, with the first piece of a choice."""
@@ -55,7 +60,7 @@ class Encoder(Protocol):
     def finish_chunk(
         self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
     ) -> bytes:
-        """The events at the end of a choice. extras: with the last choice."""
+        """The events at the end of a choice. extras: its usage and metrics come with the last choice."""
 
     def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
         """The event behind all choices of a request that asked for its usage."""

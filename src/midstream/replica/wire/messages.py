@@ -148,7 +148,7 @@ def read(body: bytes) -> Read:
 
 
 async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, int]:
-    parsed, places, _ = _as_chat(decode(body, _count))
+    parsed, places, *_ = _as_chat(decode(body, _count))
     try:
         texts.names.wanted(texts.names.model if parsed.model is None else parsed.model)
         (prompt,) = await texts.prompts(parsed, len(body), headers)

@@ -168,7 +168,8 @@ class MessagesEncoder(RecordEncoder):
 
     def _start(self, snapshot: str, prompt: Prompt) -> bytes:
         size = len(prompt.token_ids)
-        usage = Usage(size - (self.cached or 0), 0, self.cached)
+        cached = self.cached.get(0)
+        usage = Usage(size - (cached or 0), 0, cached)
         message = Message(self._id, served_model_name(self._model, snapshot), [], usage)
         told = Records(snapshot)
         if self._checked.token_ids:
