@@ -26,7 +26,7 @@ REMEMBERED = 4096
 
 
 def _these(table: Any) -> Any:
-    names = sa.bindparam("names", expanding=True)
+    names: Any = sa.bindparam("names", expanding=True)
     return (table.c.deployment_id == sa.bindparam("key")) & table.c.identity.in_(names)
 
 
