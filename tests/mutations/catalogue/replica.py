@@ -226,4 +226,23 @@ REPLICA = (
         "A history that was not sampled here is a branch, and says so.",
         ("replica/test_turns.py::test_what_this_replica_never_sampled_is_said",),
     ),
+    Mutation(
+        "a_row_of_routes_too_many",
+        "replica/wire/tokenwires.py",
+        "own[max(start - prompt_size + 1, 0) :]",
+        "own[max(start - prompt_size, 0) :]",
+        "Row p of a sequence's routes is the route of the pass that read position p.",
+        ("replica/test_wire_vllm_generate.py::test_routes_have_a_row_for_every_position_but_the_last",),
+    ),
+    Mutation(
+        "numbers_that_are_told_again_are_resumed",
+        "replica/response/resume.py",
+        "return checked.stream and not checked.cumulative and not",
+        "return checked.stream and not",
+        "A stream that tells numbers again does not go on elsewhere, where they are not known.",
+        (
+            "replica/test_wire_vllm_generate.py::test_a_stream_that_ends_with_all_routes_cannot_go_on_elsewhere",
+            "replica/test_wire_sglang.py::test_events_tell_all_so_far_or_what_is_new",
+        ),
+    ),
 )
