@@ -1,7 +1,7 @@
 # make setup  prepare .venv (returns at once when nothing changed)
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
-# make setup-harness  the real renderers client in .venv-harness, for tests/e2e (likewise)
+# make setup-harness  real clients of harnesses in .venv-harness: renderers, agent frameworks; for tests/e2e (likewise)
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)

@@ -1,0 +1,58 @@
+"""Agent frameworks as they are, with nothing but a base URL: their tool loops leave exact traces.
+
+The model is untrained. Its calls are forced, and what it says is noise, which tokenizers cut otherwise than it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from serving import Server
+
+VENV = Path(__file__).parents[2] / ".venv-harness"
+SCRIPT = Path(__file__).with_name("agent_frameworks.py")
+
+
+def run(framework: str, server: Server) -> dict[str, Any]:
+    if not (VENV / ".installed").exists():
+        pytest.fail("the agent frameworks are not installed in .venv-harness: run `make setup-harness`")
+    done = subprocess.run(
+        [VENV / "bin" / "python", SCRIPT, framework, f"{server.url}/sessions/{framework}/v1", "tiny-moe"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "framework", ["openai-agents", "openai-agents-responses", "pydantic-ai", "pydantic-ai-messages"]
+)
+def test_a_frameworks_tool_loop_leaves_an_exact_trace(server: Server, framework: str) -> None:
+    said = run(framework, server)
+    assert said["looks"]
+    [trace] = httpx.get(f"{server.url}/sessions/{framework}/trace").json()["traces"]
+    turns = trace["turns"]
+    # At least a call, an answer, and the next question's.
+    assert len(turns) >= 3
+    tokens: list[int] = []
+    told: list[tuple[int, float]] = []
+    for turn in turns:
+        assert (turn["parent"], turn.get("branch")) == (turn["turn"] - 1, None)
+        assert turn["added"]
+        tokens += turn["added"]
+        told += enumerate(turn["logprobs"], len(tokens))
+        tokens += turn["token_ids"]
+    body = {"model": server.model, "prompt": tokens, "max_tokens": 0, "echo": True, "logprobs": 0}
+    [scored] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"]
+    logprobs = scored["logprobs"]["token_logprobs"]
+    assert np.allclose([logprobs[at] for at, _ in told], [value for _, value in told], atol=1e-4)
