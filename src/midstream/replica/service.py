@@ -64,6 +64,7 @@ from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, scored_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
+from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar
 from midstream.replica.text.chat import Leave, TextJobs
 from midstream.replica.text.grammarcheck import GrammarChecks
@@ -105,6 +106,7 @@ class Kept:
     jobs: TextJobs
     grammars: GrammarChecks
     trees: Trees
+    responses: StoredResponses
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -122,7 +124,8 @@ class Service(Surroundings):
 
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
-        read = wire.read(body)
+        tenant = headers.get(HEADER_TENANT, "")
+        read = wire.read(body, Shelf(self.kept.responses, tenant, resume is not None))
         try:
             async with self._admitted(wire, read, len(body), headers, resume) as generation:
                 yield generation
@@ -135,7 +138,7 @@ class Service(Surroundings):
         self, wire: Wire, given: Read, body_size: int, headers: Mapping[str, str], resume: Resume | None
     ) -> AsyncIterator[Generation]:
         timings = Timings(self.monotonic())
-        parsed, details = given
+        parsed = given.body
         checked = check(parsed, self.info)
         self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         check_needs(checked, parsed, self.info)
@@ -145,7 +148,7 @@ class Service(Surroundings):
         timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
-        history = self._history(checked, session, headers, resumed=resume is not None)
+        history = self._history(checked, session, given.thread, headers, resumed=resume is not None)
         count, size, read = self._unread(parsed, checked, body_size, history)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
@@ -154,7 +157,8 @@ class Service(Surroundings):
         if self.gate.door is gate.Door.OPEN:
             asked.check(self.serving(), self.kept.pins.coming)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
-        prompts = await self._prompts(read, size, headers)
+        told = continued is not None and continued.opening.ids is not None
+        prompts = [] if told else await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
             prompts = continued.prompts(prompts)
@@ -175,10 +179,10 @@ class Service(Surroundings):
         turns = self.kept.sessions.turn(session, stamp_of(headers))
         async with pinned:
             with inside, turns as turn:
-                resumable = can_be_resumed(checked) and self.info.card.has("resume")
+                resumable = given.resumable and can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
-                    Work(wire, details, checked, prompts, requests, seed, tool_format),
+                    Work(wire, given.details, checked, prompts, requests, seed, tool_format, given.whole),
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
@@ -200,17 +204,26 @@ class Service(Surroundings):
         return await self._prompts(read, characters, headers)
 
     def _history(
-        self, checked: Checked, session: Session | None, headers: Mapping[str, str], *, resumed: bool
+        self,
+        checked: Checked,
+        session: Session | None,
+        thread: str | None,
+        headers: Mapping[str, str],
+        *,
+        resumed: bool,
     ) -> History | None:
-        """None: the request's prompt is its own. So it is where an answer goes on within its last message."""
+        """None: the request's prompt is its own. So it is where an answer goes on within its last message. thread: stands for
+        the session of a request without one."""
         policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
         if resumed:
             # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
             policy = "template"
         template = checked.template
+        held = None if session is None else partial(self.kept.sessions.holds, session)
+        if session is None and thread is not None:
+            session = (headers.get(HEADER_TENANT, ""), thread)
         if session is None or checked.kind != "chat" or template.continued or template.special_tokens:
             return None
-        held = partial(self.kept.sessions.holds, session)
         return History(self.kept.trees, session, self.info.eos_token_ids, policy, records, held)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:

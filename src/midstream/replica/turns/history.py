@@ -108,10 +108,10 @@ class History:
         ends: Collection[int],
         policy: Policy = "exact",
         records: RecordsKept = "none",
-        held: Callable[[], bool] = lambda: True,
+        held: Callable[[], bool] | None = None,
     ) -> None:
-        """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open.
-        Nothing is kept of one that was closed meanwhile."""
+        """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open;
+        None: always. Nothing is kept of one that was closed meanwhile."""
         self._held = held
         self.records = records
         self._trees = trees
@@ -204,7 +204,7 @@ class History:
     def end(self, choice: Choice, created: float) -> None:
         """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
         answer = self._answers.pop(choice.index, None)
-        if answer is None or not self._keys or not self._held():
+        if answer is None or not self._keys or (self._held is not None and not self._held()):
             return
         dropped = self._tree is not None and self._trees.of(self._session) is not self._tree
         if dropped and not self._trees.forgot(self._session):

@@ -149,7 +149,8 @@ def read(body: bytes) -> Read:
 
 
 async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, int]:
-    parsed, places = _as_chat(decode(body, _count))
+    given = _as_chat(decode(body, _count))
+    parsed, places = given.body, given.details
     try:
         texts.names.wanted(texts.names.model if parsed.model is None else parsed.model)
         (prompt,) = await texts.prompts(parsed, len(body), headers)
@@ -337,5 +338,5 @@ def rename(error: InvalidRequest, places: Places) -> None:
     rename_fields(error, _FIELDS, place_of, "input_schema")
 
 
-MESSAGES = Wire("messages", "msg_", read, MessagesEncoder, rename)
+MESSAGES = Wire("messages", "msg_", lambda body, _: read(body), MessagesEncoder, rename)
 COUNT_TOKENS = TextCall("count_tokens", count_tokens)

@@ -99,7 +99,7 @@ def rename_fields(
     """Make an error that was raised for a chat body name the fields of another API. place_of: of a chat message, the field
     that it came from, and the place in it. schema: the field of a tool's parameters."""
     message, param = error.message, error.param
-    if param in fields:
+    if param is not None and param in fields:
         error.param = fields[param][0]
         names = "|".join(map(re.escape, fields))
         message = re.sub(rf"(?:{names})(?=[:. ])", lambda found: fields[found[0]][1], message, count=1)

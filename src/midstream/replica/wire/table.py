@@ -10,9 +10,10 @@ from midstream.core.wires import wire_of
 from midstream.replica.wire.base import TextCall, Wire
 from midstream.replica.wire.messages import COUNT_TOKENS, MESSAGES
 from midstream.replica.wire.openai import CHAT, COMPLETIONS
+from midstream.replica.wire.responses import RESPONSES
 from midstream.replica.wire.textcalls import DETOKENIZE, TOKENIZE
 
-GENERATING = {wire.name: wire for wire in (CHAT, COMPLETIONS, MESSAGES)}
+GENERATING = {wire.name: wire for wire in (CHAT, COMPLETIONS, MESSAGES, RESPONSES)}
 TEXT_CALLS: dict[str, TextCall] = {call.name: call for call in (TOKENIZE, DETOKENIZE, COUNT_TOKENS)}
 
 

@@ -95,6 +95,6 @@ class TellingEncoder(RecordEncoder):
         return told
 
 
-def event(name: str, **fields: Any) -> bytes:
+def event(name: str, /, **fields: Any) -> bytes:
     """A server-sent event whose data repeats its name in `type`."""
     return b"event: %b\n%b" % (name.encode(), sse_event({"type": name, **fields}))
