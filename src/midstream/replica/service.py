@@ -148,7 +148,7 @@ class Service(Surroundings):
         timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
-        history = self._history(checked, session, given.thread, headers, resumed=resume is not None)
+        history = self._history(checked, session, given, headers, resumed=resume is not None)
         count, size, read = self._unread(parsed, checked, body_size, history)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
@@ -207,24 +207,27 @@ class Service(Surroundings):
         self,
         checked: Checked,
         session: Session | None,
-        thread: str | None,
+        given: Read,
         headers: Mapping[str, str],
         *,
         resumed: bool,
     ) -> History | None:
-        """None: the request's prompt is its own. So it is where an answer goes on within its last message. thread: stands for
-        the session of a request without one."""
+        """None: the request's prompt is its own. So it is where an answer goes on within its last message. A wire's
+        thread stands for the session of a request without one."""
         policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
         if resumed:
             # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
             policy = "template"
         template = checked.template
         held = None if session is None else partial(self.kept.sessions.holds, session)
-        if session is None and thread is not None:
-            session = (headers.get(HEADER_TENANT, ""), thread)
+        begins = session is None and given.whole
+        if session is None and given.thread is not None:
+            session = (headers.get(HEADER_TENANT, ""), given.thread)
         if session is None or checked.kind != "chat" or template.continued or template.special_tokens:
             return None
-        return History(self.kept.trees, session, self.info.eos_token_ids, policy, records, held)
+        return History(
+            self.kept.trees, session, self.info.eos_token_ids, policy, records, held, begins=begins
+        )
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""

@@ -109,9 +109,13 @@ class History:
         policy: Policy = "exact",
         records: RecordsKept = "none",
         held: Callable[[], bool] | None = None,
+        *,
+        begins: bool = False,
     ) -> None:
         """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open;
-        None: always. Nothing is kept of one that was closed meanwhile."""
+        None: always. Nothing is kept of one that was closed meanwhile. begins: there was nothing that it could continue, so
+        it is no branch, whatever answers it has."""
+        self._begins = begins
         self._held = held
         self.records = records
         self._trees = trees
@@ -155,7 +159,7 @@ class History:
         if found.turn is None:
             if tree is not None:
                 self.branch = Branch("edited" if answers else "new", found.known)
-            elif answers:
+            elif answers and not self._begins:
                 self.branch = Branch("forgotten" if self._trees.forgot(self._session) else "unknown", 0)
             return None
         self._found = found.turn

@@ -66,7 +66,7 @@ class Encoder(Protocol):
         """The event behind all choices of a request that asked for its usage."""
 
     def end(self) -> bytes:
-        """The last bytes of a stream."""
+        """The last bytes of a stream; never none."""
 
     def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
         """The client has these pieces from the replica that the stream was on, and the choice's end when it has one."""

@@ -99,8 +99,8 @@ class ResponsesEncoder(TellingEncoder):
         return b""
 
     def end(self) -> bytes:
-        """There is no event behind the last one."""
-        return b""
+        """There is no event behind the last one. A stream that was whole when it was resumed needs bytes all the same."""
+        return b": end\n\n"
 
     def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
         self._quiet = True
