@@ -1,6 +1,7 @@
 # make setup  prepare .venv (returns at once when nothing changed)
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
+# make setup-harness  the real renderers client in .venv-harness, for tests/e2e (likewise)
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
@@ -48,11 +49,13 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
+HARNESS_VENV := .venv-harness
+HARNESS_STAMP := $(HARNESS_VENV)/.installed
 TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check simulate fuzz soak ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-vllm gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -70,6 +73,13 @@ $(FIREWORKS_STAMP): requirements/fireworks.txt requirements/fireworks-reference.
 	$(FIREWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target $(FIREWORKS_VENV)/reference -r requirements/fireworks-reference.txt
 	@touch $(FIREWORKS_STAMP)
+
+setup-harness: $(HARNESS_STAMP)
+
+$(HARNESS_STAMP): requirements/harness.txt
+	$(PYTHON) -m venv $(HARNESS_VENV)
+	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/harness.txt
+	@touch $(HARNESS_STAMP)
 
 setup-tinker: $(TINKER_VENVS:%=%/.installed)
 
@@ -110,13 +120,13 @@ PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --duratio
 test-fast: setup
 	$(PYTEST) --tier=fast $(TEST_ARGS)
 
-test: setup setup-fireworks .venv-tinker/.installed
+test: setup setup-fireworks setup-harness .venv-tinker/.installed
 	$(PYTEST) --tier=test --ignore tests/vllm $(TEST_ARGS)
 
-test-variants: setup setup-fireworks setup-tinker
+test-variants: setup setup-fireworks setup-harness setup-tinker
 	$(PYTEST) --share=$(SHARE) --ignore tests/vllm $(TEST_ARGS)
 
-test-all: setup setup-fireworks setup-tinker test-vllm test-ray-vllm
+test-all: setup setup-fireworks setup-harness setup-tinker test-vllm test-ray-vllm
 	$(PYTEST) --tier=all --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook

@@ -201,6 +201,7 @@ def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
         ({"hotLoadBucketUrl": "s3://allowed/hereafter"}, "hotLoadBucketUrl"),
         ({"hotLoadBucketUrl": "s3://user:secret@allowed/here"}, "hotLoadBucketUrl"),
         ({"enableHotLoad": "yes"}, "enableHotLoad"),
+        ({"unknownFields": "MAYBE"}, "unknownFields"),
         ({"displayName": "x" * 64}, "displayName"),
         ({"colour": "red"}, "colour"),
         ({"directRouteApiKeys": ["k"]}, "directRouteApiKeys"),
@@ -230,6 +231,20 @@ def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
             assert (said.status_code, said.json()["error"]["message"][:8]) == (400, "the body")
         assert (await server.http.get(f"{COLLECTION}/a%00b")).status_code == 404
         assert [d.name for d in server.deployments] == [DEFAULT]
+
+    serve(tmp_path, work)
+
+
+def test_a_deployment_says_what_becomes_of_unknown_fields(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        answer = await server.create("b", unknownFields="IGNORE")
+        assert (answer.status_code, answer.json()["unknownFields"]) == (200, "IGNORE")
+        assert server.deployments.get(answer.json()["name"]).ignores_fields is True
+        for given, expected in (("REFUSE", False), (None, None)):
+            params = {"updateMask": "unknownFields"}
+            said = await server.http.patch(f"{COLLECTION}/b", params=params, json={"unknownFields": given})
+            assert said.status_code == 200
+            assert server.deployments.get(answer.json()["name"]).ignores_fields is expected
 
     serve(tmp_path, work)
 

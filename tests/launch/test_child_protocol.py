@@ -32,7 +32,7 @@ class Script(msgspec.Struct):
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module that reads its settings as a real child does and runs the code in them."""
     (tmp_path / "scripted_child.py").write_text(
-        "import json, sys, os, time\n"
+        "import json, os, pathlib, signal, sys, time\n"
         "from midstream.launch.channel import Channel; from midstream.launch.specs import Listening\n"
         "spec = json.loads(sys.stdin.readline())\n"
         "exec(spec['code'])\n"
@@ -115,6 +115,24 @@ def test_a_child_that_cannot_start_is_reported_with_its_own_reason(
         child = Child("noisy", module, Script(code))
         with pytest.raises(StartFailed, match=reason):
             await child.start()
+
+    asyncio.run(main())
+
+
+def test_a_child_that_is_killed_while_it_starts_is_started_again(module: str, tmp_path: Path) -> None:
+    """Whoever kills it, as a machine short of memory does, does not end the whole server."""
+    mark = tmp_path / "killed once"
+    code = (
+        f"mark = pathlib.Path({str(mark)!r})\n"
+        "if not mark.exists(): mark.touch() or os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Channel().send(Listening(port=7)); time.sleep(60)"
+    )
+
+    async def main() -> None:
+        child = Child("killed", module, Script(code))
+        await child.begin()
+        assert (mark.exists(), child.running, child.port) == (True, True, 7)
+        await child.stop(0.0)
 
     asyncio.run(main())
 

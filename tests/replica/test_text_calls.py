@@ -50,3 +50,34 @@ def test_what_is_refused_is_named(tmp_path: Path, path: str, body: dict[str, Any
         assert (status, named) == (400, param), message
 
     play(tmp_path, FakeEngine(), scenario)
+
+
+def test_a_rendered_request_is_taken_as_it_is_and_generates_the_same(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        asked = {"messages": CHAT, "max_tokens": 4, "seed": 3, "temperature": 0.5, "stop": ["zz"], "cache_salt": "a",
+                 "logprobs": True, "top_logprobs": 1, "logit_bias": {"65": 1.0}}  # fmt: skip
+        rendered = (await here.http.post("/v1/chat/completions/render", json=asked)).json()
+        assert rendered["sampling_params"]["logprobs"] == 1
+        answer = (await here.http.post("/inference/v1/generate", json=rendered)).json()
+        await ask(here, "/v1/chat/completions", **asked)
+        posted, chat = here.engine.requests[-2:]
+        assert posted.prompt == tuple(rendered["token_ids"]) == chat.prompt
+        assert (posted.sampling, posted.salt) == (chat.sampling, chat.salt)
+        assert len(answer["choices"][0]["logprobs"]["content"]) == 4
+        two = (await here.http.post("/v1/completions/render", json={"prompt": ["he", [65]]})).json()
+        assert [one["token_ids"] for one in two] == [[HE], [65]]
+        assert [one["sampling_params"]["max_tokens"] for one in two] == [16, 16]
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+def test_trl_reads_ids_and_log_probabilities_of_a_completion(tmp_path: Path) -> None:
+    """As asynchronous GRPO of TRL 1.16 asks."""
+
+    async def scenario(here: Running) -> None:
+        asked: dict[str, Any] = {"prompt": [65, 66], "n": 1, "logprobs": 0, "return_token_ids": True}
+        (choice,) = (await ask(here, max_tokens=3, **asked)).json()["choices"]
+        assert choice["token_ids"] == [HE, 108, 108]
+        assert choice["logprobs"]["token_logprobs"] == [-2.0, -3.0, -4.0]
+
+    play(tmp_path, FakeEngine("hello"), scenario)

@@ -16,7 +16,7 @@ from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import CallStage, Choice, Piece, id_maker
 from midstream.replica.text.tools import prepare_history
 from midstream.replica.turns.history import Branch, History, Policy, policy_of
-from midstream.replica.turns.tree import Trees, key_of_answer, keys_of
+from midstream.replica.turns.tree import Told, Trees, key_of_answer, keys_of
 
 SESSION = ("", "s")
 SESSIONS = of_tier(fast=200, test=1000, all=10_000)
@@ -288,7 +288,7 @@ def test_trees_are_bounded_and_say_what_they_dropped() -> None:
     client.trees = trees = Trees(bytes_max=3000)
     talk(client)
     for number in range(40):
-        trees.add(("", f"other {number}"), None, range(100), range(100), [b"%d" % number])
+        trees.add(("", f"other {number}"), None, range(100), range(100), Told([b"%d" % number]))
         assert trees.size <= 3000
     assert trees.of(SESSION) is None
     _, history = client.ask()
@@ -334,7 +334,7 @@ def test_a_turn_whose_parent_was_dropped_stands_by_itself() -> None:
     assert prompt.token_ids[: len(first)] == first
     # Meanwhile other sessions take the room.
     client.trees._bytes_max = 10
-    client.trees.add(("", "other"), None, range(100), range(100), [b"k"])
+    client.trees.add(("", "other"), None, range(100), range(100), Told([b"k"]))
     client.trees._bytes_max = 10_000
     tokens = prompt.token_ids + client.answer(prompt, history)
     tree = client.trees.of(SESSION)
@@ -348,7 +348,7 @@ def test_a_session_that_was_closed_and_began_anew_gets_nothing_of_the_old_one() 
     talk(client)
     prompt, history = client.ask()
     client.trees.close(SESSION)
-    client.trees.add(SESSION, None, [1], [2], [b"k"])
+    client.trees.add(SESSION, None, [1], [2], Told([b"k"]))
     client.answer(prompt, history)
     tree = client.trees.of(SESSION)
     assert tree is not None

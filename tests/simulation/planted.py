@@ -15,7 +15,7 @@ import simclock
 from midstream.fleet import loop as fleet_loop
 from midstream.fleet import reconcile
 from midstream.fleet.sessions import SessionTable
-from midstream.launch.process import Child
+from midstream.launch.process import Child, Life
 from midstream.ledger.database import Database
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import Event
@@ -181,6 +181,15 @@ def _old_by_the_clock() -> None:
     reconcile._may_join = may_join
 
 
+def _a_kill_at_the_start_is_final() -> None:
+    """A child that somebody kills while it starts counts as one that cannot start."""
+
+    async def never(self: Life) -> bool:
+        return False
+
+    Life._was_killed = never  # type: ignore[method-assign]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
@@ -205,4 +214,5 @@ FOUND_AT = {
     "age_is_ignored": (43, "commits old"),
     "places_leak": (0, "nobody asked for anything"),
     "old_by_the_clock": (7, "the base weights serve again"),
+    "a_kill_at_the_start_is_final": (1775, "ended while starting"),
 }

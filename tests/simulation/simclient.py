@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from simengine import expected
 
 #: A request or a turn takes so long at most, or is given up.
@@ -34,7 +35,7 @@ class Answer:
     body: bytes
 
     def json(self) -> Any:
-        return json.loads(self.body)
+        return msgspec.json.decode(self.body)
 
 
 async def exchange(
@@ -474,12 +475,12 @@ class Rollout:
                     elif line.startswith(b"data: "):
                         if turn.done:
                             raise Wrong(f"an event behind the end: {line!r}")
-                        turn.take(json.loads(line[6:]))
+                        turn.take(msgspec.json.decode(line[6:]))
         if not turn.done and turn.error is None:
             raise Wrong(f"a response that is whole without its end: {turn}")
 
     def _read_plain(self, body: bytes, turn: Turn) -> None:
-        answer = json.loads(body)
+        answer = msgspec.json.decode(body)
         turn.take(answer)
         spans = [span for choice in answer["choices"] for span in choice.get("snapshots", ())]
         if spans:

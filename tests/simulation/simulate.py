@@ -12,6 +12,7 @@ import simclock  # noqa: F401
 import argparse
 import ctypes
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -90,6 +91,8 @@ def _pairs() -> Iterator[tuple[int, ...]]:
 CHECKPOINTS = 6
 #: An empty file that is written last into a place with checkpoints.
 _WHOLE = ".whole"
+#: Of the history that runs before the others: a short one with a Tinker front, swaps and a killed replica.
+WARM_SEED = 4
 #: Says to a program that it was started anew, with hashes and addresses that are the same in each run.
 _STEADY = "MIDSTREAM_SIMULATE_STEADY"
 #: Of personality(2).
@@ -169,6 +172,20 @@ def _begin(bed: Bed, seed: int, left_out: tuple[int, ...]) -> _Running:
             out.write(said)
     finally:
         os._exit(0)
+
+
+#: What ran before the forks. It is kept, so that nothing of it is cleaned up in a later history.
+_warmed: list[Any] = []
+
+
+def _warm(bed: Bed) -> Any:
+    """Runs a history, so that each fork begins with all modules, statements and decoders of one; the history."""
+    from simhistory import History
+
+    history = History(WARM_SEED, bed.directory, bed.weights)
+    history.run()
+    gc.freeze()
+    return history
 
 
 def _history(bed: Bed, seed: int, left_out: tuple[int, ...]) -> dict[str, Any]:
@@ -271,8 +288,8 @@ def main() -> int:
         bed = Bed(*model_and_weights(arguments.bed or Path(place)), arguments.plant)
         # Before the forks.
         import planted  # noqa: F401
-        import simhistory  # noqa: F401
 
+        _warmed.append(_warm(bed))
         if arguments.seed is None:
             first, _, last = arguments.seeds.partition(":")
             if arguments.prove:

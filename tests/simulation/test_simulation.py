@@ -21,6 +21,8 @@ FOUND = {
     14: "base weights after a clock jump",
     # A stale connection was opened again to a new boot at the same address, which served the base weights.
     188: "base weights over a stale connection",
+    # A gateway that was killed while it started ended the whole server.
+    1775: "killed at the start",
 }
 
 

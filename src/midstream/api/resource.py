@@ -38,6 +38,8 @@ _MEANT: Mapping[str, Any] = {
     "hotLoadTransitionType": Literal["ASYNC", "SYNC"],
     "minReplicaCount": _Count,
     "maxReplicaCount": _Count,
+    # This server's own.
+    "unknownFields": Literal["REFUSE", "IGNORE"],
 }
 _STORED: Mapping[str, Any] = {
     **dict.fromkeys(("hotLoadTrainerJob", "acceleratorType", "deploymentShape", "deploymentTemplate"), str),

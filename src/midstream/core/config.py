@@ -151,6 +151,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     audit_log: Annotated[
         str, Meta(pattern=r"^(log|off|/.+)\Z", description="must be log, off or the absolute path of a file")
     ] = "log"
+    # Fields of inference bodies that no API here knows; a deployment's own unknownFields wins.
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
     # Incremental snapshots that may stand on one full snapshot.
     chain_max: Count = 64
     # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).

@@ -44,6 +44,10 @@ HEADER_HISTORY = "x-midstream-history"
 # Clients send it: what a session's trace keeps of each sampled token: none, logprobs or routes. A session that is named by a
 # path keeps routes if nothing else is said.
 HEADER_RECORDS = "x-midstream-records"
+#: "ignore": body fields that no wire knows are passed over, as the deployment's setting says. Else they are refused.
+HEADER_UNKNOWN_FIELDS = "x-midstream-unknown-fields"
+#: Of a response: the fields that were passed over, percent-encoded, separated by commas.
+HEADER_IGNORED_FIELDS = "x-midstream-ignored-fields"
 # Clients send it: a new session begins where its prompt is known.
 HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
 

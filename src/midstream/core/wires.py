@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 from midstream.core.errors import ErrorShape
 
-UserField = Literal["user", "metadata.user_id"]
+UserField = Literal["user", "metadata.user_id", "routing_key"]
 
 
 class Wire(NamedTuple):
@@ -35,6 +35,11 @@ WIRES: Mapping[str, Wire] = {
     # vLLM's, at the root.
     "/tokenize": Wire("tokenize"),
     "/detokenize": Wire("detokenize"),
+    **{prefix + "/v1/completions/render": Wire("render_completions") for prefix in PREFIXES},
+    **{prefix + "/v1/chat/completions/render": Wire("render_chat") for prefix in PREFIXES},
+    # Token ids in, token ids out: vLLM's and SGLang's.
+    "/inference/v1/generate": Wire("vllm_generate"),
+    "/generate": Wire("sglang_generate", "openai", "routing_key"),
     **{prefix + "/v1/messages": Wire("messages", "anthropic", "metadata.user_id") for prefix in PREFIXES},
     **{
         prefix + "/v1/messages/count_tokens": Wire("count_tokens", "anthropic", "metadata.user_id")

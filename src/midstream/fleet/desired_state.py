@@ -216,6 +216,8 @@ class DesiredState:
             logger.info("deployment %s: %d replicas of %s", row.name, replica_count(row), row.model)
         deployment.wanted = replica_count(row)
         deployment.entries = self._entries(deployment, row)
+        unknown = row.fields.get("unknownFields")
+        deployment.ignores_fields = None if unknown is None else unknown == "IGNORE"
         if row.deleting and row.fields.get(HARD):
             deployment.drain_s = 0.0
         if row.deleting != deployment.deleting:

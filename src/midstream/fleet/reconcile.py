@@ -357,13 +357,17 @@ def serving_generation(report: ReplicaReport) -> int:
     Only a commit loads. A replica that is told to go back to the snapshot it serves is idle again under a later generation. Its
     weights, and what was done to its prompt cache, are still those of the commit.
     """
-    moves = [moved for moved in report.transitions if moved.snapshot == report.snapshot]
-    committed = [moved for moved in moves if moved.stage is Stage.CHECKING]
-    idle = [moved for moved in moves if moved.stage is Stage.IDLE and report.snapshot != BASE_SNAPSHOT]
     # The commit may be too long ago to be in the report.
-    if found := committed or idle:
-        return found[-1].generation
-    return report.generation if report.stage is Stage.IDLE and report.snapshot != BASE_SNAPSHOT else 0
+    idle = report.generation if report.stage is Stage.IDLE else None
+    seen = False
+    for moved in reversed(report.transitions):
+        if moved.snapshot != report.snapshot:
+            continue
+        if moved.stage is Stage.CHECKING:
+            return moved.generation
+        if moved.stage is Stage.IDLE and not seen:
+            idle, seen = moved.generation, True
+    return 0 if idle is None or report.snapshot == BASE_SNAPSHOT else idle
 
 
 def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromptCache:

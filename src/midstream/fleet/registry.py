@@ -48,6 +48,8 @@ class Deployment:
     deleting: bool = False
     # How long requests on a replica that leaves may go on.
     drain_s: float = 300.0
+    # Whether unknown fields of bodies are passed over; None: as the settings say.
+    ignores_fields: bool | None = None
     # Replica to the reason why it cannot be started.
     problems: dict[str, str] = field(default_factory=dict)
 

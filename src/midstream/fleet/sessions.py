@@ -27,6 +27,7 @@ _HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
 _FIELDS: Mapping[UserField, tuple[bytes, ...]] = {
     "user": tuple(f'"{name}"'.encode() for name in SESSION_BODY_FIELDS),
     "metadata.user_id": (b'"prompt_cache_key"', b'"user_id"'),
+    "routing_key": (b'"prompt_cache_key"', b'"session_id"', b'"routing_key"'),
 }
 _LOOKS_MAX = 2**17
 _COLON = re.compile(rb"[ \t\r\n]*:")
@@ -36,6 +37,12 @@ class _BodyFields(msgspec.Struct):
     prompt_cache_key: str | None = None
     session_id: str | None = None
     user: str | None = None
+
+
+class _RoutingFields(msgspec.Struct):
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+    routing_key: str | None = None
 
 
 class _Metadata(msgspec.Struct):
@@ -52,6 +59,7 @@ class _BodyModel(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_BodyFields)
+_routing_decoder = msgspec.json.Decoder(_RoutingFields)
 _messages_decoder = msgspec.json.Decoder(_MessagesFields)
 _model_decoder = msgspec.json.Decoder(_BodyModel)
 
@@ -97,6 +105,9 @@ def _named(headers: Mapping[bytes, bytes], body: bytes, user: UserField) -> Iter
         if user == "user":
             fields = _decoder.decode(body)
             yield from named_in_body(fields.prompt_cache_key, fields.session_id, fields.user)
+        elif user == "routing_key":
+            routed = _routing_decoder.decode(body)
+            yield from named_in_body(routed.prompt_cache_key, routed.session_id, routed.routing_key)
         else:
             given = _messages_decoder.decode(body)
             names = (given.prompt_cache_key, given.metadata.user_id if given.metadata else None)

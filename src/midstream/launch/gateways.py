@@ -21,12 +21,9 @@ import msgspec
 from midstream.fleet.desired_state import Running, Wanted, WantedReplica
 from midstream.fleet.tally import Siblings, Tally, merged, siblings_of
 from midstream.launch.process import (
-    RESTART_PAUSE_S_MIN,
     Conversation,
-    HostUnwell,
     StartFailed,
     Supervised,
-    longer,
 )
 
 logger = logging.getLogger(__name__)
@@ -116,7 +113,7 @@ class Gateways:
 
     async def _live(self, member: Supervised, up: asyncio.Future[None]) -> None:
         try:
-            await self._start(member)
+            await member.begin()
         except StartFailed as error:
             if not up.done():
                 up.set_exception(error)
@@ -130,16 +127,6 @@ class Gateways:
                 self._is_up(member.name)
 
         await member.supervise(restarted, on_ended=lambda: self._has_ended(member.name))
-
-    async def _start(self, member: Supervised) -> None:
-        pause_s = RESTART_PAUSE_S_MIN
-        while True:
-            try:
-                return await member.start(lambda why: logger.warning("%s", why))
-            except HostUnwell as error:
-                pause_s = longer(pause_s)
-                logger.warning("%s; trying again in %.1f s", error, pause_s)
-                await asyncio.sleep(pause_s)
 
     def _conversation(self, name: str) -> Conversation:
         return Conversation(functools.partial(self._hear, name), lambda: self._message(name, self._running()))

@@ -45,7 +45,7 @@ class StartFailed(Exception):
 
 
 class HostUnwell(StartFailed):
-    """The child's host, or the way to it, is not well. That may pass, so this is a wait and not a failure."""
+    """The host of a child, or the way to it, is not well, or somebody killed it. That may pass: a wait and not a failure."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,17 @@ class Supervised(ABC):
 
         on_waiting: gets the reason while the start waits for something that may still come.
         """
+
+    async def begin(self) -> None:
+        """The first start. A host that is not well is waited for, or another one. Raises StartFailed."""
+        pause_s = RESTART_PAUSE_S_MIN
+        while True:
+            try:
+                return await self.start(lambda why: logger.warning("%s", why))
+            except HostUnwell as error:
+                pause_s = longer(pause_s)
+                logger.warning("%s; trying again in %.1f s", error, pause_s)
+                await asyncio.sleep(pause_s)
 
     @abstractmethod
     async def ended(self) -> str:
@@ -195,9 +206,12 @@ class Life:
         return self.process.returncode is None
 
     async def ask(self, spec: msgspec.Struct) -> Listening:
-        """Its answer to its settings. Raises StartFailed; the process has ended then."""
+        """Its answer to its settings. Raises StartFailed, and HostUnwell when it was killed; the process has ended then."""
         self._input.write(msgspec.json.encode(spec) + b"\n")
         line = await self._output.readline()
+        if not line and await self._was_killed():
+            await self.end()
+            raise HostUnwell(f"{self.name} was killed while it started")
         try:
             answer = _answer(self.name, line)
         except StartFailed:
@@ -205,6 +219,13 @@ class Life:
             raise
         self.answered, self.offer = True, answer.offer
         return answer
+
+    async def _was_killed(self) -> bool:
+        """Whether somebody else ended it, as a host does that is short of memory. Its own faults end it otherwise."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_LINES_S):
+                await self.process.wait()
+        return self.process.returncode == -signal.SIGKILL
 
     async def accepting(self) -> list[bytes]:
         """Waits for Accepting, for at most TAKE_OVER_S; returns the lines before it. Raises StartFailed."""

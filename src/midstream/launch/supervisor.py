@@ -141,7 +141,7 @@ class Supervisor:
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
             self.front = Child("tinker", "midstream.launch.tinker", spec)
-            await self.front.start()
+            await self.front.begin()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.gateways.supervise())
             if self.front is not None:

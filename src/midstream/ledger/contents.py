@@ -25,6 +25,16 @@ from midstream.snapshots.content import difference, size_difference
 REMEMBERED = 4096
 
 
+def _these(table: Any) -> Any:
+    names: Any = sa.bindparam("names", expanding=True)
+    return (table.c.deployment_id == sa.bindparam("key")) & table.c.identity.in_(names)
+
+
+# Made once, as in deployments.py.
+_DIGESTS = sa.select(contents.c.identity, contents.c.digest).where(_these(contents))
+_WEIGHTS = sa.select(weights).where(_these(weights))
+
+
 @dataclass(frozen=True)
 class Meant:
     """What a signal makes of its identity's meaning.
@@ -56,8 +66,7 @@ class Contents:
 
     def of(self, db: sa.Connection, key: int, identities: Collection[str]) -> dict[str, Content]:
         """By identity, where one is known."""
-        this = (contents.c.deployment_id == key) & contents.c.identity.in_(sorted(identities))
-        rows = db.execute(sa.select(contents.c.identity, contents.c.digest).where(this)).all()
+        rows = db.execute(_DIGESTS, {"key": key, "names": sorted(identities)}).all()
         if len(self._read) > REMEMBERED:
             self._read.clear()
         if missing := [row.identity for row in rows if row.digest not in self._read]:
@@ -113,9 +122,8 @@ def learn_weights(db: sa.Connection, key: int, check: SnapshotCheck) -> None:
 
 def weights_of(db: sa.Connection, key: int, identities: Collection[str]) -> dict[str, dict[str, str]]:
     """By identity, then by kind of engine."""
-    this = (weights.c.deployment_id == key) & weights.c.identity.in_(sorted(identities))
     found: dict[str, dict[str, str]] = {}
-    for row in db.execute(sa.select(weights).where(this)):
+    for row in db.execute(_WEIGHTS, {"key": key, "names": sorted(identities)}):
         found.setdefault(row.identity, {})[row.kind] = row.digest
     return found
 

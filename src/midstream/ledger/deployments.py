@@ -55,9 +55,16 @@ class Fresh:
         }
 
 
+# Statements that are run often are made once: to make one takes longer than to run it.
+_FIND = sa.select(deployments).where(deployments.c.name == sa.bindparam("key"))
+_EVERY = sa.select(deployments).order_by(deployments.c.name)
+_TOUCH = deployments.update().where(deployments.c.name == sa.bindparam("key"))
+_TOUCH = _TOUCH.values(generation=deployments.c.generation)
+
+
 def find(db: sa.Connection, name: str) -> Any:
     """Its row. Raises NotFound."""
-    row = db.execute(sa.select(deployments).where(deployments.c.name == name)).one_or_none()
+    row = db.execute(_FIND, {"key": name}).one_or_none()
     if row is None:
         raise NotFound(f"there is no deployment {name}")
     return row
@@ -65,8 +72,7 @@ def find(db: sa.Connection, name: str) -> Any:
 
 def lock(db: sa.Connection, name: str) -> Any:
     """Its row, after waiting for every other writer of it. Raises NotFound."""
-    touch = deployments.update().where(deployments.c.name == name)
-    db.execute(touch.values(generation=deployments.c.generation))
+    db.execute(_TOUCH, {"key": name})
     return find(db, name)
 
 
@@ -75,7 +81,7 @@ def one(db: sa.Connection, name: str) -> DeploymentRow:
 
 
 def every(db: sa.Connection) -> list[DeploymentRow]:
-    return [as_row(row) for row in db.execute(sa.select(deployments).order_by(deployments.c.name))]
+    return [as_row(row) for row in db.execute(_EVERY)]
 
 
 def ensure(

@@ -26,6 +26,12 @@ MAX_DISAGREEMENTS = 256
 #: Of a boot that ended: its last stage change, and the one that says how far it had got.
 TAIL_TRANSITIONS = 2
 
+# Made once, as in deployments.py.
+_DEATHS = sa.select(deaths).where(deaths.c.deployment_id == sa.bindparam("key"), ~deaths.c.forgiven)
+# By generation, as the index has them.
+_DEATHS = _DEATHS.order_by(deaths.c.generation.desc()).limit(MAX_DEATHS)
+_DISAGREEMENTS = sa.select(disagreements).where(disagreements.c.deployment_id == sa.bindparam("key"))
+_DISAGREEMENTS = _DISAGREEMENTS.order_by(disagreements.c.id.desc()).limit(MAX_DISAGREEMENTS)
 
 # -- stage changes
 
@@ -190,9 +196,7 @@ def record_death(db: sa.Connection, name: str, boot: str, death: Death, seq: int
 
 def deaths_of(db: sa.Connection, key: int) -> tuple[Death, ...]:
     """The newest that count still, oldest first."""
-    query = sa.select(deaths).where(deaths.c.deployment_id == key, ~deaths.c.forgiven)
-    # By generation, as the index has them.
-    found = db.execute(query.order_by(deaths.c.generation.desc()).limit(MAX_DEATHS))
+    found = db.execute(_DEATHS, {"key": key})
     return tuple(
         Death(row.replica, row.identity, row.generation, row.detail)
         for row in sorted(found, key=lambda row: row.id)
@@ -246,8 +250,7 @@ def settle(db: sa.Connection, name: str, retry: Retry, verdict: Verdict, detail:
 
 def disagreements_of(db: sa.Connection, key: int) -> tuple[Disagreement, ...]:
     """The last one of each replica."""
-    this = sa.select(disagreements).where(disagreements.c.deployment_id == key)
-    found = db.execute(this.order_by(disagreements.c.id.desc()).limit(MAX_DISAGREEMENTS)).all()
+    found = db.execute(_DISAGREEMENTS, {"key": key}).all()
     last = {row.replica: _as_disagreement(row) for row in reversed(found)}
     return tuple(last.values())
 

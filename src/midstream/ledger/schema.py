@@ -9,6 +9,7 @@ Always holds:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -199,6 +200,11 @@ def storable(text: str) -> str:
 
 def insert_new(db: Connection, table: Table, values: Mapping[str, Any]) -> bool:
     """Insert a row unless a unique constraint forbids it; whether it is new."""
-    dialect = postgresql if db.dialect.name == "postgresql" else sqlite
-    insert: Any = dialect.insert(table).values(values).on_conflict_do_nothing()
-    return db.execute(insert.returning(*table.primary_key.columns)).first() is not None
+    return db.execute(_insert_new(db.dialect.name, table), dict(values)).first() is not None
+
+
+@functools.cache
+def _insert_new(dialect: str, table: Table) -> Any:
+    """The statement, made once: to make it takes longer than to run it."""
+    insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+    return insert.on_conflict_do_nothing().returning(*table.primary_key.columns)

@@ -20,20 +20,28 @@ from midstream.ledger.schema import snapshots, transitions
 MAX_FALLBACKS = 8
 
 
-def this_one(key: int, identity: str) -> Any:
+def this_one(key: Any, identity: Any) -> Any:
     return (snapshots.c.deployment_id == key) & (snapshots.c.identity == identity)
+
+
+# Made once, as in deployments.py.
+_FIND = sa.select(snapshots).where(this_one(sa.bindparam("key"), sa.bindparam("name")))
+_FALLBACKS = sa.select(snapshots).where(
+    snapshots.c.deployment_id == sa.bindparam("key"),
+    snapshots.c.identity != sa.bindparam("desired"),
+    snapshots.c.ready_order.is_not(None),
+)
+_FALLBACKS = _FALLBACKS.order_by(snapshots.c.ready_order.desc()).limit(MAX_FALLBACKS)
 
 
 def find(db: sa.Connection, key: int, identity: str) -> Any:
     """Its row; None when it was not signalled."""
-    return db.execute(sa.select(snapshots).where(this_one(key, identity))).one_or_none()
+    return db.execute(_FIND, {"key": key, "name": identity}).one_or_none()
 
 
 def fallbacks(db: sa.Connection, row: Any) -> Sequence[Any]:
     """Rows of snapshots that became ready on a replica, the last one first. row: of the deployment."""
-    others = (snapshots.c.deployment_id == row.id) & (snapshots.c.identity != row.desired_snapshot)
-    query = sa.select(snapshots).where(others & snapshots.c.ready_order.is_not(None))
-    return db.execute(query.order_by(snapshots.c.ready_order.desc()).limit(MAX_FALLBACKS)).all()
+    return db.execute(_FALLBACKS, {"key": row.id, "desired": row.desired_snapshot}).all()
 
 
 def every(db: sa.Connection, name: str, contents: Contents) -> list[SnapshotRow]:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Unauthorized
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
-from midstream.core.types import HEADER_TOKEN, Session
+from midstream.core.types import HEADER_TOKEN, HEADER_UNKNOWN_FIELDS, Session
 from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.placement import Decision, Fleet, PrefixTable, Prompt, sticky
 from midstream.fleet.registry import Deployment, Deployments
@@ -41,6 +41,7 @@ from midstream.proxy.poison import Suspects
 logger = logging.getLogger(__name__)
 
 _TOKEN = HEADER_TOKEN.encode()
+_IGNORE, _REFUSE = [HEADER_UNKNOWN_FIELDS.encode() + b": ignore"], list[bytes]()
 _SUPERVISOR = Caller("", Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 
@@ -90,6 +91,7 @@ class Proxy:
             self.dropped_headers |= frozenset(CREDENTIALS)
         self._bound = settings.load_bound
         self.follows_prefixes = settings.follow_prefixes
+        self._ignores_fields = settings.unknown_fields == "ignore"
         self._turn = 0
         self._request_ids = itertools.count()
         self._request_prefix = os.urandom(8).hex()
@@ -136,6 +138,11 @@ class Proxy:
     def scopes_header(self, caller: Caller) -> list[bytes]:
         """For the control app; none where keys are not in use."""
         return [scopes_header(caller.grant)] if self.auth.required else []
+
+    def fields_lines(self, deployment: Deployment) -> list[bytes]:
+        """What a replica is told of unknown fields: nothing where they are refused."""
+        own = deployment.ignores_fields
+        return _IGNORE if own or (own is None and self._ignores_fields) else _REFUSE
 
     def request_id(self) -> bytes:
         return f"{self._request_prefix}-{next(self._request_ids):x}".encode()

@@ -256,6 +256,7 @@ class ReplicaRoute(Route):
             lines.append(b"%b: %b" % (_BOOT, self._boot.encode()))
         stamp = None if self._placed is None else self._placed.stamp
         lines += session_lines(self._request.first, self._session, stamp, self._in_path is not None)
+        lines += self._proxy.fields_lines(self._deployment)
         if self._versions is not None:
             assert self._sent_under is not None
             lines += self._versions.lines(self._view, self._sent_under)

@@ -7,7 +7,7 @@ Always holds: a policy does no I/O on the request; it answers with an event of t
 Heads of requests and responses as they are sent on: what is dropped, what is added. Pure.
 
 Always holds: hop-by-hop headers end here, also those that a Connection header names. A client's `x-midstream-` headers do not
-reach an upstream. An upstream's reach the client only where `labels` says so.
+reach an upstream. An upstream's reach the client only where `labels` says so, but for the names of ignored fields.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from urllib.parse import quote
 from midstream.core.errors import EngineFailed, ErrorShape, MidstreamError, ReplicaUnavailable
 from midstream.core.types import (
     HEADER_HISTORY,
+    HEADER_IGNORED_FIELDS,
     HEADER_OVERWRITE,
     HEADER_PLACED,
     HEADER_RECORDS,
@@ -40,6 +41,7 @@ Headers = list[tuple[bytes, bytes]]
 _WITH_LENGTH = (b"POST", b"PUT", b"PATCH")
 _PERSISTENCE = (b"close", b"keep-alive")
 _SESSION, _PLACED = HEADER_SESSION.encode(), HEADER_PLACED.encode()
+_IGNORED = HEADER_IGNORED_FIELDS.encode()
 _HISTORY, _RECORDS = HEADER_HISTORY.encode(), HEADER_RECORDS.encode()
 
 
@@ -83,7 +85,7 @@ def to_client(
             parts.append(b"" if http10 else b"transfer-encoding: chunked\r\n")
         elif name == b"connection" and value.lower() not in _PERSISTENCE:
             dropped = dropped | _listed(value)
-        if name not in dropped and (labels or not name.startswith(b"x-midstream-")):
+        if name not in dropped and (labels or name == _IGNORED or not name.startswith(b"x-midstream-")):
             parts += (name, b": ", value, b"\r\n")
     parts += added
     parts.append(b"connection: close\r\n\r\n" if close else b"\r\n")

@@ -30,7 +30,7 @@ from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
-from midstream.core.types import HEADER_TOKEN, Desired, Hint
+from midstream.core.types import HEADER_IGNORED_FIELDS, HEADER_TOKEN, Desired, Hint
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
@@ -45,6 +45,7 @@ from midstream.replica.exchange import (
     line_of,
 )
 from midstream.replica.replica import Replica
+from midstream.replica.request.unknown import header_value
 from midstream.replica.response.generation import Generation
 from midstream.replica.service import Service
 from midstream.replica.sessions import Feed, Sessions
@@ -177,6 +178,8 @@ class InferenceExchange(TaskExchange):
         if service is None:
             raise AnotherBoot("the engine is starting; retry this request")
         async with self._admitted(service) as generation:
+            if generation.ignored:
+                self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)
             if generation.checked.stream:
                 self._generation = generation
                 await generation.stream(self)

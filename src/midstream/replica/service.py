@@ -32,6 +32,7 @@ from midstream.core.types import (
     HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
+    HEADER_UNKNOWN_FIELDS,
     GenerateRequest,
     SamplingParams,
     Session,
@@ -61,6 +62,7 @@ from midstream.replica.request.checked import (
 )
 from midstream.replica.request.fields import PromptOptions, bad_tokens, template_variables
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
+from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, scored_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
@@ -124,8 +126,14 @@ class Service(Surroundings):
 
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
-        tenant = headers.get(HEADER_TENANT, "")
-        read = wire.read(body, Shelf(self.kept.responses, tenant, resume is not None))
+        shelf = Shelf(self.kept.responses, headers.get(HEADER_TENANT, ""), resume is not None)
+        reads = partial(_read_from, wire, shelf)
+        if resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore":
+            # A stream that was let in goes on, whatever the setting says by now.
+            read, ignored = read_known(reads, body)
+            read = read._replace(ignored=ignored)
+        else:
+            read = reads(body)
         try:
             async with self._admitted(wire, read, len(body), headers, resume) as generation:
                 yield generation
@@ -138,8 +146,8 @@ class Service(Surroundings):
         self, wire: Wire, given: Read, body_size: int, headers: Mapping[str, str], resume: Resume | None
     ) -> AsyncIterator[Generation]:
         timings = Timings(self.monotonic())
-        parsed = given.body
-        checked = check(parsed, self.info)
+        parsed, details = given.body, given.details
+        checked = check(parsed, self.info, given.prompt_from, cumulative=given.cumulative)
         self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         check_needs(checked, parsed, self.info)
         if resume is not None:
@@ -163,6 +171,8 @@ class Service(Surroundings):
         if continued is not None:
             prompts = continued.prompts(prompts)
             seed = continued.opening.seed
+        if history is not None and len(prompts) > 1:
+            history = None
         if history is not None:
             history.settled(prompts[0])
         records = "none" if history is None else history.records
@@ -182,7 +192,17 @@ class Service(Surroundings):
                 resumable = given.resumable and can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
-                    Work(wire, given.details, checked, prompts, requests, seed, tool_format, given.whole),
+                    Work(
+                        wire,
+                        details,
+                        checked,
+                        prompts,
+                        requests,
+                        seed,
+                        tool_format,
+                        given.ignored,
+                        given.whole,
+                    ),
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
@@ -212,7 +232,7 @@ class Service(Surroundings):
         *,
         resumed: bool,
     ) -> History | None:
-        """None: the request's prompt is its own. So it is where an answer goes on within its last message. A wire's
+        """None: the session has nothing of the request. So it is where an answer goes on within its last message. A wire's
         thread stands for the session of a request without one."""
         policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
         if resumed:
@@ -223,7 +243,8 @@ class Service(Surroundings):
         begins = session is None and given.whole
         if session is None and given.thread is not None:
             session = (headers.get(HEADER_TENANT, ""), given.thread)
-        if session is None or checked.kind != "chat" or template.continued or template.special_tokens:
+        chat = checked.kind == "chat"
+        if session is None or (chat and (template.continued or template.special_tokens)):
             return None
         return History(
             self.kept.trees, session, self.info.eos_token_ids, policy, records, held, begins=begins
@@ -260,7 +281,9 @@ class Service(Surroundings):
         split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
         size = body_size if body_size > LONG_BODY else _characters(split())
         special = checked.template.special_tokens is not False
-        return given, size, partial(self._read_prompts, split, special)
+        # Of several prompts none goes on with another one.
+        own = history if given == 1 else None
+        return given, size, partial(self._read_prompts, split, special, own)
 
     async def _prompts(self, read: ReadPrompts, size: int, headers: Mapping[str, str]) -> list[Prompt]:
         if size < _LONG_TEXT:
@@ -322,7 +345,11 @@ class Service(Surroundings):
         return _not_empty([prompt])
 
     def _read_prompts(
-        self, split: Callable[[], list[str | tuple[int, ...]]], special: bool, leave: Leave
+        self,
+        split: Callable[[], list[str | tuple[int, ...]]],
+        special: bool,
+        history: History | None,
+        leave: Leave,
     ) -> list[Prompt]:
         encode = self.text.encode if special else self.text.encode_rendered
         prompts, context = [], self.info.max_model_len
@@ -330,6 +357,9 @@ class Service(Surroundings):
             leave.check()
             if isinstance(prompt, str):
                 self.text.check_pieces(prompt, "prompt", "prompt", context, leave.check)
+            if history is not None:
+                prompts.append(history.raw(self.text, encode, prompt))
+            elif isinstance(prompt, str):
                 prompts.append(Prompt(encode(prompt), prompt))
             else:
                 prompts.append(Prompt(prompt))
@@ -364,7 +394,7 @@ class Service(Surroundings):
                 prompt_records=scored_tokens(checked, prompt),
                 want_kv_snapshots=checked.perf_metrics or records != "none",
                 want_logprobs=checked.logprobs is not None
-                or checked.prompt_logprobs is not None
+                or checked.prompt_from is not None
                 or records != "none",
                 reproducible=checked.seed is not None,
                 grammar=answer,
@@ -396,6 +426,10 @@ def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     )
     key = unquote(given) if given else session_key(named)
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
+
+
+def _read_from(wire: Wire, shelf: Shelf, body: bytes) -> Read:
+    return wire.read(body, shelf)
 
 
 def _ending_at(

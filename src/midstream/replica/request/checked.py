@@ -54,7 +54,7 @@ REQUEST_NEEDS = (
     Need(
         "prompt_logprobs",
         "prompt_logprobs",
-        lambda checked, _: checked.prompt_logprobs is not None,
+        lambda checked, _: checked.prompt_from is not None,
         _PROMPT_LOGPROBS,
     ),
     Need("grammars", "response_format", lambda checked, _: _answers(checked, "response_format"), _GRAMMARS),
@@ -188,6 +188,10 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     template: PromptOptions
     #: Alternatives of each prompt token to tell beside the choices; None: nothing of the prompt is told there.
     prompt_logprobs: int | None
+    #: The first prompt token whose record the response tells, beside the choices; None: of no one.
+    prompt_from: int | None
+    #: The end of a stream tells numbers of all its tokens again.
+    cumulative: bool
     #: The response's id, without the wire's prefix; None: a new one.
     response_id: str | None
     priority: int
@@ -203,12 +207,21 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         return self.answer.schema is not None or self.answer.rule is not None
 
 
-def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
-    """The rules between fields. Raises InvalidRequest."""
+def check(
+    body: CompletionBody | ChatBody,
+    info: ModelInfo,
+    prompt_from: int | None = None,
+    *,
+    cumulative: bool = False,
+) -> Checked:
+    """The rules between fields. prompt_from, cumulative: as in Checked. Raises InvalidRequest."""
     kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
     echo = _echo(body)
     max_tokens = _max_tokens(body, kind)
-    if max_tokens == 0 and echo == 0:
+    prompt_logprobs = fields.scored_prompt(body)
+    if prompt_logprobs is not None:
+        prompt_from = 0
+    if max_tokens == 0 and echo == 0 and prompt_from is None:
         raise InvalidRequest("max_tokens: must be at least 1 unless the prompt is echoed", param="max_tokens")
     logprobs, top = _logprobs(body, kind)
     answer = fields.answer(body)
@@ -244,7 +257,9 @@ def check(body: CompletionBody | ChatBody, info: ModelInfo) -> Checked:
         tools=tools,
         text=fields.text_options(body),
         template=fields.prompt_options(body),
-        prompt_logprobs=fields.scored_prompt(body),
+        prompt_logprobs=prompt_logprobs,
+        prompt_from=prompt_from,
+        cumulative=cumulative,
         response_id=body.request_id,
         priority=body.priority or 0,
     )

@@ -225,6 +225,14 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
+def convert(value: Any, kind: type[_Decoded]) -> _Decoded:
+    """A part of a body that is decoded already. Raises InvalidRequest, which names the field, and UnknownField."""
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        _refuse(str(error))
+
+
 def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
     parsed = decode(body, decoder)
     check_supported(parsed)

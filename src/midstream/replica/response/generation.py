@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -90,8 +90,9 @@ def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
 
 def scored_tokens(checked: Checked, prompt: Prompt) -> int:
     """Of how many of the last prompt tokens records are needed."""
-    if checked.prompt_logprobs is not None:
-        return len(prompt.token_ids)
+    if checked.prompt_from is not None:
+        # A request that generates nothing has at least one record to tell.
+        return max(len(prompt.token_ids) - checked.prompt_from, int(checked.max_tokens == 0))
     # Without log-probabilities an echo shows nothing that the prompt itself does not say.
     return echoed_tokens(checked, prompt) if checked.logprobs else 0
 
@@ -108,6 +109,7 @@ class Work:
     requests: list[GenerateRequest]
     seed: int
     tool_format: ToolFormat | None = None
+    ignored: Sequence[str] = ()
     #: The body alone gives the prompts.
     whole: bool = True
 
@@ -132,6 +134,7 @@ class Generation:
         self._history = history
         self._traces = history is not None and history.records != "none"
         self._id_prefix = work.wire.id_prefix
+        self.ignored = work.ignored
         self.checked = checked
         self._prompts = prompts
         self._requests = requests
@@ -145,7 +148,7 @@ class Generation:
         self._choices, self._stages = choices_and_stages(
             checked, prompts, ends, service.text, work.tool_format, opening.nonce or opening.id
         )
-        #: By prompt, where its log-probabilities were asked for.
+        #: By prompt, where they were asked for.
         self._prompt_records: dict[int, tuple[TokenRecord, ...]] = {}
         self._echoed = [echoed_tokens(checked, prompt) for prompt in prompts]
         #: By prompt: the number of choices without a finish reason.
@@ -167,8 +170,10 @@ class Generation:
             created=opening.created,
             model=service.names.model,
             wide_routes=service.info.num_experts > 256,
+            route_shape=(service.info.moe_layers, service.info.top_k),
         )
         self._encoder = work.wire.encoder(checked, head, vocabulary, work.details)
+        self._encoder.cached = self._cached
         if history is not None and history.branch is not None and continued is None:
             self._encoder.seam = {"branch": history.branch}
 
@@ -225,7 +230,7 @@ class Generation:
         sink.write(last + tail + encoder.end())
 
     def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType) -> bytes:
-        extras = Extras()
+        extras = Extras(prompts=self._prompt_records)
         if self._open_in_all == 0:
             extras = self._extras()
             if self.checked.include_usage:
@@ -277,7 +282,8 @@ class Generation:
 
     def _extras(self) -> Extras:
         metrics = self._metrics(done=True) if self.checked.perf_metrics else UNSET
-        return Extras(self._usage(), metrics, [self._prompt_records[i] for i in sorted(self._prompt_records)])
+        took_s = self._service.monotonic() - self._timings.started
+        return Extras(self._usage(), metrics, self._prompt_records, took_s)
 
     def headers(self, *, done: bool) -> dict[str, str]:
         """The metrics known by now as response headers."""
@@ -326,7 +332,7 @@ class Generation:
 
     def _released(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         self._take_measures(prompt, choice, event)
-        if event.prompt is not None and self.checked.prompt_logprobs is not None:
+        if event.prompt is not None and self.checked.prompt_from is not None:
             self._prompt_records[prompt] = self._check_echo(self._requests[prompt], event.prompt)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]
@@ -362,7 +368,6 @@ class Generation:
         """Notes the prompt's KV and the waiting time that the event tells."""
         if event.cached_tokens is not None:
             self._cached.setdefault(prompt, event.cached_tokens)
-            self._encoder.cached = sum(self._cached.values())
         if event.queued_s is not None:
             self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
         if event.kv_snapshots is not None and (self.checked.perf_metrics or self._traces):

@@ -8,9 +8,10 @@ stated when it is not uint8.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import isnan
+from types import MappingProxyType
 
 from msgspec import UNSET, UnsetType
 
@@ -45,13 +46,15 @@ LOGPROB_MIN = -9999.0
 class RecordEncoder:
     """Tells records as the request asked for them. wide_routes: a model of more than 256 experts."""
 
-    #: Prompt tokens whose KV was reused, of those that the engine has told of.
-    cached: int | None = None
+    #: Prompt tokens whose KV was reused, by prompt, of those that the engine has told of.
+    cached: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, checked: Checked, vocabulary: Vocabulary, *, wide_routes: bool) -> None:
         self._checked = checked
         self._vocabulary = vocabulary
         self._label = vocabulary.id_label if checked.text.ids else vocabulary.label
+        #: Whether each token's route stands beside its log-probability.
+        self._routes = checked.routes
         self._route_dtype: str | UnsetType = "uint16" if wide_routes else UNSET
 
     def kept(self) -> Kept:
@@ -110,7 +113,7 @@ class RecordEncoder:
             record.token_id,
             [self._top_entry(token_id, logprob) for token_id, logprob in top],
         )
-        if self._checked.routes and record.route is not None:
+        if self._routes and record.route is not None:
             entry.routing_matrix = b64encode(record.route).decode("ascii")
             entry.routing_matrix_dtype = self._route_dtype
         if record.near_tie:

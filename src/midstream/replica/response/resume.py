@@ -19,7 +19,7 @@ from midstream.replica.request.checked import Checked, Prompt
 
 def can_be_resumed(checked: Checked) -> bool:
     """Whether a stream can go on elsewhere: all that its end repeats must follow from token ids alone."""
-    return checked.stream and not (checked.raw_output and checked.logprobs)
+    return checked.stream and not checked.cumulative and not (checked.raw_output and checked.logprobs)
 
 
 def digest(prompts: Iterable[Prompt]) -> str:

@@ -5,7 +5,7 @@ Always holds: a field that is UNSET is absent. Field names are those on the wire
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -171,12 +171,15 @@ class Response(msgspec.Struct):
 
 
 class Extras(msgspec.Struct):
-    """The fields beside the choices of a last chunk or a plain response. prompts: records of each whole prompt, where its
-    log-probabilities were asked for."""
+    """The fields beside the choices of a last chunk or a plain response.
+
+    prompts: by prompt, records of its last tokens, where they were asked for. took_s: seconds since the request came.
+    """
 
     usage: Usage | UnsetType = UNSET
     perf_metrics: dict[str, Any] | UnsetType = UNSET
-    prompts: list[tuple[TokenRecord, ...]] = []
+    prompts: Mapping[int, tuple[TokenRecord, ...]] = {}
+    took_s: float = 0.0
 
 
 class Kept(msgspec.Struct):

@@ -10,7 +10,7 @@ Always holds:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +26,7 @@ from midstream.replica.turns.continuing import Render, text_behind, without_end
 from midstream.replica.turns.tree import (
     Found,
     Key,
+    Told,
     Trees,
     Turn,
     TurnRecord,
@@ -46,7 +47,8 @@ class Branch(msgspec.Struct):
     """Why a request continues no turn as it was sampled. messages: how many of its messages, from the first on, the session
     has had before. turn: the number of the turn whose tokens its prompt begins with, where there is one.
 
-    - new: it has no answers in its history; a sub-agent, a compacted conversation, or a prompt that comes again.
+    - new: it has no answers in its history; a sub-agent, a compacted conversation, or a prompt that comes again. A prompt of
+      text or of token ids is new when it begins with no turn.
     - edited: it has answers that were not sampled in this session.
     - unknown: it has answers, and this replica has no turn of the session.
     - forgotten: likewise, as the session's turns were dropped for want of memory.
@@ -123,6 +125,9 @@ class History:
         self._session = session
         self._policy = policy
         self._keys: list[Key] = []
+        #: A prompt of text, and what its answer's tokens are as text.
+        self._text: str | None = None
+        self._raw_text: Callable[[Iterable[int]], str] = lambda tokens: ""
         #: The turn whose messages the request has, and the one whose tokens its prompt has.
         self._found: Turn | None = None
         self._parent: Turn | None = None
@@ -176,6 +181,26 @@ class History:
         self._reused = True
         return Prompt(continued(text, found.turn, closings.within, behind, self._ends))
 
+    def raw(
+        self, text: TextModel, encode: Callable[[str], tuple[int, ...]], given: str | tuple[int, ...]
+    ) -> Prompt:
+        """The prompt of a completion. encode: of a text that continues nothing. Any thread may call it."""
+        tree = self._trees.of(self._session)
+        if isinstance(given, str):
+            self._text, self._raw_text = given, text.vocabulary.raw_text
+            found = None if tree is None else tree.find_text(given)
+            self._found, size = found or (None, 0)
+        else:
+            self._found, size = None if tree is None else tree.find_tokens(given), 0
+        if tree is not None and self._found is None:
+            self.branch = Branch("new", 0)
+        if not isinstance(given, str):
+            return Prompt(given)
+        if self._found is None or self._policy == "template":
+            return Prompt(encode(given), given)
+        self._reused = True
+        return Prompt(self._found.tokens + text.encode_rendered(given[size:]), given)
+
     def settled(self, prompt: Prompt) -> None:
         """It is this prompt that is sampled from. It may still begin with a turn's tokens where it was rendered."""
         self._prompt = prompt.token_ids
@@ -208,20 +233,23 @@ class History:
     def end(self, choice: Choice, created: float) -> None:
         """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
         answer = self._answers.pop(choice.index, None)
-        if answer is None or not self._keys or (self._held is not None and not self._held()):
+        closed = self._held is not None and not self._held()
+        if answer is None or closed or not (self._keys or answer.tokens):
             return
         dropped = self._tree is not None and self._trees.of(self._session) is not self._tree
         if dropped and not self._trees.forgot(self._session):
             # The session was closed, and began anew meanwhile.
             return
+        added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
+        record = self._record(choice, answer, created)
+        self._trees.add(self._session, self._parent, added, answer.tokens, self._told(answer), record)
+
+    def _told(self, answer: _Answer) -> Told:
+        if not self._keys:
+            return Told(text=None if self._text is None else self._text + self._raw_text(answer.tokens))
         content = "".join(answer.text)
         keys = [*self._keys, key_of_answer(self._keys[-1], content, answer.calls)]
-        added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
-        record, thought = (
-            self._record(choice, answer, created),
-            thought_of(content, "".join(answer.reasoning)),
-        )
-        self._trees.add(self._session, self._parent, added, answer.tokens, keys, record, thought)
+        return Told(keys, thought_of(content, "".join(answer.reasoning)))
 
     def _record(self, choice: Choice, answer: _Answer, created: float) -> TurnRecord:
         none = array("d")

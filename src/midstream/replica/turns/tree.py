@@ -6,6 +6,8 @@ Always holds:
 - A turn is found by all messages up to its answer, and by the tools. Thinking is left out of the comparison, white space at
   the ends of an answer and in its calls' arguments does not count, and neither do the ids of its calls. Thinking tells turns
   of the same words apart where the client sends it back.
+- A prompt of token ids continues the turn with the most tokens that it begins with; one of text, the turn with the longest
+  text, special tokens by name.
 - The least recently used tree goes first, whole. A session whose tree went is known as forgotten.
 
 Threads may read while the loop's thread adds: each step is one operation of a dict.
@@ -68,6 +70,12 @@ class Turn:
         return f"Turn({self.number}, parent={parent}, {len(self.added)} added, {len(self.sampled)} sampled)"
 
     @property
+    def size(self) -> int:
+        """Roughly, in bytes."""
+        record = 0 if self.record is None else self.record.size
+        return _TURN_BYTES + 4 * (len(self.added) + len(self.sampled)) + record
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """All token ids, from the first of the conversation on."""
         turn: Turn | None = self
@@ -112,15 +120,28 @@ class Found(NamedTuple):
     ambiguous: bool = False
 
 
+class Told(NamedTuple):
+    """What a turn is found again by. keys: as for `TurnTree.find`, with the answer's own at the end. thought: see `thought_of`.
+    text: of a prompt of text and the answer to it."""
+
+    keys: Sequence[Key] = ()
+    thought: str = ""
+    text: str | None = None
+
+
 class TurnTree:
     """The turns of one session."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
         #: Turns of the same words, the oldest first.
         self._turns: dict[Key, tuple[Turn, ...]] = {}
         #: The beginnings of all conversations that were had.
         self._known: set[Key] = set()
+        #: By the number of the parent; 0: none.
+        self._children: dict[int, list[Turn]] = {}
+        #: By a digest of the text, with its length in characters. Its lengths in bytes, the shortest first.
+        self._texts: dict[Key, tuple[Turn, int]] = {}
+        self._text_sizes: tuple[int, ...] = ()
         #: All of them, in the order of their numbers.
         self.turns: list[Turn] = []
         self.size = 0
@@ -144,24 +165,48 @@ class TurnTree:
                 return Found(turn, at, known, ambiguous)
         return Found(None, 0, known)
 
-    def add(
-        self,
-        parent: Turn | None,
-        added: Sequence[int],
-        sampled: Sequence[int],
-        keys: Sequence[Key],
-        record: TurnRecord | None = None,
-        thought: str = "",
-    ) -> Turn:
-        """keys: as for `find`, with the answer's own at the end."""
-        turn = Turn(next(self._numbers), parent, added, sampled, record, thought)
+    def find_tokens(self, prompt: Sequence[int]) -> Turn | None:
+        """The turn with the most tokens that the prompt begins with, the youngest of equal ones."""
+        given, best, best_end = array("I", prompt), None, 0
+        reached = [(0, 0)]
+        while reached:
+            number, at = reached.pop()
+            for turn in self._children.get(number, ()):
+                middle = at + len(turn.added)
+                end = middle + len(turn.sampled)
+                if end > len(given) or given[at:middle] != turn.added or given[middle:end] != turn.sampled:
+                    continue
+                reached.append((turn.number, end))
+                if (end, turn.number) > (best_end, best.number if best else 0):
+                    best, best_end = turn, end
+        return best
+
+    def find_text(self, prompt: str) -> tuple[Turn, int] | None:
+        """The turn with the longest text that the prompt begins with, and how many of its characters that is."""
+        data, digest, at, found = _utf8(prompt), hashlib.blake2b(digest_size=16), 0, None
+        for size in self._text_sizes:
+            if size > len(data):
+                break
+            digest.update(data[at:size])
+            at = size
+            found = self._texts.get(digest.digest(), found)
+        return found
+
+    def add(self, turn: Turn, told: Told) -> None:
+        """Its number is the next one."""
+        assert turn.number == len(self.turns) + 1
         self.turns.append(turn)
-        before = len(self._known)
-        self._known.update(keys)
-        self._turns[keys[-1]] = (*self._turns.get(keys[-1], ())[-SAME_WORDS_MAX:], turn)
-        self.size += 0 if record is None else record.size
-        self.size += _TURN_BYTES + 4 * (len(added) + len(sampled)) + _KEY_BYTES * (len(self._known) - before)
-        return turn
+        self._children.setdefault(0 if turn.parent is None else turn.parent.number, []).append(turn)
+        before = len(self._known) + len(self._texts)
+        if told.keys:
+            key = told.keys[-1]
+            self._known.update(told.keys)
+            self._turns[key] = (*self._turns.get(key, ())[-SAME_WORDS_MAX:], turn)
+        if told.text is not None:
+            data = _utf8(told.text)
+            self._texts[hashlib.blake2b(data, digest_size=16).digest()] = turn, len(told.text)
+            self._text_sizes = tuple(sorted({*self._text_sizes, len(data)}))
+        self.size += _KEY_BYTES * (len(self._known) + len(self._texts) - before) + turn.size
 
 
 def _meant(turns: Sequence[Turn], thought: str) -> tuple[Turn, bool]:
@@ -211,11 +256,10 @@ class Trees:
         parent: Turn | None,
         added: Sequence[int],
         sampled: Sequence[int],
-        keys: Sequence[Key],
+        told: Told,
         record: TurnRecord | None = None,
-        thought: str = "",
     ) -> Turn:
-        """See TurnTree.add."""
+        """added: what the request had behind the parent's tokens."""
         tree = self._trees.get(session)
         if tree is None:
             tree = self._trees[session] = TurnTree()
@@ -224,7 +268,8 @@ class Trees:
             added = (*parent.tokens, *added)
             parent = None
         before = tree.size
-        turn = tree.add(parent, added, sampled, keys, record, thought)
+        turn = Turn(len(tree) + 1, parent, added, sampled, record, told.thought)
+        tree.add(turn, told)
         self.size += tree.size - before
         self._trees.move_to_end(session)
         while self.size > self._bytes_max and self._trees:
@@ -281,6 +326,10 @@ def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
         else ""
         for message in messages
     ]
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _digest(before: bytes, value: Any) -> Key:

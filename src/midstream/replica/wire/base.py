@@ -8,7 +8,7 @@ it was asked for, and `end`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
@@ -26,21 +26,26 @@ from midstream.replica.text.vocabulary import Vocabulary
 
 
 class ResponseHead(NamedTuple):
-    """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts."""
+    """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts.
+    route_shape: MoE layers and experts per token of a route."""
 
     id: str
     created: int
     model: str
     wide_routes: bool
+    route_shape: tuple[int, int] = (0, 0)
 
 
 class Read(NamedTuple):
-    """A body that was read. details: what the wire's responses say of the request. thread: what its turns are kept under where
-    it names no session. whole: the body alone gives the prompt. resumable: what the end of a stream repeats follows from token
-    ids."""
+    """A body that was read. details: what the wire's responses say of the request. ignored: fields that were passed over.
+    prompt_from, cumulative: as in Checked. thread: what its turns are kept under where it names no session. whole: the body
+    alone gives the prompt. resumable: what the end of a stream repeats follows from token ids."""
 
     body: ChatBody | CompletionBody
     details: Any = None
+    ignored: Sequence[str] = ()
+    prompt_from: int | None = None
+    cumulative: bool = False
     thread: str | None = None
     whole: bool = True
     resumable: bool = True
@@ -51,8 +56,8 @@ class Encoder(Protocol):
 
     #: Told with the next event: the seam of a resumed stream.
     seam: dict[str, Any] | UnsetType
-    #: Prompt tokens whose KV was reused, as soon as the engine has told of them.
-    cached: int | None
+    #: Prompt tokens whose KV was reused, by prompt, as soon as the engine has told of them.
+    cached: Mapping[int, int]
 
     def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
         """The events of a piece of choice `index`. first: the prompt, with the first piece of a choice."""
@@ -60,7 +65,7 @@ class Encoder(Protocol):
     def finish_chunk(
         self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
     ) -> bytes:
-        """The events at the end of a choice. extras: with the last choice."""
+        """The events at the end of a choice. extras: its usage and metrics come with the last choice."""
 
     def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
         """The event behind all choices of a request that asked for its usage."""

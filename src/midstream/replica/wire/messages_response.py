@@ -135,7 +135,8 @@ class MessagesEncoder(TellingEncoder):
 
     def _start(self, snapshot: str, prompt: Prompt) -> bytes:
         size = len(prompt.token_ids)
-        usage = Usage(size - (self.cached or 0), 0, self.cached)
+        cached = self.cached.get(0)
+        usage = Usage(size - (cached or 0), 0, cached)
         message = Message(self._id, self._served(snapshot), [], usage)
         return event("message_start", message=message, midstream=self._first(snapshot, prompt))
 

@@ -5,6 +5,7 @@ Always holds: `choices` is never null. A chunk names the snapshot of its tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -150,8 +151,8 @@ class OpenAIEncoder(RecordEncoder):
             self._tell_prompts(response, extras.prompts)
         return _encode(response)
 
-    def _tell_prompts(self, response: Response, prompts: list[tuple[TokenRecord, ...]]) -> None:
-        told = [self.prompt_logprobs(records) for records in prompts]
+    def _tell_prompts(self, response: Response, prompts: Mapping[int, tuple[TokenRecord, ...]]) -> None:
+        told = {prompt: self.prompt_logprobs(records) for prompt, records in prompts.items()}
         if self._chat:
             response.prompt_logprobs = told[0]
         for choice in response.choices:

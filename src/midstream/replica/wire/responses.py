@@ -222,7 +222,7 @@ def _as_chat(
         rename(error, details)
         raise
     whole = given.previous_response_id is None
-    return Read(body, details, thread, whole=whole, resumable=not included)
+    return Read(body, details, thread=thread, whole=whole, resumable=not included)
 
 
 # Items

@@ -1,0 +1,45 @@
+"""Body fields that no wire knows, passed over where the deployment's setting says so. Pure.
+
+Always holds: only members of the body itself are passed over, and each is told by name. A known field is never lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from midstream.core.errors import UnknownField
+
+#: A body with more unknown fields is no request of this API.
+IGNORED_MAX = 256
+_NAME_MAX = 64
+_HEADER_MAX = 4096
+
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_Read = TypeVar("_Read")
+
+
+def read_known(read: Callable[[bytes], _Read], body: bytes) -> tuple[_Read, list[str]]:
+    """What `read` makes of the body without its unknown fields, and their names. Raises InvalidRequest, as `read` does."""
+    ignored: list[str] = []
+    while True:
+        try:
+            return read(body), ignored
+        except UnknownField as error:
+            members = _members.decode(body)
+            name = error.param
+            if name not in members or len(ignored) == IGNORED_MAX:
+                # It is inside a member, where it changes what a known field means.
+                raise
+            del members[name]
+            ignored.append(name)
+            body = msgspec.json.encode(members)
+
+
+def header_value(names: Iterable[str]) -> str:
+    """The names, percent-encoded and cut, as the value of a header."""
+    told = ", ".join(quote(name[:_NAME_MAX], safe="", errors="replace") for name in names)
+    return told if len(told) <= _HEADER_MAX else told[:_HEADER_MAX].rpartition(", ")[0] + ", ..."

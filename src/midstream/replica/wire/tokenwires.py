@@ -1,0 +1,171 @@
+"""What wires of token ids in and token ids out have in common: sampling parameters of their own names, and routes of a whole
+sequence.
+
+Always holds: a sampling parameter that nobody knows, or that is not supported, is refused by its name on that wire. Row p of a
+sequence's routes is the route of the pass that read position p, so the last token has none.
+"""
+
+from __future__ import annotations
+
+import io
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.core.types import TokenRecord
+from midstream.replica.request.checked import Checked
+from midstream.replica.request.schema import (
+    CompletionBody,
+    InferenceBody,
+    check_supported,
+    convert,
+    unsupported,
+)
+from midstream.replica.response.choice import Choice
+from midstream.replica.response.shapes import EarlierKv, SnapshotSpan
+from midstream.replica.text.vocabulary import Vocabulary
+
+#: Where sampling parameters stand in a body.
+SAMPLING = "sampling_params"
+#: More than any context: a request goes up to the context.
+TO_THE_CONTEXT = 2**31 - 1
+#: Sampling parameters that have the same name on these wires and in OpenAI's API with vLLM's fields.
+SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
+class WeightVersion(msgspec.Struct):
+    """A span of the generated tokens under one snapshot, end exclusive: as vLLM and SGLang name it."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Told(msgspec.Struct):
+    """midstream's own object. snapshot: of the tokens that it stands with, or of the last one. snapshots: as on a chat
+    choice."""
+
+    snapshot: str
+    snapshots: list[SnapshotSpan] | msgspec.UnsetType = msgspec.UNSET
+    #: By the token, beside SGLang's own log-probabilities. None: the engine cannot tell.
+    sampling_logprobs: list[float | None] | msgspec.UnsetType = msgspec.UNSET
+    kv_snapshots: list[SnapshotSpan] | msgspec.UnsetType = msgspec.UNSET
+    earlier_kv_snapshots: list[EarlierKv] | msgspec.UnsetType = msgspec.UNSET
+    perf_metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    resumed: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+def read_sampling(
+    given: Mapping[str, Any], names: Mapping[str, str], neutral: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Fields of an InferenceBody by name. names: of the wire's parameters, those here. neutral: the values of unsupported
+    parameters that ask for nothing. Null is "not given". Raises InvalidRequest."""
+    fields = {}
+    for name, value in given.items():
+        if value is None:
+            if name not in names and name not in neutral:
+                raise UnknownField(f"{SAMPLING}.{name}")
+        elif name in neutral:
+            if value not in neutral[name]:
+                raise unsupported(f"{SAMPLING}.{name}")
+        elif name in names:
+            fields[names[name]] = value
+        else:
+            raise UnknownField(f"{SAMPLING}.{name}")
+    return fields
+
+
+def completion(
+    prompt: list[Any] | str, fields: dict[str, Any], wire_names: Mapping[str, str]
+) -> CompletionBody:
+    """A completion of `fields` with this prompt. Its errors name fields as the wire does. Raises InvalidRequest."""
+    try:
+        checked = convert(fields, InferenceBody)
+        check_supported(checked)
+    except InvalidRequest as error:
+        rename(error, wire_names)
+        raise
+    return CompletionBody(
+        prompt=prompt, **{name: getattr(checked, name) for name in InferenceBody.__struct_fields__}
+    )
+
+
+def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    for field, values in neutral.items():
+        if getattr(body, field) not in values:
+            raise unsupported(field)
+
+
+def wire_names(sampling: Mapping[str, str], **others: str) -> dict[str, str]:
+    """The wire's name of each field of a completion. sampling: as in `read_sampling`."""
+    return {name: f"{SAMPLING}.{own}" for own, name in sampling.items()} | others
+
+
+def rename(error: InvalidRequest, names: Mapping[str, str]) -> None:
+    param, message = error.param or "", error.message
+    name = names.get(param)
+    if name is None:
+        return
+    if message.startswith(param):
+        message = name + message[len(param) :]
+    error.param, error.message, error.args = name, message, (message,)
+
+
+def ended_by(choice: Choice, last: int | None, checked: Checked, vocabulary: Vocabulary) -> str | int | None:
+    """The stop string or the token that ended a choice; None: neither did. last: its last token."""
+    if choice.finish != "stop":
+        return None
+    if choice.stop_string is not None or last is None:
+        return choice.stop_string
+    if last in checked.sampling.stop_token_ids:
+        return last
+    # A stop string that is the name of a special token ends a choice as its token.
+    name = vocabulary.raw_text([last])
+    return name if name in checked.stops else None
+
+
+def routes_from(
+    start: int, prompt_size: int, prompt: Sequence[TokenRecord], own: Sequence[bytes]
+) -> list[bytes]:
+    """The rows of a sequence's routes from position `start` on. prompt: records of the last prompt tokens. own: routes of the
+    generated ones."""
+    first = prompt_size - len(prompt)
+    rows = [
+        record.route for at, record in enumerate(prompt, first) if at > start and record.route is not None
+    ]
+    return [*rows, *own[max(start - prompt_size + 1, 0) :]]
+
+
+def route_array(rows: Iterable[bytes], shape: tuple[int, int], *, wide: bool) -> np.ndarray:
+    """[rows, MoE layers, experts per token], uint8, or uint16 of a model with more than 256 experts."""
+    return np.frombuffer(b"".join(rows), "<u2" if wide else "u1").reshape(-1, *shape)
+
+
+def npy(array: np.ndarray) -> str:
+    """The bytes of a .npy file, in base64."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return b64encode(file.getvalue()).decode()
+
+
+def spans(choice: Choice) -> list[WeightVersion]:
+    return [WeightVersion(*span) for span in choice.spans]

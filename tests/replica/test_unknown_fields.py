@@ -1,0 +1,80 @@
+"""Unknown body fields where the deployment ignores them: what is told, what is kept, and what stays refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replica_fakes import MODEL, FakeEngine, Running
+from test_vllm_fields import HI, play
+
+from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.replica.request.schema import parse_chat, parse_completion
+from midstream.replica.request.unknown import IGNORED_MAX, header_value, read_known
+from midstream.replica.wire.messages import MESSAGES
+
+IGNORE = {"x-midstream-unknown-fields": "ignore"}
+TOLD = "x-midstream-ignored-fields"
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": "p", **fields}).encode()
+
+
+def test_known_fields_stay_as_they_came() -> None:
+    known = {"seed": 2**63 - 1, "temperature": 0.1, "stop": ["\u00e9\u2028", "\\"], "logit_bias": {"5": -1.5}}
+    parsed, ignored = read_known(parse_completion, body(colour={"a": [1]}, **known, size=10**30))
+    assert ignored == ["colour", "size"]
+    assert parsed == parse_completion(body(**known))
+
+
+def test_a_bad_value_of_a_known_field_is_refused_by_its_name() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_known(parse_completion, body(colour=1, n=0))
+    assert caught.value.param == "n"
+
+
+def test_an_unknown_member_of_a_known_field_is_no_field_of_the_body() -> None:
+    read, ignored = read_known(parse_chat, json.dumps({"messages": HI, "top": 1}).encode())
+    assert (read.messages, ignored) == (HI, ["top"])
+    asked = {
+        "model": "m",
+        "max_tokens": 1,
+        "messages": [{"role": "user", "content": "hi", "odd": 1}],
+        "colour": 2,
+    }
+    with pytest.raises(InvalidRequest) as caught:
+        read_known(MESSAGES.read, json.dumps(asked).encode())
+    assert "odd" in str(caught.value)
+
+
+def test_a_body_of_unknown_fields_alone_is_given_up() -> None:
+    with pytest.raises(UnknownField):
+        read_known(parse_completion, body(**{f"f{number}": 0 for number in range(IGNORED_MAX + 1)}))
+
+
+def test_a_name_cannot_write_headers() -> None:
+    assert header_value(["a", "b\r\nset-cookie: x", "\ud800"]) == "a, b%0D%0Aset-cookie%3A%20x, %3F"
+    assert len(header_value(["x" * 10_000] * 1000)) < 5000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_response_names_what_was_ignored(tmp_path: Path, stream: bool) -> None:
+    async def scenario(here: Running) -> None:
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "ab"}),
+            ("/v1/chat/completions", {"messages": HI}),
+        ):
+            asked = {"model": MODEL, **prompt, "max_tokens": 2, "stream": stream}
+            odd = asked | {"colour": "red", "weight": 1}
+            plain = await here.http.post(path, json=asked, headers=IGNORE)
+            told = await here.http.post(path, json=odd, headers=IGNORE)
+            assert (plain.status_code, told.status_code) == (200, 200)
+            assert TOLD not in plain.headers
+            assert told.headers[TOLD] == "colour, weight"
+            refused = await here.http.post(path, json=odd)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "colour")
+
+    play(tmp_path, FakeEngine(), scenario)

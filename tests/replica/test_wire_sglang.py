@@ -1,0 +1,208 @@
+"""SGLang's `/generate` on a replica: what it reads, what it answers, plain and streamed."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from replica_fakes import HE, IM_END, FakeEngine, Running, ids, sse
+from test_replica_wire import play, refusal
+from test_resume_pipeline import events as data_of
+
+from midstream.core.resumption import HEADER_RESUMABLE
+from midstream.core.wires import WIRES
+from midstream.fleet.sessions import session_key
+
+PATH = "/generate"
+PROMPT = [65, 66, 67]
+#: By its position, as the fake engine has it.
+ROUTES = [[[1, 66]], [[2, 67]], [[3, HE % 256]], [[4, 108]]]
+
+
+async def generate(here: Running, sampling: Any = None, **fields: Any) -> httpx.Response:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, **(sampling or {})}, **fields}
+    return await here.http.post(PATH, json=body)
+
+
+def test_an_answer_has_text_ids_numbers_and_labels(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        # As slime asks.
+        sampling = {
+            "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": None, "stop_token_ids": None,
+            "skip_special_tokens": True, "no_stop_trim": True, "spaces_between_special_tokens": False,
+        }  # fmt: skip
+        asked: dict[str, Any] = {"return_logprob": True, "rid": "r", "top_logprobs_num": 1}
+        said = (await generate(here, sampling, **asked, return_text_in_logprobs=True)).json()
+        assert (said["text"], said["output_ids"]) == ("hel", [HE, 108])
+        meta = said["meta_info"]
+        assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("r", 3, 2)
+        assert (meta["cached_tokens"], meta["weight_version"]) == (3, "base")
+        assert meta["weight_versions"] == [{"version": "base", "start": 0, "end": 2}]
+        assert meta["finish_reason"] == {"type": "length", "length": 2}
+        assert meta["output_token_logprobs"] == [[-3.0, HE, "he"], [-4.0, 108, "l"]]
+        assert meta["output_top_logprobs"] == [[[-0.5, 65, "A"]]] * 2
+        assert meta["input_token_logprobs"] == []
+        assert said["midstream"]["sampling_logprobs"] == [-1.5, -2.0]
+        assert said["midstream"]["snapshots"] == [{"snapshot": "base", "start": 0, "end": 2}]
+        assert meta["e2e_latency"] >= 0
+        assert "index" not in said
+        bare = (await generate(here)).json()
+        assert "output_token_logprobs" not in bare["meta_info"]
+        default = (await here.http.post(PATH, json={"text": "ABC"})).json()
+        assert default["meta_info"]["completion_tokens"] == 128 - len(PROMPT)
+        assert here.engine.requests[-1].prompt == tuple(PROMPT)
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_prompt_tokens_are_scored_from_where_the_request_says(tmp_path: Path, start: int) -> None:
+    async def scenario(here: Running) -> None:
+        asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 1}
+        asked |= {"return_routed_experts": True, "routed_experts_start_len": 1}
+        plain = (await generate(here, **asked)).json()
+        *_, last, _ = sse((await generate(here, **asked, stream=True)).text)
+        for said in (plain, last):
+            meta = said["meta_info"]
+            scored = [[-float(p), PROMPT[p], None] for p in range(start, 3)]
+            assert meta["input_token_logprobs"] == [[None, *row[1:]] for row in scored[:1]] + scored[1:]
+            assert meta["input_top_logprobs"] == [None, *[[[-0.5, 65, None]]] * (2 - start)][: 3 - start]
+            data = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+            assert data.reshape(-1, 1, 2).tolist() == ROUTES[1:]
+            assert meta["routed_experts_start_len"] == 1
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+def test_a_request_may_score_its_prompt_alone(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        said = (await generate(here, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0)).json()
+        assert said["output_ids"] == []
+        assert said["meta_info"]["input_token_logprobs"] == [
+            [None, 65, None],
+            [-1.0, 66, None],
+            [-2.0, 67, None],
+        ]
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+def test_a_batch_is_a_list_and_every_choice_has_its_id(tmp_path: Path) -> None:
+    engine = FakeEngine("hello")
+    engine.replies = {1: (*ids("he"), IM_END)}
+
+    async def scenario(here: Running) -> None:
+        asked: dict[str, Any] = {
+            "input_ids": [PROMPT, [68]],
+            "rid": ["a", "b"],
+            "return_logprob": [True, True],
+        }
+        sampling = {"max_new_tokens": 5, "n": 2, "stop": "lo"}
+        plain = (await generate(here, sampling, **asked)).json()
+        assert [said["index"] for said in plain] == [0, 1, 2, 3]
+        assert [said["meta_info"]["id"] for said in plain] == ["a_0", "a_1", "b_0", "b_1"]
+        assert [said["meta_info"]["prompt_tokens"] for said in plain] == [3, 3, 1, 1]
+        assert [said["meta_info"]["cached_tokens"] for said in plain] == [3] * 4
+        ends = [said["meta_info"]["finish_reason"] for said in plain]
+        assert ends == [{"type": "stop", "matched": "lo"}, {"type": "stop", "matched": IM_END}] * 2
+        assert [said["text"] for said in plain] == ["hel", "he"] * 2
+        events = sse((await generate(here, sampling, **asked, stream=True)).text)
+        assert events.pop() == "[DONE]"
+        last = {event["index"]: event for event in events}
+        for said in plain:
+            streamed = last[said["index"]]
+            for one in (said, streamed):
+                one["meta_info"].pop("e2e_latency")
+            assert streamed == said
+        two = (await generate(here, {"n": 2})).json()
+        assert len(two) == 2
+
+    play(tmp_path, engine, scenario)
+
+
+def test_events_tell_all_so_far_or_what_is_new(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": 3},
+            "return_logprob": True,
+            "stream": True,
+        }
+        for new, numbers, resumable in ((False, True, False), (True, True, True), (False, False, True)):
+            sent = body | {"incremental_streaming_output": new, "return_logprob": numbers}
+            answer = await here.http.post(PATH, json=sent, headers={HEADER_RESUMABLE: "1"})
+            assert (HEADER_RESUMABLE in answer.headers) == resumable
+            events = data_of(answer.text)[:-1]
+            told = [event["output_ids"] for event in events]
+            texts = [event["text"] for event in events]
+            whole = [HE, 108, 108]
+            assert told == ([[HE], [108], [108], []] if new else [whole[:1], whole[:2], whole, whole])
+            assert texts == (["he", "l", "l", ""] if new else ["he", "hel", "hell", "hell"])
+            if numbers:
+                for event in events:
+                    rows = event["meta_info"]["output_token_logprobs"]
+                    assert [row[1] for row in rows] == event["output_ids"]
+                    assert len(event["midstream"]["sampling_logprobs"]) == len(rows)
+
+    play(tmp_path, FakeEngine("hello"), scenario)
+
+
+def test_the_session_is_named_by_header_session_id_or_routing_key(tmp_path: Path) -> None:
+    user = WIRES[PATH].user
+
+    async def scenario(here: Running) -> None:
+        for body, headers, key in (
+            ({"routing_key": "k"}, {}, "k"),
+            ({"routing_key": "k", "session_id": "s"}, {}, "s"),
+            ({"session_id": "s"}, {"x-smg-routing-key": "h"}, "h"),
+        ):
+            sent = {"text": "A", "sampling_params": {"max_new_tokens": 1}, **body}
+            request = here.http.build_request("POST", PATH, json=sent, headers=headers)
+            assert (await here.http.send(request)).status_code == 200
+            assert here.replica.sessions.holds(("", key))
+            heads = {name.encode(): value.encode() for name, value in headers.items()}
+            assert session_key(heads, request.content, user) == key
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text": "a"}, "input_ids"),
+        ({"input_ids": None}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [259]}, "input_ids"),
+        ({"input_ids": [[1], "a"]}, "input_ids"),
+        ({"input_ids": None, "text": "a" * 10_000}, "text"),
+        ({"lora_path": "a"}, "lora_path"),
+        ({"image_data": ["a"]}, "image_data"),
+        ({"session_params": {"id": "a"}}, "session_params"),
+        ({"token_ids_logprob": [1]}, "token_ids_logprob"),
+        ({"return_sampling_mask": True}, "return_sampling_mask"),
+        ({"routed_experts_start_len": 4, "return_routed_experts": True}, "routed_experts_start_len"),
+        ({"logprob_start_len": 4, "return_logprob": True}, "logprob_start_len"),
+        ({"top_logprobs_num": 21, "return_logprob": True}, "top_logprobs_num"),
+        ({"rid": ["a", "b"]}, "rid"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{"top_p": 0.5}, {"top_p": 0.6}]}, "sampling_params"),
+        ({"sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"sampling_params": {"ebnf": "root ::= a"}}, "sampling_params.ebnf"),
+        ({"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, "sampling_params.custom_params"),
+        ({"sampling_params": {"stop_regex": "a+"}}, "sampling_params.stop_regex"),
+        ({"returnlogprob": True}, "returnlogprob"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(tmp_path: Path, body: dict[str, Any], param: str) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await here.http.post(PATH, json={"input_ids": PROMPT, "sampling_params": {}, **body})
+        status, message, named = refusal(answer)
+        assert (status, named) == (400, param), message
+        assert param in message
+        assert not here.engine.requests
+
+    play(tmp_path, FakeEngine(), scenario)
