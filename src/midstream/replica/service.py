@@ -165,7 +165,7 @@ class Service(Surroundings):
         if self.gate.door is gate.Door.OPEN:
             asked.check(self.serving(), self.kept.pins.coming)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
-        told = continued is not None and continued.opening.ids is not None
+        told = continued is not None and not given.whole
         prompts = [] if told else await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
