@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.api import status
+from midstream.api.responses import response_routes
 from midstream.api.trajectories import session_routes
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound
 from midstream.core.scopes import SCOPES, Grant, forbidden
@@ -119,6 +120,7 @@ def control_app(
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         *account_routes(deployments),
         *session_routes(deployments),
+        *response_routes(deployments),
     ]
     for prefix in ("", "/inference"):
         routes.append(Route(f"{prefix}/v1/models", endpoints.models, methods=["GET"]))

@@ -80,7 +80,7 @@ class _Api:
         for replica, stats in found:
             by_key.setdefault(stats.key, []).append((replica, stats))
         keys = sorted(by_key)
-        per_replica = [sum(replica == view.name for replica, _ in found) for view in _views(deployment)]
+        per_replica = [sum(replica == view.name for replica, _ in found) for view in views_of(deployment)]
         body = {
             "object": "list",
             "data": [_shown(deployment, by_key[key]) for key in keys[:limit]],
@@ -101,7 +101,7 @@ class _Api:
         """Of each replica that has turns of the session, those turns: a turn's parent is one of the same replica."""
         deployment, session = self._deployments.named(request.headers), _session(request)
         asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        answers, silent = await _post(deployment, "/replica/trace", asked)
+        answers, silent = await ask_replicas(deployment, "/replica/trace", asked)
         traces = [(replica, _traced.decode(answer).trace) for replica, answer in answers]
         found = [
             {"replica": replica, "turns": trace.turns, "forgotten": trace.forgotten}
@@ -117,7 +117,7 @@ class _Api:
     async def delete(self, request: Request) -> Response:
         deployment, session = self._deployments.named(request.headers), _session(request)
         body = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        answers, silent = await _post(deployment, "/replica/sessions/close", body)
+        answers, silent = await ask_replicas(deployment, "/replica/sessions/close", body)
         closed = [replica for replica, answer in answers if msgspec.json.decode(answer)["closed"]]
         known = deployment.sessions.forget(session)
         if not closed and not known:
@@ -142,7 +142,7 @@ def _not_there(session: Session, silent: Sequence[str]) -> None:
     raise NotFound(f"no replica holds a session {session[1]!r}", param="key")
 
 
-def _views(deployment: Deployment) -> Sequence[ReplicaView]:
+def views_of(deployment: Deployment) -> Sequence[ReplicaView]:
     return (*deployment.replicas.views, *deployment.replicas.leaving)
 
 
@@ -150,14 +150,16 @@ async def _ask(
     deployment: Deployment, asked: SessionsAsked
 ) -> tuple[list[tuple[str, SessionStats]], list[str]]:
     """(replica, what it knows) of each session on each replica, and who did not answer."""
-    answers, silent = await _post(deployment, "/replica/sessions", msgspec.json.encode(asked))
+    answers, silent = await ask_replicas(deployment, "/replica/sessions", msgspec.json.encode(asked))
     return [
         (replica, stats) for replica, answer in answers for stats in _held.decode(answer).sessions
     ], silent
 
 
-async def _post(deployment: Deployment, path: str, body: bytes) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """What each replica answered, and who did not."""
+async def ask_replicas(
+    deployment: Deployment, path: str, body: bytes, views: Sequence[ReplicaView] | None = None
+) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """What each replica answered, and who did not. views: those that are asked; None: all."""
     places = asyncio.Semaphore(_ASKED_AT_ONCE)
 
     async def one(view: ReplicaView) -> bytes | None:
@@ -167,7 +169,7 @@ async def _post(deployment: Deployment, path: str, body: bytes) -> tuple[list[tu
             except ReplicaUnavailable:
                 return None
 
-    views = _views(deployment)
+    views = views_of(deployment) if views is None else views
     answers = await asyncio.gather(*map(one, views))
     both = list(zip(views, answers, strict=True))
     told = [(view.name, answer) for view, answer in both if answer is not None]

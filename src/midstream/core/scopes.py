@@ -114,6 +114,9 @@ _INFERENCE = {
         ("GET", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
         ("GET", "/v1/sessions/{key:path}/trace", _SAMPLE_MEANT),
         ("DELETE", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
+        ("GET", "/v1/responses/{id}", _SAMPLE_MEANT),
+        ("DELETE", "/v1/responses/{id}", _SAMPLE_MEANT),
+        ("GET", "/v1/responses/{id}/input_items", _SAMPLE_MEANT),
     )
 }
 

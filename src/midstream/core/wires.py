@@ -31,6 +31,7 @@ PREFIXES = ("", "/inference")
 WIRES: Mapping[str, Wire] = {
     **{prefix + "/v1/completions": Wire("completions") for prefix in PREFIXES},
     **{prefix + "/v1/chat/completions": Wire("chat_completions") for prefix in PREFIXES},
+    **{prefix + "/v1/responses": Wire("responses", "responses") for prefix in PREFIXES},
     # vLLM's, at the root.
     "/tokenize": Wire("tokenize"),
     "/detokenize": Wire("detokenize"),
@@ -57,6 +58,8 @@ _IN_PATH = re.compile(
 )
 #: What SDKs read beside inference.
 _MODELS = re.compile(rb"(?:/inference)?/v1/models(?:/|\Z)")
+#: A stored response. Its client has no other base URL to name it by.
+_STORED = re.compile(rb"(?:/inference)?/v1/responses/[^/]+(?P<items>/input_items)?")
 
 
 def wire_of(path: bytes) -> Wire | None:
@@ -80,8 +83,12 @@ def split_session(target: bytes) -> tuple[bytes | None, bytes]:
 
 
 def is_read_in_session(method: bytes, path: bytes) -> bool:
-    """Whether a client whose base URL names a session may read this path of the control app. path: without the session.
+    """Whether a client whose base URL names a session may ask this path of the control app. path: without the session.
 
-    Nothing that changes a thing is among them, so that each such call has one path in the audit log.
+    Nothing that changes a thing is among them, so that each such call has one path in the audit log; but a stored response is
+    deleted where it was made.
     """
+    stored = _STORED.fullmatch(path)
+    if stored is not None:
+        return method in (b"GET", b"HEAD") or (method == b"DELETE" and stored["items"] is None)
     return method in (b"GET", b"HEAD") and (wire_of(path) is not None or _MODELS.match(path) is not None)

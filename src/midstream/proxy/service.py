@@ -24,6 +24,7 @@ from midstream.proxy.front import FrontRoute, FrontUnauthorized
 from midstream.proxy.proxy import Proxy
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request import ProxiedRequest
+from midstream.proxy.responses_route import RESPONSES, ResponsesRoute
 from midstream.proxy.route import Route
 
 _HEALTH = b"/health"
@@ -95,7 +96,8 @@ class GatewayService:
             request.target = target
             if self.budget.counts_requests:
                 client.count_in_flight()
-            route: Route = ReplicaRoute(self._proxy, request, wire, session)
+            kind = ResponsesRoute if wire.name == RESPONSES else ReplicaRoute
+            route: Route = kind(self._proxy, request, wire, session)
         elif self._proxy.front is not None and request.target.startswith(FRONT_PREFIX):
             route = FrontRoute(self._proxy, request)
         else:

@@ -26,6 +26,7 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     Unauthorized,
 )
+from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
@@ -64,6 +65,7 @@ _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
 _asked = msgspec.json.Decoder(SessionsAsked)
 _hinted = msgspec.json.Decoder(Hint)
+_response_asked = msgspec.json.Decoder(ResponseAsked)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
 #: Of a stream's rest: only its gateway reads why it does not begin.
@@ -104,6 +106,7 @@ class ReplicaApp:
             b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
+            b"/replica/responses": (post, _at_once(lambda request: _response(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
         }
         for prefix in PREFIXES:
@@ -391,6 +394,16 @@ def _close_session(replica: Replica, request: Request) -> Answer:
     if asked.key is None:
         raise InvalidRequest("which session is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
+
+
+def _response(replica: Replica, request: Request) -> Answer:
+    asked = _decoded(request, _response_asked, "a question about a response")
+    found = replica.responses.find(asked.tenant, asked.id)
+    if found is None:
+        return 200, {"found": None}
+    if asked.what == "delete":
+        return 200, {"found": replica.responses.delete(asked.tenant, asked.id)}
+    return 200, {"found": found.input if asked.what == "items" else msgspec.Raw(found.body)}
 
 
 def _hint(replica: Replica, request: Request) -> Answer:

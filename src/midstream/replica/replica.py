@@ -36,6 +36,7 @@ from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
+from midstream.replica.stored import StoredResponses
 from midstream.replica.swap.driver import Checker, Entrance, SwapDriver
 from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
@@ -150,7 +151,16 @@ class Replica:
         self._pulse = Pulse(name, self._changed, monotonic)
         self._beating: asyncio.Task[None] | None = None
         self._grammars = GrammarChecks()
-        self._kept = Kept(self.pins, self.namespaces, self.sessions, self._jobs, self._grammars, self.trees)
+        self.responses = StoredResponses(name, self.trees.close)
+        self._kept = Kept(
+            self.pins,
+            self.namespaces,
+            self.sessions,
+            self._jobs,
+            self._grammars,
+            self.trees,
+            self.responses,
+        )
         self._watch = asyncio.Event()
         self._driving: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None

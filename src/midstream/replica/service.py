@@ -66,6 +66,7 @@ from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, scored_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.sessions import Sessions, stamp_of
+from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar
 from midstream.replica.text.chat import Leave, TextJobs
 from midstream.replica.text.grammarcheck import GrammarChecks
@@ -107,6 +108,7 @@ class Kept:
     jobs: TextJobs
     grammars: GrammarChecks
     trees: Trees
+    responses: StoredResponses
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -124,12 +126,14 @@ class Service(Surroundings):
 
         resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
         """
+        shelf = Shelf(self.kept.responses, headers.get(HEADER_TENANT, ""), resume is not None)
+        reads = partial(_read_from, wire, shelf)
         if resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore":
             # A stream that was let in goes on, whatever the setting says by now.
-            read, ignored = read_known(wire.read, body)
+            read, ignored = read_known(reads, body)
             read = read._replace(ignored=ignored)
         else:
-            read = wire.read(body)
+            read = reads(body)
         try:
             async with self._admitted(wire, read, len(body), headers, resume) as generation:
                 yield generation
@@ -152,7 +156,7 @@ class Service(Surroundings):
         timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
-        history = self._history(checked, session, headers, resumed=resume is not None)
+        history = self._history(checked, session, given, headers, resumed=resume is not None)
         count, size, read = self._unread(parsed, checked, body_size, history)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
@@ -161,7 +165,8 @@ class Service(Surroundings):
         if self.gate.door is gate.Door.OPEN:
             asked.check(self.serving(), self.kept.pins.coming)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
-        prompts = await self._prompts(read, size, headers)
+        told = continued is not None and not given.whole
+        prompts = [] if told else await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
             prompts = continued.prompts(prompts)
@@ -184,10 +189,20 @@ class Service(Surroundings):
         turns = self.kept.sessions.turn(session, stamp_of(headers))
         async with pinned:
             with inside, turns as turn:
-                resumable = can_be_resumed(checked) and self.info.card.has("resume")
+                resumable = given.resumable and can_be_resumed(checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
-                    Work(wire, details, checked, prompts, requests, seed, tool_format, given.ignored),
+                    Work(
+                        wire,
+                        details,
+                        checked,
+                        prompts,
+                        requests,
+                        seed,
+                        tool_format,
+                        given.ignored,
+                        given.whole,
+                    ),
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=continued,
@@ -209,19 +224,31 @@ class Service(Surroundings):
         return await self._prompts(read, characters, headers)
 
     def _history(
-        self, checked: Checked, session: Session | None, headers: Mapping[str, str], *, resumed: bool
+        self,
+        checked: Checked,
+        session: Session | None,
+        given: Read,
+        headers: Mapping[str, str],
+        *,
+        resumed: bool,
     ) -> History | None:
-        """None: the session has nothing of the request. So it is where an answer goes on within its last message."""
+        """None: the session has nothing of the request. So it is where an answer goes on within its last message. A wire's
+        thread stands for the session of a request without one."""
         policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
         if resumed:
             # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
             policy = "template"
         template = checked.template
+        held = None if session is None else partial(self.kept.sessions.holds, session)
+        begins = session is None and given.whole
+        if session is None and given.thread is not None:
+            session = (headers.get(HEADER_TENANT, ""), given.thread)
         chat = checked.kind == "chat"
         if session is None or (chat and (template.continued or template.special_tokens)):
             return None
-        held = partial(self.kept.sessions.holds, session)
-        return History(self.kept.trees, session, self.info.eos_token_ids, policy, records, held)
+        return History(
+            self.kept.trees, session, self.info.eos_token_ids, policy, records, held, begins=begins
+        )
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
@@ -399,6 +426,10 @@ def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     )
     key = unquote(given) if given else session_key(named)
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
+
+
+def _read_from(wire: Wire, shelf: Shelf, body: bytes) -> Read:
+    return wire.read(body, shelf)
 
 
 def _ending_at(

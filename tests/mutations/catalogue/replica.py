@@ -221,8 +221,8 @@ REPLICA = (
     Mutation(
         "a_strange_answer_is_no_branch",
         "replica/turns/history.py",
-        "            elif answers:",
-        "            elif not answers:",
+        "            elif answers and not self._begins:",
+        "            elif not answers and not self._begins:",
         "A history that was not sampled here is a branch, and says so.",
         ("replica/test_turns.py::test_what_this_replica_never_sampled_is_said",),
     ),

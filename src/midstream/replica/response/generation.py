@@ -110,6 +110,8 @@ class Work:
     seed: int
     tool_format: ToolFormat | None = None
     ignored: Sequence[str] = ()
+    #: The body alone gives the prompts.
+    whole: bool = True
 
 
 class Generation:
@@ -141,7 +143,7 @@ class Generation:
         self._cached: dict[int, int] = {}
         self._final_metrics: dict[str, Any] | None = None
         vocabulary = service.text.vocabulary
-        opening = self._opening(work.seed, resumable) if continued is None else continued.opening
+        opening = self._opening(work, resumable) if continued is None else continued.opening
         ends = frozenset(requests[0].sampling.stop_token_ids)
         self._choices, self._stages = choices_and_stages(
             checked, prompts, ends, service.text, work.tool_format, opening.nonce or opening.id
@@ -175,15 +177,15 @@ class Generation:
         if history is not None and history.branch is not None and continued is None:
             self._encoder.seam = {"branch": history.branch}
 
-    def _opening(self, seed: int, resumable: bool) -> Opening:
+    def _opening(self, work: Work, resumable: bool) -> Opening:
         prompts = digest(self._prompts) if resumable else ""
-        continues = resumable and self._history is not None and self._history.continues
-        ids = self._prompts[0].token_ids if continues else None
+        continues = not work.whole or (self._history is not None and self._history.continues)
+        ids = self._prompts[0].token_ids if resumable and continues else None
         drawn, own = uuid.uuid4().hex, self.checked.response_id
         # Clients may give every turn of a trajectory one id.
         nonce = "" if own is None else drawn
         created = int(self._service.clock())
-        return Opening(f"{self._id_prefix}{own or drawn}", created, seed, prompts, ids, nonce)
+        return Opening(f"{self._id_prefix}{own or drawn}", created, work.seed, prompts, ids, nonce)
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
@@ -269,7 +271,7 @@ class Generation:
         return released
 
     async def plain(self) -> bytes:
-        kept = [Kept([], [], []) for _ in self._choices]
+        kept = [self._encoder.kept() for _ in self._choices]
 
         def take(choice: Choice, _: GenerationEvent, pieces: list[Piece]) -> None:
             for piece in pieces:

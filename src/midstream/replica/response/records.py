@@ -57,6 +57,9 @@ class RecordEncoder:
         self._routes = checked.routes
         self._route_dtype: str | UnsetType = "uint16" if wide_routes else UNSET
 
+    def kept(self) -> Kept:
+        return Kept([], [], [])
+
     def raw_output(self, kept: Kept, prompt: Prompt) -> RawOutput:
         """What the model saw and made; under echo the completion begins with the echoed prompt suffix."""
         tokens = kept.echoed + kept.generated

@@ -110,10 +110,14 @@ class History:
         ends: Collection[int],
         policy: Policy = "exact",
         records: RecordsKept = "none",
-        held: Callable[[], bool] = lambda: True,
+        held: Callable[[], bool] | None = None,
+        *,
+        begins: bool = False,
     ) -> None:
-        """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open.
-        Nothing is kept of one that was closed meanwhile."""
+        """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open;
+        None: always. Nothing is kept of one that was closed meanwhile. begins: there was nothing that it could continue, so
+        it is no branch, whatever answers it has."""
+        self._begins = begins
         self._held = held
         self.records = records
         self._trees = trees
@@ -160,7 +164,7 @@ class History:
         if found.turn is None:
             if tree is not None:
                 self.branch = Branch("edited" if answers else "new", found.known)
-            elif answers:
+            elif answers and not self._begins:
                 self.branch = Branch("forgotten" if self._trees.forgot(self._session) else "unknown", 0)
             return None
         self._found = found.turn
@@ -229,7 +233,8 @@ class History:
     def end(self, choice: Choice, created: float) -> None:
         """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
         answer = self._answers.pop(choice.index, None)
-        if answer is None or not self._held() or not (self._keys or answer.tokens):
+        closed = self._held is not None and not self._held()
+        if answer is None or closed or not (self._keys or answer.tokens):
             return
         dropped = self._tree is not None and self._trees.of(self._session) is not self._tree
         if dropped and not self._trees.forgot(self._session):

@@ -20,6 +20,7 @@ from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.shapes import Extras, Kept, RawOutput
+from midstream.replica.stored import Shelf
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.vocabulary import Vocabulary
 
@@ -37,13 +38,17 @@ class ResponseHead(NamedTuple):
 
 class Read(NamedTuple):
     """A body that was read. details: what the wire's responses say of the request. ignored: fields that were passed over.
-    prompt_from, cumulative: as in Checked."""
+    prompt_from, cumulative: as in Checked. thread: what its turns are kept under where it names no session. whole: the body
+    alone gives the prompt. resumable: what the end of a stream repeats follows from token ids."""
 
     body: ChatBody | CompletionBody
     details: Any = None
     ignored: Sequence[str] = ()
     prompt_from: int | None = None
     cumulative: bool = False
+    thread: str | None = None
+    whole: bool = True
+    resumable: bool = True
 
 
 class Encoder(Protocol):
@@ -66,13 +71,16 @@ class Encoder(Protocol):
         """The event behind all choices of a request that asked for its usage."""
 
     def end(self) -> bytes:
-        """The last bytes of a stream."""
+        """The last bytes of a stream; never none."""
 
     def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
         """The client has these pieces from the replica that the stream was on, and the choice's end when it has one."""
 
     def raw_output(self, kept: Kept, prompt: Prompt) -> RawOutput:
         """The tokens of a choice as the model saw and made them."""
+
+    def kept(self) -> Kept:
+        """What a choice of a plain response keeps until `plain`."""
 
     def plain(
         self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
@@ -87,7 +95,7 @@ class Wire(NamedTuple):
 
     name: str
     id_prefix: str
-    read: Callable[[bytes], Read]
+    read: Callable[[bytes, Shelf], Read]
     encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], Encoder]
     rename: Callable[[InvalidRequest, Any], None] = lambda error, details: None
 

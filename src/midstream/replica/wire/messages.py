@@ -8,9 +8,8 @@ does not depend on its cache marks, its beta flags or other fields that change n
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -24,16 +23,22 @@ from midstream.replica.request.schema import (
     check_supported,
     decode,
 )
-from midstream.replica.text.tools import Name
 from midstream.replica.wire.base import Read, TextCall, Texts, Wire
 from midstream.replica.wire.messages_response import MessagesEncoder
+from midstream.replica.wire.reading import (
+    TextBlock,
+    check_neutral,
+    convert,
+    function_tool,
+    kind_of,
+    rename_fields,
+    text_of,
+)
 
-_Block = TypeVar("_Block")
 #: Of a tool: what changes neither the prompt nor the answer.
 _TOLERATED_OF_TOOLS = frozenset(
     {"cache_control", "defer_loading", "eager_input_streaming", "input_examples", "allowed_callers"}
 )
-_OF_TOOLS = frozenset({"type", "name", "description", "input_schema", "strict"}) | _TOLERATED_OF_TOOLS
 #: What it takes as asking for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (None,),
@@ -113,10 +118,6 @@ class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_tokens: Annotated[int, Meta(ge=1)]
 
 
-class _Text(msgspec.Struct, frozen=True):
-    text: str
-
-
 class _Thinking(msgspec.Struct, frozen=True):
     thinking: str
 
@@ -148,7 +149,8 @@ def read(body: bytes) -> Read:
 
 
 async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, int]:
-    parsed, places, *_ = _as_chat(decode(body, _count))
+    given = _as_chat(decode(body, _count))
+    parsed, places = given.body, given.details
     try:
         texts.names.wanted(texts.names.model if parsed.model is None else parsed.model)
         (prompt,) = await texts.prompts(parsed, len(body), headers)
@@ -159,9 +161,7 @@ async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) ->
 
 
 def _as_chat(body: CountBody) -> Read:
-    for field, neutral in _NEUTRAL.items():
-        if getattr(body, field) not in neutral:
-            raise InvalidRequest(f"{field}: not supported by this server; leave it out", param=field)
+    check_neutral(body, _NEUTRAL)
     messages, places = _chat_messages(body)
     stops = _stops(body.stop_sequences)
     choice, config = body.tool_choice, body.output_config or _OutputConfig()
@@ -208,7 +208,7 @@ def _chat_messages(body: CountBody) -> tuple[list[dict[str, Any]], Places]:
     messages: list[dict[str, Any]] = []
     places: list[int | None] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system", "system")})
+        messages.append({"role": "system", "content": text_of(body.system, "system", "system")})
         places.append(None)
     if not body.messages:
         raise InvalidRequest("messages: must hold at least one message", param="messages")
@@ -241,13 +241,13 @@ def _chat_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
 def _assistant(blocks: list[tuple[Any, str]]) -> dict[str, Any]:
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for block, where in blocks:
-        kind = _kind(block, where, ("text", "tool_use", "thinking", "redacted_thinking"), "messages")
+        kind = kind_of(block, where, ("text", "tool_use", "thinking", "redacted_thinking"), "messages")
         if kind == "text":
-            texts.append(_convert(block, _Text, where).text)
+            texts.append(convert(block, TextBlock, where, "messages").text)
         elif kind == "thinking":
-            thoughts.append(_convert(block, _Thinking, where).thinking)
+            thoughts.append(convert(block, _Thinking, where, "messages").thinking)
         elif kind == "tool_use":
-            use = _convert(block, _ToolUse, where)
+            use = convert(block, _ToolUse, where, "messages")
             arguments = json.dumps(use.input, ensure_ascii=False)
             function = {"name": use.name, "arguments": arguments}
             calls.append({"id": use.id, "type": "function", "function": function})
@@ -262,50 +262,18 @@ def _assistant(blocks: list[tuple[Any, str]]) -> dict[str, Any]:
 def _user(blocks: list[tuple[Any, str]]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for block, where in blocks:
-        if _kind(block, where, ("text", "tool_result"), "messages") == "text":
-            text = _convert(block, _Text, where).text
+        if kind_of(block, where, ("text", "tool_result"), "messages") == "text":
+            text = convert(block, TextBlock, where, "messages").text
             if made and made[-1]["role"] == "user":
                 made[-1]["content"] += text
             else:
                 made.append({"role": "user", "content": text})
             continue
-        result = _convert(block, _ToolResult, where)
-        content = _text(result.content or "", f"{where}.content", "messages")
+        result = convert(block, _ToolResult, where, "messages")
+        content = text_of(result.content or "", f"{where}.content", "messages")
         answer = {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
         made.append(answer | ({"is_error": True} if result.is_error else {}))
     return made or [{"role": "user", "content": ""}]
-
-
-def _text(given: str | list[dict[str, Any]], where: str, param: str) -> str:
-    """The text of a string or of text blocks, which follow each other without anything between."""
-    if isinstance(given, str):
-        return given
-    texts = []
-    for index, block in enumerate(given):
-        at = f"{where}[{index}]"
-        _kind(block, at, ("text",), param)
-        texts.append(_convert(block, _Text, at, param).text)
-    return "".join(texts)
-
-
-def _kind(block: Any, where: str, known: tuple[str, ...], param: str) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind not in known:
-        expected = ", ".join(known)
-        raise InvalidRequest(
-            f"{where}: blocks of type {kind!r} are not supported here, only {expected}", param=param
-        )
-    return str(kind)
-
-
-def _convert(block: Any, kind: type[_Block], where: str, param: str = "messages") -> _Block:
-    try:
-        return msgspec.convert(block, kind)
-    except msgspec.ValidationError as error:
-        what, _, at = str(error).partition(" - at `$")
-        what = what.replace("`", "")
-        message = f"{where}{at.removesuffix('`')}: {what[:1].lower()}{what[1:]}"
-        raise InvalidRequest(message, param=param) from error
 
 
 # Tools, stop sequences, formats
@@ -320,23 +288,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if kind not in (None, "custom"):
         message = f"{where}.type: {kind!r} is one of Anthropic's own tools; only custom ones are supported"
         raise InvalidRequest(message, param=f"{where}.type")
-    for name in tool:
-        if name not in _OF_TOOLS:
-            raise UnknownField(f"{where}.{name}")
-    function: dict[str, Any] = {"name": _field(tool, "name", Name, where)}
-    if tool.get("description") is not None:
-        function["description"] = _field(tool, "description", str, where)
-    function["parameters"] = _field(tool, "input_schema", dict[str, Any], where)
-    if tool.get("strict") is not None:
-        function["strict"] = _field(tool, "strict", bool, where)
-    return {"type": "function", "function": function}
-
-
-def _field(tool: dict[str, Any], name: str, kind: Any, where: str) -> Any:
-    at = f"{where}.{name}"
-    if name not in tool:
-        raise InvalidRequest(f"{at}: this field is required", param=at)
-    return _convert(tool[name], kind, at, at)
+    return function_tool(tool, where, "input_schema", _TOLERATED_OF_TOOLS)
 
 
 def _chat_choice(choice: _ToolChoice) -> Any:
@@ -368,40 +320,23 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 # Errors
 
-_PARAMS = {
-    "stop": "stop_sequences",
-    "user": "metadata.user_id",
-    "response_format": "output_config",
-    "reasoning_effort": "output_config",
+_FIELDS = {
+    "stop": ("stop_sequences", "stop_sequences"),
+    "user": ("metadata.user_id", "metadata.user_id"),
+    "response_format": ("output_config", "output_config.format"),
+    "reasoning_effort": ("output_config", "output_config.effort"),
 }
-_SAID = {
-    "stop": "stop_sequences",
-    "user": "metadata.user_id",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-}
-_NAMED = re.compile(r"(?:stop|user|response_format|reasoning_effort)(?=[:. ])")
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
-_TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.parameters)?(?=:)")
 
 
 def rename(error: InvalidRequest, places: Places) -> None:
     """Make the error name fields as this API has them. It was raised for a chat body that `read` made."""
-    message, param = error.message, error.param
-    if param in _PARAMS:
-        error.param = _PARAMS[param]
-        message = _NAMED.sub(lambda found: _SAID[found[0]], message, count=1)
-    elif param == "messages" and (found := _MESSAGE.match(message)):
-        index = places.of_chat[int(found[1])]
-        if index is None:
-            error.param = "system"
-        place = "system" if index is None else f"messages[{index}]"
-        message = place + message[found.end() :]
-    elif param == "tools" and (found := _TOOL.match(message)):
-        error.param = f"{found[1]}.input_schema"
-        message = error.param + message[found.end() :]
-    error.message, error.args = message, (message,)
+
+    def place_of(message: int) -> tuple[str, str]:
+        index = places.of_chat[message]
+        return ("system", "system") if index is None else ("messages", f"messages[{index}]")
+
+    rename_fields(error, _FIELDS, place_of, "input_schema")
 
 
-MESSAGES = Wire("messages", "msg_", read, MessagesEncoder, rename)
+MESSAGES = Wire("messages", "msg_", lambda body, _: read(body), MessagesEncoder, rename)
 COUNT_TOKENS = TextCall("count_tokens", count_tokens)

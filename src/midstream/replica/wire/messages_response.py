@@ -8,28 +8,16 @@ stream goes on with the events that it would have had.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.text import sse_event
-from midstream.core.types import served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Piece, Scored, ToolCall
-from midstream.replica.response.records import RecordEncoder, tell_kv
-from midstream.replica.response.shapes import (
-    ChoiceTail,
-    EarlierKv,
-    Extras,
-    Kept,
-    Logprobs,
-    RawOutput,
-    SnapshotSpan,
-)
+from midstream.replica.response.shapes import Extras, Kept, RawOutput
 from midstream.replica.response.shapes import Usage as ChatUsage
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.base import ResponseHead
+from midstream.replica.wire.telling import Records, TellingEncoder, event
 
 _encode = msgspec.json.Encoder().encode
 _OPENAI_ID = "call_"
@@ -43,22 +31,6 @@ class Usage(msgspec.Struct):
     cache_read_input_tokens: int | None
     #: All of a prompt is cached, and nothing is charged for it.
     cache_creation_input_tokens: int = 0
-
-
-class Records(msgspec.Struct):
-    """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
-    branch: why the request continues no turn of its session."""
-
-    snapshot: str
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    logprobs: Logprobs | UnsetType = UNSET
-    snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
-    perf_metrics: dict[str, Any] | UnsetType = UNSET
-    resumed: dict[str, Any] | UnsetType = UNSET
-    branch: Any = UNSET
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -98,18 +70,13 @@ class Message(msgspec.Struct):
 _SHOWN = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
-class MessagesEncoder(RecordEncoder):
+class MessagesEncoder(TellingEncoder):
     """A wire.base.Encoder of one message."""
 
     def __init__(
         self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: object = None
     ) -> None:
-        super().__init__(checked, vocabulary, wide_routes=head.wide_routes)
-        self._id = head.id
-        self._model = head.model
-        #: Told with the next event that has records.
-        self.seam: dict[str, Any] | UnsetType = UNSET
-        self._records = checked.token_ids or checked.logprobs is not None
+        super().__init__(checked, head, vocabulary)
         #: The delta of the block that is open, and how many blocks were begun.
         self._open: str | None = None
         self._blocks = 0
@@ -143,7 +110,7 @@ class MessagesEncoder(RecordEncoder):
         data += self._close()
         reason, sequence = self._ended(choice, self._last)
         assert isinstance(extras.usage, ChatUsage)
-        return data + _event(
+        return data + event(
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=_usage(extras.usage),
@@ -155,7 +122,7 @@ class MessagesEncoder(RecordEncoder):
         return b""
 
     def end(self) -> bytes:
-        return _event("message_stop")
+        return event("message_stop")
 
     def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
         seam, self.seam = self.seam, UNSET
@@ -170,11 +137,8 @@ class MessagesEncoder(RecordEncoder):
         size = len(prompt.token_ids)
         cached = self.cached.get(0)
         usage = Usage(size - (cached or 0), 0, cached)
-        message = Message(self._id, served_model_name(self._model, snapshot), [], usage)
-        told = Records(snapshot)
-        if self._checked.token_ids:
-            told.prompt_token_ids = prompt.token_ids
-        return _event("message_start", message=message, midstream=told)
+        message = Message(self._id, self._served(snapshot), [], usage)
+        return event("message_start", message=message, midstream=self._first(snapshot, prompt))
 
     def _thinking(self, text: str, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
         data = b""
@@ -199,45 +163,24 @@ class MessagesEncoder(RecordEncoder):
     def _silent(self, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
         """Tokens that show nothing."""
         if self._open is None:
-            return _event("midstream_tokens", midstream=self._told(snapshot, tokens))
+            return event("midstream_tokens", midstream=self._told(snapshot, tokens))
         shown = _SHOWN[self._open]
         return self._delta({"type": self._open, shown: ""}, snapshot, tokens)
 
     def _begin(self, delta: str, block: Block) -> bytes:
         self._open = delta
         self._blocks += 1
-        return _event("content_block_start", index=self._blocks - 1, content_block=block)
+        return event("content_block_start", index=self._blocks - 1, content_block=block)
 
     def _delta(self, delta: dict[str, str], snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
         told = self._told(snapshot, tokens)
-        return _event("content_block_delta", index=self._blocks - 1, delta=delta, midstream=told)
+        return event("content_block_delta", index=self._blocks - 1, delta=delta, midstream=told)
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
         self._open = None
-        return _event("content_block_stop", index=self._blocks - 1)
-
-    def _told(self, snapshot: str, tokens: tuple[Scored, ...]) -> Records:
-        told = Records(snapshot)
-        if self._checked.token_ids:
-            told.token_ids = [scored.record.token_id for scored in tokens]
-        if tokens and (logprobs := self.logprobs(tokens)) is not None:
-            told.logprobs = logprobs
-        if self.seam is not UNSET:
-            told.resumed = self.seam.get("resumed", UNSET)
-            told.branch = self.seam.get("branch", UNSET)
-            self.seam = UNSET
-        return told
-
-    def _tail(self, choice: Choice, snapshot: str, extras: Extras) -> Records:
-        told, kv = self._told(snapshot, ()), ChoiceTail()
-        told.token_ids = UNSET
-        if self._checked.perf_metrics:
-            tell_kv(kv, choice)
-        told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
-        told.perf_metrics = extras.perf_metrics
-        return told
+        return event("content_block_stop", index=self._blocks - 1)
 
     # Both
 
@@ -260,19 +203,14 @@ class MessagesEncoder(RecordEncoder):
         self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
     ) -> bytes:
         (choice,), (had,), (prompt,) = choices, kept, prompts
-        told = self._tail(choice, snapshot, extras)
-        told.snapshots = [SnapshotSpan(*span) for span in choice.spans]
-        if self._checked.token_ids:
-            told.prompt_token_ids = prompt.token_ids
-            told.token_ids = [scored.record.token_id for scored in had.generated]
-        if (logprobs := self.logprobs(had.generated)) is not None:
-            told.logprobs = logprobs
+        told = self._whole(choice, had, prompt, snapshot, extras)
         assert isinstance(extras.usage, ChatUsage)
         last = had.generated[-1].record.token_id if had.generated else None
         reason, sequence = self._ended(choice, last)
-        model = served_model_name(self._model, snapshot)
         usage = _usage(extras.usage)
-        message = Message(self._id, model, _blocks(had), usage, reason, sequence, midstream=told)
+        message = Message(
+            self._id, self._served(snapshot), _blocks(had), usage, reason, sequence, midstream=told
+        )
         return _encode(message)
 
 
@@ -300,7 +238,3 @@ def _usage(usage: ChatUsage) -> Usage:
     details = usage.prompt_tokens_details
     cached = None if details is UNSET else details.cached_tokens
     return Usage(usage.prompt_tokens - (cached or 0), usage.completion_tokens, cached)
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return b"event: %b\n%b" % (name.encode(), sse_event({"type": name, **fields}))

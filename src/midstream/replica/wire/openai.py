@@ -211,5 +211,5 @@ def _call(call: ToolCall) -> CallEntry:
     return CallEntry(call.id, FunctionCall(call.name, call.arguments))
 
 
-COMPLETIONS = Wire("completions", "cmpl-", lambda body: Read(parse_completion(body)), OpenAIEncoder)
-CHAT = Wire("chat_completions", "chatcmpl-", lambda body: Read(parse_chat(body)), OpenAIEncoder)
+COMPLETIONS = Wire("completions", "cmpl-", lambda body, _: Read(parse_completion(body)), OpenAIEncoder)
+CHAT = Wire("chat_completions", "chatcmpl-", lambda body, _: Read(parse_chat(body)), OpenAIEncoder)

@@ -471,4 +471,4 @@ def _rename(error: InvalidRequest, details: Details) -> None:
     rename(error, {**_WIRE_NAMES, "prompt": details.prompt})
 
 
-SGLANG_GENERATE = Wire("sglang_generate", "", read, SGLangEncoder, _rename)
+SGLANG_GENERATE = Wire("sglang_generate", "", lambda body, _: read(body), SGLangEncoder, _rename)

@@ -10,11 +10,13 @@ from midstream.core.wires import wire_of
 from midstream.replica.wire.base import TextCall, Wire
 from midstream.replica.wire.messages import COUNT_TOKENS, MESSAGES
 from midstream.replica.wire.openai import CHAT, COMPLETIONS
+from midstream.replica.wire.responses import RESPONSES
 from midstream.replica.wire.sglang import SGLANG_GENERATE
 from midstream.replica.wire.textcalls import DETOKENIZE, TOKENIZE
 from midstream.replica.wire.vllm import RENDER_CHAT, RENDER_COMPLETIONS, VLLM_GENERATE
 
-GENERATING = {wire.name: wire for wire in (CHAT, COMPLETIONS, MESSAGES, VLLM_GENERATE, SGLANG_GENERATE)}
+_GENERATING = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, VLLM_GENERATE, SGLANG_GENERATE)
+GENERATING = {wire.name: wire for wire in _GENERATING}
 _CALLS = (TOKENIZE, DETOKENIZE, COUNT_TOKENS, RENDER_CHAT, RENDER_COMPLETIONS)
 TEXT_CALLS: dict[str, TextCall] = {call.name: call for call in _CALLS}
 

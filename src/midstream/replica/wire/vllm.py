@@ -455,7 +455,7 @@ async def _render(
 VLLM_GENERATE = Wire(
     "vllm_generate",
     "generate-tokens-",
-    read,
+    lambda body, _: read(body),
     GenerateEncoder,
     lambda error, _: rename(error, _WIRE_NAMES),
 )

@@ -1,0 +1,102 @@
+"""Stored responses of OpenAI's Responses API: one as it was answered, its items, its end.
+
+    GET /v1/responses/ID    DELETE /v1/responses/ID    GET /v1/responses/ID/input_items?limit=20&order=desc&after=ITEM
+
+Always holds:
+- A tenant sees and deletes its own responses only; those of others are a 404. They are those of the deployment that the
+  headers name, else of the default one.
+- The replica that the id names is asked first, then all others: a stream may have ended on another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.api.trajectories import ask_replicas, views_of
+from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
+from midstream.core.responses import ResponseAsked, ResponseFound, holder_of
+from midstream.core.types import HEADER_TENANT
+from midstream.fleet.registry import Deployments
+from midstream.http.bodies import whole_number
+from midstream.proxy.responses_route import view_named
+
+PAGE_SIZE = 20
+PAGE_SIZE_MAX = 100
+_NOTHING = (b"null", b"false")
+
+_found = msgspec.json.Decoder(ResponseFound)
+
+
+def response_routes(deployments: Deployments) -> list[BaseRoute]:
+    api = _Api(deployments)
+    routes: list[BaseRoute] = []
+    for prefix in ("", "/inference"):
+        one = prefix + "/v1/responses/{id}"
+        routes += [
+            Route(one + "/input_items", api.items, methods=["GET"]),
+            Route(one, api.get, methods=["GET"]),
+            Route(one, api.delete, methods=["DELETE"]),
+        ]
+    return routes
+
+
+class _Api:
+    def __init__(self, deployments: Deployments) -> None:
+        self._deployments = deployments
+
+    async def get(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidRequest("stream: a stored response is not streamed again", param="stream")
+        return Response(await self._ask(request, "response"), media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        await self._ask(request, "delete")
+        return JSONResponse({"id": request.path_params["id"], "object": "response", "deleted": True})
+
+    async def items(self, request: Request) -> Response:
+        limit = whole_number(request, "limit", PAGE_SIZE, 1, PAGE_SIZE_MAX)
+        order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"order: must be asc or desc, got {order!r}", param="order")
+        found: list[dict[str, Any]] = msgspec.json.decode(await self._ask(request, "items"))
+        if order == "desc":
+            found.reverse()
+        if after is not None:
+            at = next((i for i, item in enumerate(found) if item["id"] == after), None)
+            if at is None:
+                raise InvalidRequest(f"after: there is no item {after!r}", param="after")
+            found = found[at + 1 :]
+        page = found[:limit]
+        body = {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(found) > limit,
+        }
+        return JSONResponse(body)
+
+    async def _ask(self, request: Request, what: Literal["response", "items", "delete"]) -> bytes:
+        """What a replica has of the response, as JSON. Raises NotFound, and ReplicaUnavailable where that is not known."""
+        deployment, id = self._deployments.named(request.headers), str(request.path_params["id"])
+        asked = msgspec.json.encode(ResponseAsked(request.headers.get(HEADER_TENANT, ""), id, what))
+        views = views_of(deployment)
+        first = view_named(views, holder_of(id))
+        unknown: list[str] = []
+        for some in ([first] if first else [], [view for view in views if view is not first]):
+            answers, silent = await ask_replicas(deployment, "/replica/responses", asked, some)
+            unknown += silent
+            for _, answer in answers:
+                found = bytes(_found.decode(answer).found)
+                if found not in _NOTHING:
+                    return found
+        if unknown:
+            raise ReplicaUnavailable(
+                f"not known whether there is such a response: no answer of {', '.join(unknown)}"
+            )
+        raise NotFound(f"there is no response {id!r}; it was not stored, or was deleted, dropped or lost")

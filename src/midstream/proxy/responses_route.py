@@ -1,0 +1,64 @@
+"""A request for OpenAI's Responses API, which may continue a response that another replica holds.
+
+Only a replica reads the body. One that has no such response answers with a 404 that names the replica of the response's id
+(core/responses.py), and the request goes there.
+
+Always holds: a request is sent on so once. Where the replica it names cannot be asked now, the answer is a 503, as the response
+may still be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.responses import HEADER_HELD_BY
+from midstream.fleet.view import ReplicaView
+from midstream.proxy.replica_route import ReplicaRoute
+from midstream.proxy.request_state import Event, Phase
+from midstream.proxy.route import ELSEWHERE, HEAD, Headers, Judgement, ResponseHead
+
+RESPONSES = "responses"
+_HELD_BY = HEADER_HELD_BY.encode()
+
+
+class ResponsesRoute(ReplicaRoute):
+    #: Who may hold the response, as the last answer says.
+    _holder = ""
+    #: The replicas that are passed over for it.
+    _passed: frozenset[str] = frozenset()
+
+    def _answers(self, status: int, headers: Headers) -> Event:
+        if status == NotFound.status and not self._passed:
+            named = next((value for name, value in headers if name == _HELD_BY), b"")
+            self._holder = named.decode("latin-1")
+            if self._holder:
+                self._not_begun()
+                return Event.REFUSED
+        if status == 200:
+            # Others may go on with the stream if this one is lost.
+            self._tried -= self._passed
+        return super()._answers(status, headers)
+
+    def held(self, phase: Phase, head: ResponseHead) -> Judgement:
+        named, self._holder = self._holder, ""
+        if not named:
+            return super().held(phase, head)
+        views = self._deployment.replicas.views
+        holder = view_named(views, named)
+        if holder is None or holder is self._view or holder.name in self._tried:
+            return HEAD
+        if not holder.usable:
+            return self._failed(ReplicaUnavailable(f"{named}, which made the response, cannot be asked now"))
+        self._passed = frozenset(view.name for view in views if view is not holder) - self._tried
+        self._tried |= self._passed
+        self._proxy.metrics.retries["holder"] += 1
+        return ELSEWHERE
+
+
+def view_named(views: Sequence[ReplicaView], name: str) -> ReplicaView | None:
+    """The replica of this name, which may be one of its own that the gateway does not use."""
+    for view in views:
+        if name in (view.name, view.report.replica if view.report else None):
+            return view
+    return None

@@ -1,0 +1,100 @@
+"""midstream's own object `midstream` in the responses and events of other APIs than chat, which have no place for records.
+
+Always holds: every such object names the snapshot of its tokens. A seam is told once, in the next object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from midstream.core.text import sse_event
+from midstream.core.types import served_model_name
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.choice import Choice, Scored
+from midstream.replica.response.records import RecordEncoder, tell_kv
+from midstream.replica.response.shapes import ChoiceTail, EarlierKv, Extras, Kept, Logprobs, SnapshotSpan
+from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.base import ResponseHead
+
+
+class Records(msgspec.Struct):
+    """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
+    branch: why the request continues no turn of its session."""
+
+    snapshot: str
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    logprobs: Logprobs | UnsetType = UNSET
+    snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+    resumed: dict[str, Any] | UnsetType = UNSET
+    branch: Any = UNSET
+
+
+class TellingEncoder(RecordEncoder):
+    """A RecordEncoder that tells records in such objects. told_logprobs: the request asked for them there."""
+
+    def __init__(
+        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, *, told_logprobs: bool = True
+    ) -> None:
+        super().__init__(checked, vocabulary, wide_routes=head.wide_routes)
+        self._id = head.id
+        self._model = head.model
+        #: Told with the next event that has records.
+        self.seam: dict[str, Any] | UnsetType = UNSET
+        self._told_logprobs = told_logprobs and checked.logprobs is not None
+        #: Whether each token is told of.
+        self._records = checked.token_ids or self._told_logprobs
+
+    def _served(self, snapshot: str) -> str:
+        return served_model_name(self._model, snapshot)
+
+    def _first(self, snapshot: str, prompt: Prompt) -> Records:
+        """Of the event that begins a stream."""
+        told = Records(snapshot)
+        if self._checked.token_ids:
+            told.prompt_token_ids = prompt.token_ids
+        return told
+
+    def _told(self, snapshot: str, tokens: tuple[Scored, ...]) -> Records:
+        told = Records(snapshot)
+        if self._checked.token_ids:
+            told.token_ids = [scored.record.token_id for scored in tokens]
+        if tokens and self._told_logprobs and (logprobs := self.logprobs(tokens)) is not None:
+            told.logprobs = logprobs
+        if self.seam is not UNSET:
+            told.resumed = self.seam.get("resumed", UNSET)
+            told.branch = self.seam.get("branch", UNSET)
+            self.seam = UNSET
+        return told
+
+    def _tail(self, choice: Choice, snapshot: str, extras: Extras) -> Records:
+        """Of the event that ends a stream."""
+        told, kv = self._told(snapshot, ()), ChoiceTail()
+        told.token_ids = UNSET
+        if self._checked.perf_metrics:
+            tell_kv(kv, choice)
+        told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
+        told.perf_metrics = extras.perf_metrics
+        return told
+
+    def _whole(self, choice: Choice, had: Kept, prompt: Prompt, snapshot: str, extras: Extras) -> Records:
+        """Of a plain response."""
+        told = self._tail(choice, snapshot, extras)
+        told.snapshots = [SnapshotSpan(*span) for span in choice.spans]
+        if self._checked.token_ids:
+            told.prompt_token_ids = prompt.token_ids
+            told.token_ids = [scored.record.token_id for scored in had.generated]
+        if self._told_logprobs and (logprobs := self.logprobs(had.generated)) is not None:
+            told.logprobs = logprobs
+        return told
+
+
+def event(name: str, /, **fields: Any) -> bytes:
+    """A server-sent event whose data repeats its name in `type`."""
+    return b"event: %b\n%b" % (name.encode(), sse_event({"type": name, **fields}))
