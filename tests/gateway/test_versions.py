@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -726,26 +726,56 @@ def test_the_replica_that_serves_it_is_lost_and_nobody_else_does(caplog: pytest.
     run(main)
 
 
+async def served_when(stage: Stage, request: bytes, comes: Callable[[], None]) -> tuple[str, str]:
+    """As `served`; `comes` is called while a connection to the first replica is being opened."""
+    connecting, go_on = asyncio.Event(), asyncio.Event()
+    pool = stage.pool(stage.views[0])
+    real = pool.open
+
+    async def slow(**given: Any) -> Any:
+        connecting.set()
+        await go_on.wait()
+        return await real(**given)
+
+    pool.open = slow  # type: ignore[method-assign]
+    asked = asyncio.create_task(served(stage, request))
+    await connecting.wait()
+    comes()
+    go_on.set()
+    return await asked
+
+
 def test_a_replica_whose_report_is_lost_while_a_connection_is_opened_is_still_asked() -> None:
     async def main() -> None:
         mock = Versioned("v1")
         async with staged(mock) as stage:
             serve(stage, 0, "v1")
-            view, connecting, go_on = stage.views[0], asyncio.Event(), asyncio.Event()
-            pool = stage.pool(view)
-            real = pool.open
 
-            async def slow(**given: Any) -> Any:
-                connecting.set()
-                await go_on.wait()
-                return await real(**given)
+            def lost() -> None:
+                stage.views[0].report = None
 
-            pool.open = slow  # type: ignore[method-assign]
-            asked = asyncio.create_task(served(stage, asking(snapshot="v1")))
-            await connecting.wait()
-            view.report = None
-            go_on.set()
-            assert await asked == ("replica-0", "v1")
+            assert await served_when(stage, asking(snapshot="v1"), lost) == ("replica-0", "v1")
             assert mock.admitted == [Admitted("v1", pinned=True)]
+
+    run(main)
+
+
+@pytest.mark.parametrize("asked", [{"snapshot": "v1"}, {"max_staleness": 0}], ids=str)
+def test_a_snapshot_that_comes_while_a_connection_is_opened_was_not_judged(asked: dict[str, Any]) -> None:
+    async def main() -> None:
+        mocks = [Versioned("v1"), Versioned("v1")]
+        async with staged(*mocks) as stage:
+            tell(stage, "v2", "v1", ready=["v2", "v1"])
+            serve(stage, 0, "v1")
+            serve(stage, 1, "v2")
+
+            def another_comes() -> None:
+                mocks[0].snapshot = "v2"
+                serve(stage, 0, "v2")
+                serve(stage, 1, "v1")
+
+            assert await served_when(stage, asking(**asked), another_comes) == ("replica-1", "v1")
+            admitted = Admitted("v1", pinned="snapshot" in asked)
+            assert [mock.admitted for mock in mocks] == [[admitted], [replace(admitted, body=True)]]
 
     run(main)

@@ -190,6 +190,18 @@ def _a_kill_at_the_start_is_final() -> None:
     Life._was_killed = never  # type: ignore[method-assign]
 
 
+def _a_later_report_admits() -> None:
+    """A request goes by what its replica reports while it is sent there, which nobody judged."""
+    before = ReplicaRoute._own_lines
+
+    def own_lines(self: ReplicaRoute) -> list[bytes]:
+        assert self._view is not None
+        self._placed_under = self._view.report or self._placed_under
+        return before(self)
+
+    ReplicaRoute._own_lines = own_lines  # type: ignore[method-assign]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
@@ -215,4 +227,5 @@ FOUND_AT = {
     "places_leak": (0, "nobody asked for anything"),
     "old_by_the_clock": (7, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),
+    "a_later_report_admits": (2687, "pinned to"),
 }

@@ -23,6 +23,8 @@ FOUND = {
     188: "base weights over a stale connection",
     # A gateway that was killed while it started ended the whole server.
     1775: "killed at the start",
+    # A replica switched while a connection to it was opened, and was asked for its new snapshot instead of the pinned one.
+    2687: "pinned to another snapshot",
 }
 
 

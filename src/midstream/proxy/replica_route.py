@@ -116,8 +116,8 @@ class ReplicaRoute(Route):
     _sent = False
     #: Its answer is not a refusal.
     _served = False
-    #: What the replica had reported when it was sent, or before, when it was placed; and the boot, when it was placed.
-    _sent_under: ReplicaReport | None = None
+    #: What the replica had reported when it was placed, and the boot. Nobody judged a report that comes while it connects.
+    _placed_under: ReplicaReport | None = None
     _boot = ""
     #: What the client wants done when its stream is lost (resumption.FAILOVER_MODES).
     _mode = "off"
@@ -226,7 +226,7 @@ class ReplicaRoute(Route):
         self.pool = upstream.pool
         self._here = request
         self._died, self._began_anew, self._unfit, self._sent = False, False, None, False
-        self._sent_under = view.report
+        self._placed_under = view.report
         self._boot = "" if view.report is None else view.report.boot
 
     def leave(self) -> None:
@@ -249,8 +249,6 @@ class ReplicaRoute(Route):
 
     def _own_lines(self) -> list[bytes]:
         assert self._view is not None
-        # Connecting takes a while, in which the report may go.
-        self._sent_under = self._view.report or self._sent_under
         lines = [self._proxy.replica_header] if self._proxy.replica_header else []
         if self._boot:
             lines.append(b"%b: %b" % (_BOOT, self._boot.encode()))
@@ -258,8 +256,8 @@ class ReplicaRoute(Route):
         lines += session_lines(self._request.first, self._session, stamp, self._in_path is not None)
         lines += self._proxy.fields_lines(self._deployment)
         if self._versions is not None:
-            assert self._sent_under is not None
-            lines += self._versions.lines(self._view, self._sent_under)
+            assert self._placed_under is not None
+            lines += self._versions.lines(self._view, self._placed_under)
         if not self._lost and self._resumable:
             lines.append(RESUMABLE + b": 1")
         return lines
@@ -334,7 +332,7 @@ class ReplicaRoute(Route):
         if self._versions is None:
             self._versions = self._judge_of(NOTHING)
         try:
-            self._versions.refused(self._view, unfit, self._sent_under)
+            self._versions.refused(self._view, unfit, self._placed_under)
         except MidstreamError as error:
             return self._failed(error)
         self._proxy.metrics.retries["other_snapshot"] += 1

@@ -95,10 +95,10 @@ class VersionJudge:
         self.constraint, self._body = self.constraint.with_(constraint), True
 
     def refused(self, view: ReplicaView, refusal: Refusal, under: ReplicaReport | None) -> None:
-        """The replica did not take the request, which was sent when `under` was its report.
+        """The replica did not take the request, which was placed when `under` was its report.
 
         The refusal counts until the replica's next report. It does not count if the replica has reported another snapshot
-        since the request was sent: then the refusal may be older. Raises InvalidRequest when the body contradicts the headers.
+        since the request was placed: then the refusal may be older. Raises InvalidRequest if the body contradicts the headers.
         """
         told = not self._body and refusal.constraint != NOTHING
         self._learn_body(refusal.constraint)
@@ -163,7 +163,7 @@ class VersionJudge:
         return self._met(view.report.snapshot, view.report.pinnable)
 
     def lines(self, view: ReplicaView, under: ReplicaReport) -> list[bytes]:
-        """Header lines for the replica: the decision on which the request is sent there. under: the report that it goes by."""
+        """Header lines for the replica: the decision on which the request is sent there. under: the report that was judged."""
         if self.constraint.empty:
             return []
         report, refusal = self._heard.get(view, (None, None))
