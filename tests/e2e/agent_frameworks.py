@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 Place = Literal["desk", "door", "lamp"]
 LOOKS: list[str] = []
+ROUNDS = 4
 
 
 def look(where: Place) -> str:
@@ -27,20 +28,31 @@ async def openai_agents(base_url: str, model: str, api: str) -> Any:
     agents.set_default_openai_client(AsyncOpenAI(base_url=base_url, api_key="k"), use_for_tracing=False)
     agents.set_default_openai_api("responses" if api == "responses" else "chat_completions")
     agents.set_tracing_disabled(True)
-    settings = agents.ModelSettings(tool_choice="required", max_tokens=200, temperature=1.0)
+    settings = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=400)
     agent = agents.Agent(
         name="finder",
         instructions="Find the key.",
         model=model,
         model_settings=settings,
         tools=[agents.function_tool(look)],
+        # What an untrained model says after a call has no end.
+        tool_use_behavior="stop_on_first_tool",
+        reset_tool_choice=False,
     )
-    first = await agents.Runner.run(agent, "Where is the key?")
-    # The framework keeps the history, and sends it back in its own words.
-    second = await agents.Runner.run(
-        agent, [*first.to_input_list(), {"role": "user", "content": "Look again."}]
-    )
-    return [str(first.final_output), str(second.final_output)]
+    history: list[Any] = []
+    said = []
+    for number in range(ROUNDS):
+        # The framework keeps the history, and sends it back in its own words.
+        asked = [*history, {"role": "user", "content": f"Look again, {number}."}]
+        if number % 2:
+            result: Any = agents.Runner.run_streamed(agent, asked)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await agents.Runner.run(agent, asked)
+        history = result.to_input_list()
+        said.append(str(result.final_output))
+    return said
 
 
 async def pydantic_ai(base_url: str, model: str, api: str) -> Any:
@@ -64,11 +76,16 @@ async def pydantic_ai(base_url: str, model: str, api: str) -> Any:
         served = OpenAIChatModel(model, provider=OpenAIProvider(base_url=base_url, api_key="k"))
     settings: Any = {"max_tokens": 400, "parallel_tool_calls": False}
     agent = Agent(served, output_type=Found, tools=[look], instructions="Find.", model_settings=settings)
-    first = await agent.run("Where is the key?")
-    async with agent.run_stream("Look again.", message_history=first.all_messages()) as streamed:
-        second = await streamed.get_output()
-    third = await agent.run("And again.", message_history=streamed.all_messages())
-    return [first.output.where, second.where, third.output.where]
+    history: list[Any] = []
+    said = []
+    # It may find the key at once.
+    while len(said) < ROUNDS or not LOOKS:
+        async with agent.run_stream("Look again.", message_history=history) as streamed:
+            said.append((await streamed.get_output()).where)
+        result = await agent.run("And again.", message_history=streamed.all_messages())
+        said.append(result.output.where)
+        history = result.all_messages()
+    return said
 
 
 RUNS: dict[str, Any] = {
