@@ -24,6 +24,9 @@ FOUND = {
     # A gateway that was killed while it started ended the whole server.
     1775: "killed at the start",
     # A replica switched while a connection to it was opened, and was asked for its new snapshot instead of the pinned one.
+    # A snapshot whose check was given up for a newer one served, and the ledger had none to fall back to when that one failed.
+    2535: "base weights behind a check that was given up",
+    4589: "base weights behind a check that was given up",
     2687: "pinned to another snapshot",
 }
 
