@@ -162,6 +162,36 @@ def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(url: str
     on_ledger(url, work)
 
 
+@pytest.mark.parametrize(
+    ("stages", "ready"),
+    [
+        ([("a", Stage.CHECKING), ("b", Stage.FETCHING)], True),
+        ([("a", Stage.STAGED), ("b", Stage.FETCHING)], False),
+        ([("a", Stage.CHECKING)], False),
+        ([("a", Stage.CHECKING), ("a", Stage.ERROR), ("b", Stage.FETCHING)], False),
+        # Loaded once more, and not checked to the end.
+        ([("a", Stage.CHECKING), ("a", Stage.ERROR), ("a", Stage.CHECKING), ("b", Stage.FETCHING)], False),
+        ([("a", Stage.FETCHING), ("a", Stage.ERROR), ("a", Stage.CHECKING), ("b", Stage.FETCHING)], True),
+        ([("base", Stage.CHECKING), ("b", Stage.FETCHING)], False),
+    ],
+)
+def test_what_goes_on_serving_without_the_end_of_its_check_was_ready(
+    url: str, stages: list[tuple[str, Stage]], ready: bool
+) -> None:
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        await signal(ledger, "b")
+        for seq, (identity, stage) in enumerate(stages):
+            await ledger.record(DEPLOYMENT, "replica-0", "boot", [moved(seq, identity, 2, stage)])
+        state = await ledger.state(DEPLOYMENT)
+        assert (state.ever_ready, [one.snapshot for one in state.fallbacks]) == (
+            ready,
+            ["a"] if ready else [],
+        )
+
+    on_ledger(url, work)
+
+
 def test_which_boots_served_when_the_first_snapshot_was_signalled_is_remembered(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         for identity, boots in (("a", ("one", "two")), ("b", ("two", "three"))):

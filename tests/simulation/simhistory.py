@@ -383,7 +383,7 @@ class History:
         trouble = world.bucket.trouble
         trouble.fails, trouble.wrong, trouble.seconds = 0.0, 0.0, 0.02
         world.disk.trouble = DiskTrouble()
-        world.network.weather.stalled = None
+        world.network.calm()
         self._fail_staging(0.0)
         for process in world.processes.alive():
             if process.stopped:

@@ -166,6 +166,15 @@ class Network:
     def left(self, transport: SimTransport) -> None:
         self._of.get(transport.process, {}).pop(transport, None)
 
+    def calm(self) -> None:
+        """No connection is stalled any more: also what is under way on one arrives."""
+        self.weather.stalled = None
+        for transports in self._of.values():
+            for transport in transports:
+                transport.hasten()
+                # Its process may have died, and have written that.
+                transport.other.hasten()
+
     def connections(self, process: Process) -> list[SimTransport]:
         return list(self._of.get(process, ()))
 
@@ -292,6 +301,14 @@ class SimTransport(asyncio.Transport):
         self._last_arrival = at
         self._under_way.append((at, what))
         self._loop.call_at(at, self.other.take, context=self.other.context)
+
+    def hasten(self) -> None:
+        """What is under way arrives within the network's latency, in its order."""
+        latest = self._loop.now + self._network.delay()
+        if self._under_way and self._under_way[-1][0] > latest:
+            self._under_way = deque((min(at, latest), what) for at, what in self._under_way)
+            self._last_arrival = latest
+            self._loop.call_at(latest, self.other.take, context=self.other.context)
 
     def take(self) -> None:
         """Called in the other end's process: what has come by now."""

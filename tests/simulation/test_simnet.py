@@ -134,3 +134,28 @@ def test_who_reads_from_a_process_that_dies_does_not_wait_for_ever() -> None:
     tasks = [simulated(seed, first_line, killed=True) for seed in range(40)]
     assert [seed for seed, task in enumerate(tasks) if not task.done()] == []
     assert {task.result() for task in tasks} == {"ConnectionResetError", "IncompleteReadError"}
+
+
+def test_calm_brings_what_a_stall_holds_up() -> None:
+    """Else a process may not have heard of another for seconds of calm, and say so to its clients."""
+    loop = SimLoop(random.Random(1))
+    network = loop.network = Network(loop, random.Random(1))
+    loop.processes = Processes(loop, {}, ())
+    server, user = Process("server", 1), Process("user", 2)
+    network.weather.stalled = {frozenset((server.name, user.name)): 50.0}
+
+    class Serving(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            transport.write(HALF)
+            transport.write(b"ne\n")
+
+    asyncio._set_running_loop(loop)
+    try:
+        server.context.run(network.listen, Serving, ADDRESS, None)
+        task = loop.create_task(first_line(), context=user.context)
+        assert not loop.run_until(task.done, 10.0)
+        network.calm()
+        assert loop.run_until(task.done, 11.0)
+    finally:
+        asyncio._set_running_loop(None)
+    assert task.result() == "a line"

@@ -25,6 +25,11 @@ FOUND = {
     1775: "killed at the start",
     # A replica switched while a connection to it was opened, and was asked for its new snapshot instead of the pinned one.
     2687: "pinned to another snapshot",
+    # A snapshot whose check was given up for a newer one served, and the ledger had none to fall back to when that one failed.
+    2535: "base weights behind a check that was given up",
+    4589: "base weights behind a check that was given up",
+    # The simulation's own fault: what a stall held up came seconds after it, so calm weather was not calm for a gateway.
+    3470: "a stall behind its end",
 }
 
 

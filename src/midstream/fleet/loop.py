@@ -322,9 +322,10 @@ class Reconciler:
             return
         self._recorded[view.name] = (report.boot, new[-1].seq)
         for moved in new:
-            if moved.stage is Stage.IDLE:
-                # A snapshot became ready: it may serve as a fallback.
+            if moved.stage in (Stage.IDLE, Stage.FETCHING):
+                # A snapshot became ready, or its check was given up for another: it may serve as a fallback.
                 self._read_at = float("-inf")
+            if moved.stage is Stage.IDLE:
                 self.order.ready(moved.snapshot, moved.generation)
         _log_failures(view, new)
 

@@ -45,8 +45,9 @@ def record(db: sa.Connection, name: str, replica: str, boot: str, changes: Seque
         new = _insert(db, deployment.id, replica, boot, change)
         if new and change.stage is Stage.CHECKING:
             _note_served(db, deployment.id, change)
-        if new and change.stage is Stage.IDLE and change.snapshot != BASE_SNAPSHOT:
-            _note_ready(db, deployment.id, replica, change)
+        ready = _made_ready(db, deployment.id, replica, boot, change) if new else None
+        if ready is not None and ready[0] != BASE_SNAPSHOT:
+            _note_ready(db, deployment.id, replica, *ready, change.at)
         added += new
     return added
 
@@ -126,21 +127,57 @@ def _note_served(db: sa.Connection, key: int, change: Transition) -> None:
     contents.prove(db, key, db.execute(told).scalars().all())
 
 
-def _note_ready(db: sa.Connection, key: int, replica: str, change: Transition) -> None:
-    table, this = snapshots_table, snapshots.this_one(key, change.snapshot)
+def _made_ready(
+    db: sa.Connection, key: int, replica: str, boot: str, change: Transition
+) -> tuple[str, int] | None:
+    """Identity and generation of what the change shows to be ready.
+
+    A replica also serves, and goes on with, a snapshot whose check was given up for a newer target. It does not when a check
+    failed before, and none passed since.
+    """
+    if change.stage is Stage.IDLE:
+        return change.snapshot, change.generation
+    if change.stage is not Stage.FETCHING:
+        return None
+    ours = (transitions.c.deployment_id == key) & (transitions.c.replica == replica)
+    before = sa.select(transitions).where(
+        ours & (transitions.c.boot == boot) & (transitions.c.seq < change.seq)
+    )
+    before = before.order_by(transitions.c.seq.desc())
+    last = db.execute(before.limit(1)).one_or_none()
+    if last is None or (last.seq, last.stage) != (change.seq - 1, Stage.CHECKING.value):
+        return None
+    return (last.identity, last.generation) if _sound(db, before) else None
+
+
+def _sound(db: sa.Connection, newest_first: sa.Select[Any]) -> bool:
+    """Whether no check failed in these stage changes of one boot, or one passed since."""
+    ends = (Stage.CHECKING.value, Stage.IDLE.value, Stage.ERROR.value)
+    failed_at = None
+    for row in db.execute(newest_first.where(transitions.c.stage.in_(ends))):
+        if row.stage == Stage.IDLE.value:
+            return True
+        if row.stage == Stage.CHECKING.value and failed_at == row.seq + 1:
+            return False
+        failed_at = row.seq if row.stage == Stage.ERROR.value else None
+    return True
+
+
+def _note_ready(db: sa.Connection, key: int, replica: str, identity: str, generation: int, at: float) -> None:
+    table, this = snapshots_table, snapshots.this_one(key, identity)
     signalled = sa.select(table.c.generation).where(this).scalar_subquery()
-    made_up = (deaths.c.identity == change.snapshot) | (deaths.c.generation < signalled)
+    made_up = (deaths.c.identity == identity) | (deaths.c.generation < signalled)
     mine = (deaths.c.deployment_id == key) & (deaths.c.replica == replica)
     db.execute(deaths.update().where(mine & made_up).values(forgiven=True))
-    first = table.update().where(this).values(ready_at=sa.func.coalesce(table.c.ready_at, change.at))
+    first = table.update().where(this).values(ready_at=sa.func.coalesce(table.c.ready_at, at))
     # Without a row it was signalled through another ledger.
     if not db.execute(first).rowcount:
         return
     highest = sa.select(sa.func.max(table.c.ready_order)).where(table.c.deployment_id == key)
     order = (db.execute(highest).scalar() or 0) + 1
-    current = this & (table.c.since_generation <= change.generation)
+    current = this & (table.c.since_generation <= generation)
     db.execute(table.update().where(current).values(ready_order=order))
-    of_all = sa.func.coalesce(deployments.c.first_ready_at, change.at)
+    of_all = sa.func.coalesce(deployments.c.first_ready_at, at)
     db.execute(deployments.update().where(deployments.c.id == key).values(first_ready_at=of_all))
 
 
