@@ -208,7 +208,6 @@ for prefix in ("", "/inference"):
 #: Bodies of trainers' calls that would otherwise wait for replicas, and are refused here once the key is found good.
 WRONG: dict[str, Any] = {
     "/pause_generation": {"mode": "x"},
-    **dict.fromkeys(("/update_weights", "/update_weights_from_disk", "/abort_request"), {}),
     "/abort_requests": {"request_ids": 3},
 }
 TRAINERS: list[Case] = []
