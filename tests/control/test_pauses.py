@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from test_reconciler import DEPLOYMENT, World
 
 from midstream.core.types import Pause, PauseMode
 from midstream.fleet.loop import PAUSE_S_MAX
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
 
 
 def pause(world: World, mode: PauseMode | None) -> Pause:
@@ -22,9 +31,8 @@ def pauses(world: World) -> list[Pause]:
 
 
 def test_a_pause_reaches_every_replica_although_messages_are_lost_and_the_gateway_restarts(
-    tmp_path: Path,
+    world: World,
 ) -> None:
-    world = World(tmp_path)
     world.calm(2)
     asked = pause(world, "keep")
     assert asked == Pause(1, "keep")
@@ -40,8 +48,7 @@ def test_a_pause_reaches_every_replica_although_messages_are_lost_and_the_gatewa
     assert pause(world, None) == resumed, "what goes on is not resumed"
 
 
-def test_a_boot_that_begins_in_a_pause_joins_only_once_it_is_paused(tmp_path: Path) -> None:
-    world = World(tmp_path)
+def test_a_boot_that_begins_in_a_pause_joins_only_once_it_is_paused(world: World) -> None:
     world.signal("a")
     world.calm()
     asked = pause(world, "wait")
@@ -60,8 +67,7 @@ def test_a_boot_that_begins_in_a_pause_joins_only_once_it_is_paused(tmp_path: Pa
     assert world.serving()[0] == ("a", True)
 
 
-def test_a_replica_that_knows_of_a_newer_pause_is_told_of_no_older_one(tmp_path: Path) -> None:
-    world = World(tmp_path)
+def test_a_replica_that_knows_of_a_newer_pause_is_told_of_no_older_one(world: World) -> None:
     pause(world, "abort")
     world.calm(3)
     newer = Pause(7, None)
@@ -70,8 +76,7 @@ def test_a_replica_that_knows_of_a_newer_pause_is_told_of_no_older_one(tmp_path:
     assert pauses(world) == [Pause(1, "abort"), Pause(1, "abort"), newer]
 
 
-def test_a_pause_that_nobody_ends_is_ended(tmp_path: Path) -> None:
-    world = World(tmp_path)
+def test_a_pause_that_nobody_ends_is_ended(world: World) -> None:
     pause(world, "keep")
     world.calm(3)
     world.time += PAUSE_S_MAX - 10
