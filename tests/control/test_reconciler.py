@@ -20,6 +20,7 @@ from midstream.core.errors import ReplicaUnavailable
 from midstream.core.types import (
     BASE_SNAPSHOT,
     Desired,
+    Pause,
     ReplicaReport,
     ResetPromptCache,
     SnapshotCheck,
@@ -72,6 +73,7 @@ class FakeReplica:
         self.history: list[Transition] = []
         self.content: Desired | None = None
         self.check: SnapshotCheck | None = None
+        self.pause = Pause()
 
     @property
     def boot(self) -> str:
@@ -124,6 +126,7 @@ class FakeReplica:
             error=machine.error,
             check=self.check,
             held=machine.stage is Stage.STAGED and machine.held,
+            pause=self.pause,
             transitions=tuple(machine.transitions),
         )
 
@@ -153,6 +156,12 @@ class FakeReplicaSet:
             self.drop[view.name] -= 1
             raise ReplicaUnavailable(f"{view.name} is away")
         self.replicas[view.index].machine.accept(desired)
+
+    async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
+        if self.drop[view.name] > 0:
+            self.drop[view.name] -= 1
+            raise ReplicaUnavailable(f"{view.name} is away")
+        self.replicas[view.index].pause = pause
 
     def look_again(self) -> None:
         self.looks += 1

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from engine_helpers import needs_compiler, request
+from msgspec.structs import replace
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
@@ -151,6 +152,48 @@ def test_a_pause_stops_steps_and_a_resume_loses_nothing(tiny_model: Callable[...
         assert not task.done()
         await engine.resume()
         assert [r.token_id for r in await task] == [r.token_id for r in expected]
+
+    with_engine(tiny_model(), body)
+
+
+def test_a_paused_engine_computes_urgent_requests_alone_also_when_they_need_the_blocks_of_others(
+    tiny_model: Callable[..., Path],
+) -> None:
+    long = [i % 250 for i in range(200)]
+
+    async def body(engine: EmbeddedEngine) -> None:
+        expected = await records(engine, request("a", long, max_tokens=50, echo=0))
+        task = asyncio.create_task(records(engine, request("b", long, max_tokens=50, echo=0)))
+        await asyncio.sleep(0)
+        await engine.pause()
+        made = engine.stats().generated_tokens
+        for number, size in enumerate((8, 120)):
+            urgent = request(f"canary-{number}", [3] * size, max_tokens=0, echo=size)
+            events = [event async for event in engine.generate(replace(urgent, urgent=True, salt=b"own"))]
+            assert sum(len(event.prompt or ()) for event in events) == size
+        assert engine.stats().generated_tokens == made
+        assert not task.done()
+        await engine.stage("step-1", tiny_model())
+        assert (await engine.commit("step-1")).pause_ms < 1000
+        await engine.resume()
+        assert [r.token_id for r in await task] == [r.token_id for r in expected]
+
+    with_engine(tiny_model(), body, EngineSettings(kv_cache_tokens=256))
+
+
+def test_an_aborted_request_ends_with_what_it_has(tiny_model: Callable[..., Path]) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        expected = await records(engine, request("a", [4, 4], max_tokens=3000, echo=0))
+        stream = engine.generate(request("b", [4, 4], max_tokens=3000, echo=0))
+        events = [await anext(stream)]
+        engine.abort("b")
+        events += [event async for event in stream]
+        made = [record.token_id for event in events for record in event.tokens]
+        assert events[-1].finish == "abort"
+        assert 0 < len(made) < 3000
+        assert made == [record.token_id for record in expected][: len(made)]
+        await blocks_in_use(engine, 0)
+        engine.abort("unknown")
 
     with_engine(tiny_model(), body)
 

@@ -125,6 +125,7 @@ class FakeEngine(Engine):
         self.replies: dict[int, tuple[int, ...]] = {}
         # Choices that are over, by themselves or by end_choice.
         self.ended: set[tuple[str, int]] = set()
+        self.told_to_abort: set[str] = set()
         self.end_choice_calls: list[tuple[str, int]] = []
         # Tokens generated of one choice.
         self.made_of: dict[tuple[str, int], int] = {}
@@ -184,6 +185,10 @@ class FakeEngine(Engine):
         self.end_choice_calls.append((request_id, index))
         self.ended.add((request_id, index))
 
+    def abort(self, request_id: str) -> None:
+        self.told_to_abort.add(request_id)
+        self._announce()
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         if request.urgent:
             yield await self._score(request)
@@ -220,7 +225,12 @@ class FakeEngine(Engine):
         self.started_streams.set()
         for done in range(limit):
             await asyncio.sleep(0)
-            await self.until(lambda done=done: done < self.allowed)  # type: ignore[misc]
+            await self.until(lambda done=done: done < self.allowed or self._told_to_end(request))  # type: ignore[misc]
+            if self._told_to_end(request):
+                for index in request.choices:
+                    if (request.request_id, index) not in self.ended:
+                        yield GenerationEvent(index=index, finish="abort")
+                return
             if done == self.fail_after:
                 yield GenerationEvent(error="the step failed: out of pages")
                 return
@@ -239,12 +249,15 @@ class FakeEngine(Engine):
                 if finish is not None:
                     self.ended.add((request.request_id, index))
                 made = record(token, size + done, request, self.serving, prompt=False)
-                told = self.kv_with.get(done) if request.want_kv_snapshots else None
-                yield GenerationEvent(index=index, tokens=(made,), finish=finish, kv_snapshots=told)
+                spans = self.kv_with.get(done) if request.want_kv_snapshots else None
+                yield GenerationEvent(index=index, tokens=(made,), finish=finish, kv_snapshots=spans)
             self.made[request.request_id] = done + 1
             self._announce()
             if all((request.request_id, index) in self.ended for index in request.choices):
                 return
+
+    def _told_to_end(self, request: GenerateRequest) -> bool:
+        return request.request_id in self.told_to_abort
 
     async def _score(self, request: GenerateRequest) -> GenerationEvent:
         self.canaries.append(request)

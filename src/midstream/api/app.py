@@ -27,7 +27,7 @@ from midstream.api.responses import response_routes
 from midstream.api.trajectories import session_routes
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound
 from midstream.core.scopes import SCOPES, Grant, forbidden
-from midstream.core.wires import WIRES
+from midstream.core.wires import TRAINER_HEALTH, WIRES
 from midstream.fleet.access import grant_of, guarded, meant, shown_only
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
@@ -116,7 +116,7 @@ def control_app(
     endpoints = _Endpoints(deployments, metrics, created)
     routes: list[BaseRoute] = [
         *extra_routes,
-        Route("/health", endpoints.health, methods=["GET"]),
+        *(Route(path, endpoints.health, methods=["GET"]) for path in ("/health", *TRAINER_HEALTH)),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         *account_routes(deployments),
         *session_routes(deployments),

@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from midstream.api.deployments import lies_in
 from midstream.api.signals import (
     SOURCE_URL_HEADER,
-    HintBody,
+    Place,
     SignalBody,
     overwrites,
     parse_hint,
@@ -29,6 +29,7 @@ from midstream.api.signals import (
     source_url,
 )
 from midstream.api.status import check_signal, ledger_body, replica_rows
+from midstream.api.trainer_calls import trainer_routes
 from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotCorrupt,
@@ -42,7 +43,7 @@ from midstream.fleet.access import grant_of
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import read_body, whole_number
-from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal
+from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal, SignalResult
 from midstream.snapshots.identity import check_bucket, parse_bucket, snapshot_url
 from midstream.snapshots.store.listing import Found, check_inside, find_file, find_snapshot
 
@@ -76,6 +77,7 @@ def hotload_routes(
         Route(f"{HOT_LOAD_PATH}/hint", api.hint, methods=["POST"]),
         Route(f"{of_one}/ledger", api.get_ledger, methods=["GET"]),
         Route(f"{of_one}/ledger", api.reset_ledger, methods=["DELETE"]),
+        *trainer_routes(ledger, deployments, api.take),
     ]
 
 
@@ -91,8 +93,33 @@ class _Api:
     async def signal(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         body = parse_signal(await read_body(request))
+        place = self._place(request)
+        result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))
+        desired = result.desired
+        return JSONResponse(
+            {
+                "identity": desired.snapshot,
+                "generation": desired.generation,
+                "changed": result.changed,
+                "reset_prompt_cache": desired.reset_prompt_cache,
+                "max_cache_age": desired.max_cache_age,
+                "kind": "delta" if desired.parents else "full",
+            }
+        )
+
+    async def take(
+        self,
+        request: Request,
+        deployment: Deployment,
+        body: SignalBody,
+        place: Place | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> SignalResult:
+        """Make the snapshot the desired one. request: whose key must be good for it. place: where it lies, if not under its
+        identity; with one, the identity may be empty. Raises MidstreamError."""
         check_signal(body, (view.report for view in deployment.replicas.views))
-        url, bucket = await self._url(request, deployment, body)
+        url, bucket = await self._url(request, deployment, body.identity, place)
         found = await _found(url, bucket)
         signal = Signal(
             identity=body.identity,
@@ -101,7 +128,7 @@ class _Api:
             fingerprint=found.fingerprint,
             sizes=found.sizes,
             content=found.content,
-            overwrite=overwrites(request.headers),
+            overwrite=overwrite,
             previous=body.previous,
             compression=body.compression,
             checksum_format=body.checksum_format,
@@ -114,23 +141,13 @@ class _Api:
             await deployment.replicas.learned()
         fleet = fleet_of(state, [view.report for view in deployment.replicas.views if view.report])
         result = await self._ledger.signal(deployment.name, signal, fleet, chain_max=self._chain_max)
-        desired = result.desired
-        deployment.signalled(desired)
-        return JSONResponse(
-            {
-                "identity": desired.snapshot,
-                "generation": desired.generation,
-                "changed": result.changed,
-                "reset_prompt_cache": desired.reset_prompt_cache,
-                "max_cache_age": desired.max_cache_age,
-                "kind": "delta" if desired.parents else "full",
-            }
-        )
+        deployment.signalled(result.desired)
+        return result
 
     async def hint(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         body = parse_hint(await read_body(request))
-        url, bucket = await self._url(request, deployment, body)
+        url, bucket = await self._url(request, deployment, body.identity, self._place(request))
         await _look_for(url, bucket, body.names)
         hint = Hint(snapshot=body.identity, url=url, files=body.names)
         views = deployment.replicas.views
@@ -170,23 +187,28 @@ class _Api:
         return JSONResponse({"desired_snapshot_identity": state.snapshot, "generation": generation})
 
     async def _url(
-        self, request: Request, deployment: Deployment, body: SignalBody | HintBody
+        self, request: Request, deployment: Deployment, identity: str, place: Place | None
     ) -> tuple[str, str]:
-        """Where the snapshot lies, and in which bucket: the deployment's, under its identity, or where the header says."""
+        """Where the snapshot lies, and in which bucket: the deployment's, under its identity, or where `place` says."""
         row = await self._ledger.deployment(deployment.name)
         if row.fields.get("enableHotLoad") is False:
             raise SnapshotRefused(f"{row.name} has enableHotLoad false", param="enableHotLoad")
         bucket = row.bucket_url
-        source = request.headers.get(SOURCE_URL_HEADER)
-        url = snapshot_url(bucket, body.identity)
-        if source:
-            url, bucket = source_url(source, (bucket, *self._allowed_buckets))
+        if place is None:
+            url = snapshot_url(bucket, identity)
+        else:
+            url, bucket = source_url(place.url, (bucket, *self._allowed_buckets), place.param)
         grant = grant_of(request)
         if not grant.everywhere((PUBLISH,)):
             buckets = {row.name: row.bucket_url for row in await self._ledger.deployments()}
             if not any(grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.name,)):
                 raise forbidden((PUBLISH,), "the place of this snapshot")
         return url, bucket
+
+    @staticmethod
+    def _place(request: Request) -> Place | None:
+        source = request.headers.get(SOURCE_URL_HEADER)
+        return Place(source) if source else None
 
     def _named(self, request: Request) -> str:
         name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"

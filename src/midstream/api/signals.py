@@ -7,7 +7,7 @@ accepted source URL lies inside an allowed bucket, however it is spelled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
@@ -83,6 +83,13 @@ class SignalBody(msgspec.Struct, frozen=True):
         """Each once, in order."""
         ignored = self.validation.extra_fields_ignore if self.validation else None
         return tuple(sorted(set(ignored or ())))
+
+
+class Place(NamedTuple):
+    """A directory that a client names itself, by its URL. param: the field or header that names it."""
+
+    url: str
+    param: str = SOURCE_URL_HEADER
 
 
 class HintBody(msgspec.Struct, frozen=True):
@@ -163,7 +170,7 @@ def overwrites(headers: Mapping[str, str]) -> bool:
     return asked is not None
 
 
-def source_url(source: str, buckets: Sequence[str]) -> tuple[str, str]:
+def source_url(source: str, buckets: Sequence[str], param: str = SOURCE_URL_HEADER) -> tuple[str, str]:
     """The URL of a snapshot's directory that a client names itself, spelled as midstream spells URLs, and its bucket.
 
     It must lie inside one of `buckets`. Every part of its path is decoded once and must then be a plain name. So no
@@ -181,7 +188,7 @@ def source_url(source: str, buckets: Sequence[str]) -> tuple[str, str]:
             break
         else:
             why = f"must lie inside {' or '.join(buckets)}"
-    raise InvalidRequest(f"{SOURCE_URL_HEADER}: {why}", param=SOURCE_URL_HEADER)
+    raise InvalidRequest(f"{param}: {why}", param=param)
 
 
 def _below(source: str, bucket: str) -> list[str] | None:

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from midstream.core.errors import ConfigError, Forbidden
-from midstream.core.wires import PREFIXES, WIRES
+from midstream.core.wires import (
+    PREFIXES,
+    TRAINER_CHANGES,
+    TRAINER_CHANGES_BY_GET,
+    TRAINER_HEALTH,
+    TRAINER_READS,
+    TRAINER_REFUSED,
+    WIRES,
+)
 
 SAMPLE, PUBLISH, OBSERVE, OPERATE = "sample", "publish", "observe", "operate"
 SCOPES = (SAMPLE, PUBLISH, OBSERVE, OPERATE)
@@ -94,7 +102,7 @@ def forbidden(scopes: tuple[str, ...], resource: str) -> Forbidden:
 
 
 #: Routes that need no scope. What they say to whom is theirs to decide.
-PUBLIC = frozenset({("GET", "/health"), ("GET", "/api/v1/healthz")})
+PUBLIC = frozenset(("GET", path) for path in ("/health", *TRAINER_HEALTH, "/api/v1/healthz"))
 UNKNOWN_ROUTE = Need((OPERATE,), "every")
 
 _ACCOUNTS = "/v1/accounts"
@@ -103,6 +111,7 @@ _HOT_LOAD = "/hot_load/v1/models/hot_load"
 _READ_ONE = Need((PUBLISH, OBSERVE), "named")
 _CHANGE_ONE = Need((OPERATE,), "named")
 _LIST = Need(SCOPES, "some")
+_SIGNAL, _SIGNALLED = Need((PUBLISH,), "meant"), Need((PUBLISH, OBSERVE), "meant")
 _SAMPLE_MEANT = Need((SAMPLE,), "meant")
 _INFERENCE = {
     (method, prefix + path): need
@@ -130,9 +139,12 @@ GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", _ACCOUNTS + "/{account}"): _LIST,
     ("GET", _ACCOUNTS + "/{account}/models"): _LIST,
     ("GET", _ACCOUNTS + "/{account}/models/{model}"): _LIST,
-    ("POST", _HOT_LOAD): Need((PUBLISH,), "meant"),
-    ("GET", _HOT_LOAD): Need((PUBLISH, OBSERVE), "meant"),
-    ("POST", _HOT_LOAD + "/hint"): Need((PUBLISH,), "meant"),
+    ("POST", _HOT_LOAD): _SIGNAL,
+    ("GET", _HOT_LOAD): _SIGNALLED,
+    ("POST", _HOT_LOAD + "/hint"): _SIGNAL,
+    **{("POST", path): _SIGNAL for path in (*TRAINER_CHANGES, *TRAINER_REFUSED)},
+    **{("GET", path): _SIGNAL for path in TRAINER_CHANGES_BY_GET},
+    **{("GET", path): _SIGNALLED for path in TRAINER_READS},
     ("GET", _ONE + "/ledger"): _READ_ONE,
     ("DELETE", _ONE + "/ledger"): _CHANGE_ONE,
     ("GET", _ACCOUNTS + "/{account}/deployments"): Need((PUBLISH, OBSERVE), "some"),

@@ -286,6 +286,19 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.parents, own)
 
 
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """Whether a deployment generates. mode: what becomes of the requests that run (docs/trainer-calls.md); None: it generates.
+
+    serial: grows with every pause and resumption of the deployment, so that an older message undoes no newer one.
+    """
+
+    serial: int = 0
+    mode: PauseMode | None = None
+
+
 class Hint(msgspec.Struct, frozen=True, kw_only=True):
     """Files of a snapshot that lie in the bucket before it is signalled. url: the directory they lie in; files: their names."""
 
@@ -376,6 +389,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "resume": "going on with a stream whose replica was lost",
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
     "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
+    "freeze": "requests that stand still in a pause and go on with their KV (mode keep)",
     "short_swap": "a pause that does not grow with the model at a swap",
 }
 
@@ -417,6 +431,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = False
     # False: new requests get a 425 until a SYNC swap is done.
     admitting: bool = True
+    # The last pause or resumption that was carried out; in a pause that ends requests, `in_flight` tells when they have ended.
+    pause: Pause = Pause()
     # False: a swap waits for requests that are pinned to what serves, and admits no more of them.
     pinnable: bool = True
     # The check of the snapshot that serves, once it is known.

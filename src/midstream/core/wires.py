@@ -1,5 +1,7 @@
 """The inference APIs that clients speak: their paths, the shape of their errors, and sessions that a path names. Pure.
 
+Also the paths by which trainers control servers of other kinds (api/trainer_calls.py, docs/trainer-calls.md).
+
 A wire is one such API: OpenAI's chat completions, Anthropic's messages, and so on. Its requests and responses are in
 replica/wire/; a gateway passes their bytes on.
 Always holds: every path of WIRES is inference for gateways, replicas and scopes, and no other path is.
@@ -46,6 +48,45 @@ WIRES: Mapping[str, Wire] = {
         for prefix in PREFIXES
     },
 }
+
+#: Trainers' calls that change something, of vLLM, prime-rl and SGLang.
+TRAINER_CHANGES = (
+    *(
+        "/pause",
+        "/resume",
+        "/reset_prefix_cache",
+        "/reset_prefix_cache/",
+        "/abort_requests",
+        "/update_weights",
+    ),
+    *(
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/flush_cache",
+        "/abort_request",
+    ),
+)
+TRAINER_CHANGES_BY_GET = ("/flush_cache",)
+TRAINER_READS = (
+    *("/is_paused", "/weight_info", "/get_weight_version", "/model_info", "/get_model_info"),
+    *("/server_info", "/get_server_info", "/get_world_size", "/get_world_size/"),
+)
+#: As /health.
+TRAINER_HEALTH = ("/liveness", "/health_generate")
+#: Calls of transfers that this server does not have.
+TRAINER_REFUSED = (
+    *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
+    *("/finish_weight_update", "/update_weight_version", "/init_broadcaster", "/collective_rpc"),
+    *(
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/end_weight_update",
+    ),
+    *("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_ipc"),
+    *("/init_communicator/", "/update_named_param/", "/close_communicator/"),
+)
 
 #: Harnesses that can set nothing but a base URL name the session in it. Each pattern ends before the wire's own path.
 _IN_PATH = re.compile(

@@ -66,6 +66,12 @@ class Engine(abc.ABC):
         The iterator of `generate` goes on with the other choices and ends when none is left. Unknown ids are ignored.
         """
 
+    def abort(self, request_id: str) -> None:  # noqa: B027 - optional to override
+        """End every choice of a running request with what it has: its last event has the finish `abort`.
+
+        Unknown ids are ignored.
+        """
+
     @abc.abstractmethod
     async def stage(self, snapshot: str, directory: Path) -> None:
         """Prepare the verified files of `directory` beside the serving weights; steps go on meanwhile.
@@ -95,11 +101,14 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     async def pause(self) -> None:
-        """Stop stepping at the next step boundary. Running sequences keep their KV. Idempotent."""
+        """Compute nothing but urgent requests from the next step on. The others stand still with their KV. Idempotent.
+
+        An engine without the feature `freeze` computes no urgent request either.
+        """
 
     @abc.abstractmethod
     async def resume(self) -> None:
-        """Step again. Idempotent."""
+        """Compute all requests again. Idempotent."""
 
     def silent_s(self) -> float:
         """Seconds since the engine was last heard of; 0 for an engine that does not report all the time. Safe at any time."""
@@ -153,6 +162,11 @@ class RequestEvents:
     def end_choice(self, index: int) -> None:
         self.open.discard(index)
         self._wake()
+
+    def abort(self) -> None:
+        """After the events that came so far, every open choice ends."""
+        for index in sorted(self.open):
+            self.put(GenerationEvent(index=index, finish="abort"))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -11,6 +11,8 @@ Always holds:
 - A replica whose weights differ from that, or from the others', is known to the ledger before it is told to load them again.
 - A replica may have taken up a newer signal from another gateway than this one has read. It is told nothing before the
   ledger was read again: an older signal would undo the newer one.
+- A deployment that is paused in the ledger is paused on every replica, and a boot joins only once it is. A pause that nobody
+  ends is ended after PAUSE_S_MAX.
 - What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
 - No failure of a pass ends the loop.
 """
@@ -21,12 +23,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from midstream.core.config import SwapOrder
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.types import Desired, ReplicaReport, SnapshotContent, Stage, Transition
+from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent, Stage, Transition
 from midstream.fleet.agree import findings, settled
 from midstream.fleet.reconcile import (
     KEPT,
@@ -47,6 +50,9 @@ from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)
+
+#: Of one pause, as this process knows of it. Whoever paused may have died.
+PAUSE_S_MAX = 3600.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,10 @@ class Reconciler:
         # Replica to its boot and the contents stored.
         self._learnt: dict[str, tuple[str, tuple[SnapshotContent, ...]]] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
+        # Replica to its boot, the pause that was sent, and when.
+        self._paused: dict[str, tuple[str, Pause, float]] = {}
+        # The pause that the ledger has, and since when.
+        self._pause, self._pause_since = Pause(), 0.0
         # Kept as the ledger has it.
         self.order = SignalOrder()
         # The order is read up to this generation.
@@ -149,15 +159,19 @@ class Reconciler:
         if state is None:
             return
         state = await self._judged(state)
+        await self._end_old_pause(state.pause)
         retries = {view.name: await self._retry_generation(state, view) for view in self._replicas.views}
         self._pass_the_turn(state, retries)
         for view in self._replicas.views:
             queues = self._one_by_one and view.admitted
             turn = (self._turn is not None and self._turn.replica == view.name) if queues else None
             action = decide(state, view.report, view.admitted, retries.get(view.name, 0), turn)
-            if action.admit and not view.admitted:
+            admit = action.admit and (view.admitted or self._is_paused_as(state.pause, view.report))
+            if admit and not view.admitted:
                 logger.info("%s joins with snapshot %s", view.name, view.report and view.report.snapshot)
-            view.admitted = action.admit
+            view.admitted = admit
+            if view.report is not None:
+                self._send_pause(view, view.report, state.pause)
             if (
                 action.send is not None
                 and view.report is not None
@@ -167,7 +181,14 @@ class Reconciler:
 
     def _forget_leavers(self, members: set[str]) -> None:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""
-        for known in (self._recorded, self._attempts, self._delivered, self._stuck, self._learnt):
+        for known in (
+            self._recorded,
+            self._attempts,
+            self._delivered,
+            self._stuck,
+            self._learnt,
+            self._paused,
+        ):
             for name in known.keys() - members:
                 del known[name]
 
@@ -354,9 +375,42 @@ class Reconciler:
         if view.name in self._sending or (last == [boot, desired] and now - last_at < self._poll_s):
             return
         self._attempts[view.name] = (boot, desired, now)
-        task = asyncio.create_task(self._deliver(view, boot, desired), name=f"desired to {view.name}")
-        self._sending[view.name] = task
-        task.add_done_callback(lambda _: self._sent(view))
+        self._begin(view.name, self._deliver(view, boot, desired))
+
+    def _begin(self, message: str, sending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(sending, name=f"message to {message}")
+        self._sending[message] = task
+        task.add_done_callback(lambda _: self._sent(message))
+
+    @staticmethod
+    def _is_paused_as(pause: Pause, report: ReplicaReport | None) -> bool:
+        return pause.mode is None or (report is not None and report.pause.serial >= pause.serial)
+
+    def _send_pause(self, view: ReplicaView, report: ReplicaReport, pause: Pause) -> None:
+        now, message = self._monotonic(), f"{view.name}, pause"
+        *last, last_at = self._paused.get(view.name, ("", None, float("-inf")))
+        again = last == [report.boot, pause] and now - last_at < self._poll_s
+        if report.pause.serial >= pause.serial or again or message in self._sending:
+            return
+        self._paused[view.name] = (report.boot, pause, now)
+        self._begin(message, self._deliver_pause(view, pause))
+
+    async def _deliver_pause(self, view: ReplicaView, pause: Pause) -> None:
+        try:
+            await self._replicas.send_pause(view, pause)
+        except ReplicaUnavailable as error:
+            logger.info("%s was not told of a pause: %s", view.name, error)
+
+    async def _end_old_pause(self, pause: Pause) -> None:
+        now = self._monotonic()
+        if pause != self._pause:
+            self._pause, self._pause_since = pause, now
+        if pause.mode is None or now - self._pause_since < PAUSE_S_MAX:
+            return
+        logger.warning("%s was paused for %g s; it goes on", self._deployment, PAUSE_S_MAX)
+        with contextlib.suppress(LedgerUnavailable):
+            await self._ledger.pause(self._deployment, None, only=pause.serial)
+        self.signalled()
 
     async def _deliver(self, view: ReplicaView, boot: str, desired: Desired) -> None:
         try:
@@ -368,8 +422,8 @@ class Reconciler:
             # The error is logged whole. The next pass compares again and sends again.
             logger.exception("%s was not told to load %s", view.name, desired.snapshot)
 
-    def _sent(self, view: ReplicaView) -> None:
-        del self._sending[view.name]
+    def _sent(self, message: str) -> None:
+        del self._sending[message]
         # The desired snapshot may have changed meanwhile.
         self._wake.set()
 

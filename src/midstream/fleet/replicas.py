@@ -19,6 +19,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import msgspec
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.text import NOT_JSON
-from midstream.core.types import HEADER_TOKEN, Desired, Hint, ReplicaReport
+from midstream.core.types import HEADER_TOKEN, Desired, Hint, Pause, ReplicaReport
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words
@@ -139,6 +140,17 @@ class ReplicaSet:
         self._waiting.pop(callback, None)
         self._waiting_for_use.pop(callback, None)
 
+    async def change(self, timeout_s: float, *, any_report: bool = True) -> None:
+        """Returns after the next change, as of `wait`, or after `timeout_s`."""
+        changed = asyncio.Event()
+        self.wait(changed.set, any_report=any_report)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await changed.wait()
+        finally:
+            self.wait_no_more(changed.set)
+
     async def learned(self) -> None:
         """Returns when it is not `learning`."""
         while self.learning:
@@ -211,6 +223,10 @@ class ReplicaSet:
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""
         await self.post(view, "/replica/desired", msgspec.json.encode(desired), 202)
+
+    async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
+        """Tell a replica whether to generate. Raises ReplicaUnavailable when it did not take it."""
+        await self.post(view, "/replica/pause", msgspec.json.encode(pause), 202)
 
     async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
         """A replica's answer. Raises ReplicaUnavailable when its status is another than expected."""

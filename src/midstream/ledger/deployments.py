@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from midstream.core.errors import ConfigError, Conflict, NotFound
-from midstream.core.types import BASE_SNAPSHOT, TransitionType
+from midstream.core.types import BASE_SNAPSHOT, Pause, PauseMode, TransitionType
 from midstream.ledger.records import DeploymentChange, DeploymentRow
 from midstream.ledger.schema import (
     contents,
@@ -26,6 +26,8 @@ from midstream.ledger.schema import (
     weights,
 )
 
+#: Field of a deployment's row: its Pause.
+_PAUSE = "_pause"
 _OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
 
 
@@ -147,6 +149,21 @@ def reset(db: sa.Connection, name: str, floor: int) -> int:
     values |= dict.fromkeys(counters, generation)
     db.execute(deployments.update().where(deployments.c.id == row.id).values(values))
     return generation
+
+
+def pause_of(row: Any) -> Pause:
+    return Pause(*row.fields.get(_PAUSE, ()))
+
+
+def pause(db: sa.Connection, name: str, mode: PauseMode | None, only: int | None) -> Pause:
+    row = lock(db, name)
+    before = pause_of(row)
+    if only not in (None, before.serial) or mode is before.mode is None:
+        return before
+    after = Pause(before.serial + 1, mode)
+    fields = {**row.fields, _PAUSE: [after.serial, after.mode]}
+    db.execute(deployments.update().where(deployments.c.id == row.id).values(fields=fields))
+    return after
 
 
 def new_generation(db: sa.Connection, name: str, floor: int) -> int:

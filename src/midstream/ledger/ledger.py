@@ -27,7 +27,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 import sqlalchemy as sa
 
-from midstream.core.types import SnapshotCheck, SnapshotContent, Transition, TransitionType
+from midstream.core.types import (
+    Pause,
+    PauseMode,
+    SnapshotCheck,
+    SnapshotContent,
+    Transition,
+    TransitionType,
+)
 from midstream.ledger import deployments, reports, signals, snapshots
 from midstream.ledger.contents import Contents
 from midstream.ledger.database import Database, LedgerUnavailable
@@ -172,6 +179,13 @@ class Ledger:
         Returns the generation of the reset. Resetting again changes nothing. Raises NotFound.
         """
         return await self._write(deployments.reset, name, generation_floor)
+
+    async def pause(self, name: str, mode: PauseMode | None, *, only: int | None = None) -> Pause:
+        """Pause the deployment, or have it go on (None); committed when this returns. Raises NotFound.
+
+        only: change nothing unless the pause has this serial. One that does not pause is not resumed.
+        """
+        return await self._write(deployments.pause, name, mode, only)
 
     async def deployment(self, name: str) -> DeploymentRow:
         """Raises NotFound."""

@@ -11,6 +11,7 @@ from midstream.core.types import (
     CompressionFormat,
     Content,
     Desired,
+    Pause,
     ResetPromptCache,
     SnapshotFiles,
     Stage,
@@ -62,6 +63,9 @@ class Signal:
     previous: the snapshot that an incremental one is a difference to; None for a full one. sizes: of the files in the bucket,
     in bytes; None when unknown. content: the files by their manifest. overwrite: the identity means these files from now on,
     whatever it meant before.
+
+    identity: "": the ledger gives it one, `update-GENERATION-DIRECTORY`; a desired snapshot of this url with these files keeps
+    its own.
     """
 
     identity: str
@@ -201,6 +205,7 @@ class DeploymentState:
         signalled later.
     disagreements: the last one of each replica.
     proven: a replica has served the desired snapshot.
+    pause: whether the deployment generates.
     weights: the digest of the weights by kind of engine, by identity, for the desired one and the fallbacks.
     """
 
@@ -214,6 +219,7 @@ class DeploymentState:
     deaths: tuple[Death, ...] = ()
     disagreements: tuple[Disagreement, ...] = ()
     proven: bool = False
+    pause: Pause = field(default_factory=Pause)
     weights: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property

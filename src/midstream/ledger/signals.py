@@ -10,8 +10,10 @@ ones. It has the files of each link as they were when that link was signalled.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import sqlalchemy as sa
@@ -147,6 +149,8 @@ def _refused(why: str) -> SnapshotRefused:
 
 #: Field of a deployment's row: DeploymentState.first_boots.
 _FIRST_BOOTS = "_first_boots"
+#: Of a directory's name, in the name of a snapshot that got none.
+NAMED_CHARS = 64
 
 
 def accept(
@@ -159,6 +163,9 @@ def accept(
     now: float,
 ) -> SignalResult:
     row = deployments.lock(db, name)
+    generation = max(row.last_generation, fleet.generation_floor) + 1
+    if not signal.identity:
+        signal = replace(signal, identity=_name_of(db, row, signal, generation))
     known = find(db, row.id, signal.identity)
     meant = contents.meant(db, row.id, signal)
     failed = fleet.failed_generation == row.generation or reports.failed_on_desired(db, row)
@@ -175,7 +182,6 @@ def accept(
             return SignalResult(_desired(db, known, row, contents), changed=False)
         # No replica may have loaded it under the first signal.
         signal = _at_least(signal, known)
-    generation = max(row.last_generation, fleet.generation_floor) + 1
     values = _values(signal, parents) | {"signalled_at": now, "generation": generation}
     if not same_files:
         values |= {"since_generation": generation, "ready_order": None}
@@ -190,6 +196,15 @@ def accept(
     return SignalResult(_desired(db, stored, deployments.find(db, name), contents), changed=True)
 
 
+def _name_of(db: sa.Connection, row: Any, signal: Signal, generation: int) -> str:
+    """Generations grow, and the name begins with one: no snapshot has it, and names are in the order of their signals."""
+    desired = find(db, row.id, row.desired_snapshot)
+    if desired is not None and (desired.url, desired.fingerprint) == (signal.url, signal.fingerprint):
+        return str(desired.identity)
+    directory = unquote(signal.url.rstrip("/").rpartition("/")[2])
+    return f"update-{generation:06d}-{re.sub('[^A-Za-z0-9._-]', '-', directory)[:NAMED_CHARS]}"
+
+
 def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
     row = deployments.find(db, name)
     deaths, disagreements = reports.deaths_of(db, row.id), reports.disagreements_of(db, row.id)
@@ -201,6 +216,7 @@ def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
             deaths=deaths,
             disagreements=disagreements,
             proven=True,
+            pause=deployments.pause_of(row),
         )
     desired = find(db, row.id, row.desired_snapshot)
     others = fallbacks(db, row)
@@ -218,6 +234,7 @@ def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
         deaths=deaths,
         disagreements=disagreements,
         proven=desired.ready_order is not None,
+        pause=deployments.pause_of(row),
     )
 
 

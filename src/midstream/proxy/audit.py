@@ -3,7 +3,7 @@
 Owns: the logger `midstream.audit`, where it writes, which calls it has and what it says of them.
 Always holds:
 - Every call that is not GET or HEAD, and not inference, has one line, also when it is refused before its body is read. Calls
-  that the Tinker API repeats in every training step have none (UNAUDITED).
+  that the Tinker API repeats in every training step have none (UNAUDITED). A GET that changes something has one.
 - A line is one JSON object of bounded size in printable ASCII, so nothing that a client sends begins a line of its own.
 - No API key, no query string, no header but the ones named here, and no field of a body but the ones named here is in it.
 """
@@ -26,6 +26,7 @@ from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.private import private_file
 from midstream.core.text import NOT_JSON
 from midstream.core.types import HEADER_OVERWRITE
+from midstream.core.wires import TRAINER_CHANGES_BY_GET
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
 from midstream.http.bodies import MAX_BODY_BYTES
 from midstream.http.reader import Request
@@ -69,6 +70,10 @@ class _Said(msgspec.Struct):
     maxReplicaCount: Any = None
     replicaCount: Any = None
     url: Any = None
+    weight_dir: Any = None
+    weight_version: Any = None
+    mode: Any = None
+    rid: Any = None
     weight: Any = None
     drain: Any = None
     session_id: Any = None
@@ -120,14 +125,15 @@ class AuditLog:
 
     def answered(self, request: Request, client: str, status: int, made: str | None = None) -> None:
         """A request that is not inference was answered. made: the name that the server gave to what it made."""
-        if request.method in _READS or logger.disabled:
+        if logger.disabled:
             return
         target, _, query = request.target.decode("latin-1").partition("?")
         if not target.startswith("/"):
             # It was refused as it is, and may name a user and a password.
             target = "-"
         path = unquote(target)
-        if path in UNAUDITED:
+        reads = request.method in _READS and path not in TRAINER_CHANGES_BY_GET
+        if reads or path in UNAUDITED:
             return
         what = _what(path, query, request)
         deployment = made or what.pop("deployment", None) or self._meant(path, request.first)
@@ -175,6 +181,8 @@ def _what(path: str, query: str, request: Request) -> dict[str, Any]:
     if asked.get("deploymentId"):
         found.setdefault("deployment", asked["deploymentId"][0])
     found |= {name: True for name in ("hard", "validateOnly") if asked.get(name) == ["true"]}
+    if path == "/pause" and asked.get("mode"):
+        found["mode"] = asked["mode"][0]
     if HEADER_OVERWRITE.encode() in request.first:
         found["overwrite"] = _header(request.first, HEADER_OVERWRITE)
     found |= _in_body(request.body)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
-from midstream.core.wires import is_read_in_session, split_session, wire_of
+from midstream.core.wires import TRAINER_HEALTH, is_read_in_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.reader import Request
@@ -27,7 +27,7 @@ from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.responses_route import RESPONSES, ResponsesRoute
 from midstream.proxy.route import Route
 
-_HEALTH = b"/health"
+_HEALTH = frozenset((b"/health", *(path.encode() for path in TRAINER_HEALTH)))
 
 
 class GatewayService:
@@ -63,7 +63,7 @@ class GatewayService:
 
     def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
         path = target.partition(b"?")[0]
-        if path == _HEALTH and not _has_body(headers):
+        if path in _HEALTH and not _has_body(headers):
             return None
         try:
             caller = self._proxy.auth.caller(headers)

@@ -30,7 +30,7 @@ from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
-from midstream.core.types import HEADER_IGNORED_FIELDS, HEADER_TOKEN, Desired, Hint
+from midstream.core.types import HEADER_IGNORED_FIELDS, HEADER_TOKEN, Desired, Hint, Pause
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
@@ -66,6 +66,8 @@ _desired = msgspec.json.Decoder(Desired)
 _asked = msgspec.json.Decoder(SessionsAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _response_asked = msgspec.json.Decoder(ResponseAsked)
+_paused = msgspec.json.Decoder(Pause)
+_ids = msgspec.json.Decoder(tuple[str, ...] | None)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
 #: Of a stream's rest: only its gateway reads why it does not begin.
@@ -108,6 +110,9 @@ class ReplicaApp:
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
             b"/replica/responses": (post, _at_once(lambda request: _response(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
+            b"/replica/pause": (post, _at_once(lambda request: _pause(replica, request))),
+            b"/replica/abort": (post, _at_once(lambda request: _abort(replica, request))),
+            b"/replica/reset_cache": (post, _at_once(lambda _: _reset_cache(replica))),
         }
         for prefix in PREFIXES:
             self._routes[f"{prefix}/v1/models".encode()] = (get, _at_once(lambda _: _models(replica)))
@@ -409,6 +414,20 @@ def _response(replica: Replica, request: Request) -> Answer:
 def _hint(replica: Replica, request: Request) -> Answer:
     replica.hint(_decoded(request, _hinted, "a hint"))
     return 202, {}
+
+
+def _pause(replica: Replica, request: Request) -> Answer:
+    replica.pause(_decoded(request, _paused, "a pause"))
+    return 202, {}
+
+
+def _abort(replica: Replica, request: Request) -> Answer:
+    return 200, {"aborted": replica.abort(_decoded(request, _ids, "ids of requests"))}
+
+
+def _reset_cache(replica: Replica) -> Answer:
+    replica.reset_cache()
+    return 200, {}
 
 
 def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], what: str) -> _Body:

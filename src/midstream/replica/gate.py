@@ -1,6 +1,7 @@
-"""The gate that every request passes to reach the engine, and that a swap closes.
+"""The gate that every request passes to reach the engine, and that a swap or a pause closes.
 
 Always holds: no request passes the gate while a swap commits. A waiting request passes, or gets 425 at its timeout. The
+A pause holds requests until it ends, unless they say themselves how long they wait. The
 requests inside are counted; the gate is drained when there is none. At most `requests_max` choices are inside or waiting,
 except that one larger request may be there alone.
 
@@ -62,6 +63,7 @@ class Gate:
         self._empty.set()
         self._on_change = on_change
         self._requests_max = requests_max
+        self._paused = False
         self.inside = 0
         self.waiting = 0
         #: The choices of all requests inside or waiting.
@@ -76,10 +78,22 @@ class Gate:
     def door(self) -> Door:
         return self._door
 
+    @property
+    def _holds(self) -> bool:
+        return self._door is Door.HELD or (self._door is Door.OPEN and self._paused)
+
     def set(self, door: Door) -> None:
-        if door is self._door:
-            return
-        self._door = door
+        if door is not self._door:
+            self._door = door
+            self._move()
+
+    def pause(self, paused: bool) -> None:
+        """Newcomers wait at the open door while it is paused."""
+        if paused is not self._paused:
+            self._paused = paused
+            self._move()
+
+    def _move(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         self._on_change()
@@ -98,17 +112,22 @@ class Gate:
         if self._door is Door.DOWN:
             raise AnotherBoot("the engine is not ready; retry this request")
 
-    async def enter(self, timeout_s: float = DRAIN_TIMEOUT_S, choices: int = 1) -> None:
-        """Waits until the door is open, and returns in the step of the loop that found it open. Raises MidstreamError."""
+    async def enter(self, timeout_s: float | None = None, choices: int = 1) -> None:
+        """Waits until the door is open, and returns in the step of the loop that found it open. Raises MidstreamError.
+
+        timeout_s: as the request says; None: DRAIN_TIMEOUT_S for a swap, and no limit for a pause.
+        """
         self.check(choices)
-        if self._door is Door.OPEN:
+        if not self._holds and self._door is Door.OPEN:
             return
         self.waiting += 1
         self.choices += choices
         self._on_change()
         try:
-            async with asyncio.timeout(timeout_s):
-                while self._door is Door.HELD:
+            async with asyncio.timeout(timeout_s) as limit:
+                while self._holds:
+                    if timeout_s is None:
+                        self._limit(limit)
                     await self._moved.wait()
         except TimeoutError:
             raise SnapshotTransition(_IN_TRANSITION) from None
@@ -116,6 +135,13 @@ class Gate:
             self.waiting -= 1
             self.choices -= choices
         self.check(choices)
+
+    def _limit(self, limit: asyncio.Timeout) -> None:
+        """Only a swap's hold is limited."""
+        if self._paused:
+            limit.reschedule(None)
+        elif limit.when() is None:
+            limit.reschedule(asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S)
 
     @contextmanager
     def admitted(self, choices: int = 1) -> Iterator[None]:
@@ -137,10 +163,10 @@ class Gate:
         await self._empty.wait()
 
 
-def wait_timeout_s(header: str | None) -> float:
-    """Seconds a request waits at a held gate, from its drain-timeout header."""
+def wait_timeout_s(header: str | None) -> float | None:
+    """Seconds a request waits at a held gate, from its drain-timeout header. None: it does not say."""
     if header is None:
-        return DRAIN_TIMEOUT_S
+        return None
     try:
         seconds = float(header)
     except ValueError:
@@ -298,6 +324,11 @@ class Namespaces:
     def forget(self, session: Session) -> None:
         """From now on it is a new one."""
         self._pins.pop(session, None)
+
+    def reset(self) -> None:
+        """Nothing that is cached is found again; the snapshot that serves, and its bound on ages, stay."""
+        self._current += 1
+        self._pins.clear()
 
     def commit(self, policy: ResetPromptCache, kv_age_max: int | None = None) -> None:
         """A snapshot was switched to."""

@@ -27,6 +27,7 @@ from midstream.core.types import (
     ENGINE_SILENT_FROM_S,
     Desired,
     Hint,
+    Pause,
     ReplicaReport,
     Session,
     Stage,
@@ -161,6 +162,9 @@ class Replica:
             self.trees,
             self.responses,
         )
+        #: What was asked for last, and what was carried out.
+        self._to_pause = self._pause = Pause()
+        self._pausing: asyncio.Task[None] | None = None
         self._watch = asyncio.Event()
         self._driving: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -217,13 +221,44 @@ class Replica:
         await self._hints.close()
         self._jobs.close()
         self._grammars.close()
-        await _cancel(self._recovery)
-        await _cancel(self._beating)
+        for task in (self._recovery, self._beating, self._pausing):
+            await _cancel(task)
         await self._end_boot()
         self._changed()
 
     def desire(self, desired: Desired) -> None:
         self.driver.desire(desired)
+
+    def pause(self, wanted: Pause) -> None:
+        """Pause or go on, unless a newer message said otherwise. The report tells when it is done."""
+        if wanted.serial <= self._to_pause.serial:
+            return
+        self._to_pause = wanted
+        self.gate.pause(wanted.mode is not None)
+        if self._pausing is None or self._pausing.done():
+            self._pausing = asyncio.create_task(self._carry_out_pause(), name="pause")
+            self._pausing.add_done_callback(_log_failure)
+
+    async def _carry_out_pause(self) -> None:
+        while self._pause != self._to_pause:
+            wanted = self._to_pause
+            if wanted.mode == "abort" and self.service is not None:
+                self.service.abort()
+            # A dead engine has nothing that could stand still. Its next boot begins with the gate closed.
+            with contextlib.suppress(EngineDied):
+                if wanted.mode == "keep":
+                    await self._engine.pause()
+                elif self._pause.mode == "keep":
+                    await self._engine.resume()
+            self._pause = wanted
+            self._changed()
+
+    def abort(self, ids: tuple[str, ...] | None = None) -> int:
+        """Ends requests with what they have; None: all. Returns how many."""
+        return 0 if self.service is None else self.service.abort(ids)
+
+    def reset_cache(self) -> None:
+        self.namespaces.reset()
 
     def hint(self, hint: Hint) -> None:
         """Fetch files early that a target will need."""
@@ -255,6 +290,7 @@ class Replica:
             in_flight=self.gate.inside,
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,
+            pause=self._pause,
             pinnable=self.pins.coming is None,
             check=self.driver.check,
             contents=self.driver.contents,

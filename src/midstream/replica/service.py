@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -117,6 +117,17 @@ class Service(Surroundings):
 
     kept: Kept
     random_seed: Callable[[], int]
+    #: The requests inside, and the ids that clients may call them by.
+    running: dict[Generation, set[str]] = field(default_factory=dict)
+
+    def abort(self, ids: Collection[str] | None = None) -> int:
+        """Ends requests inside with what they have; None: all of them. Returns how many."""
+        ended = [
+            one for one, called in tuple(self.running.items()) if ids is None or not called.isdisjoint(ids)
+        ]
+        for generation in ended:
+            generation.abort()
+        return len(ended)
 
     @asynccontextmanager
     async def admitted(
@@ -208,9 +219,11 @@ class Service(Surroundings):
                     continued=continued,
                     history=history,
                 )
+                self.running[generation] = generation.ids | {headers.get("x-request-id", "")} - {""}
                 try:
                     yield generation
                 finally:
+                    del self.running[generation]
                     generation.measure(turn)
 
     async def prompts(

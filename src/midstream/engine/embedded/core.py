@@ -99,6 +99,11 @@ class EngineCore:
     def idle(self) -> bool:
         return not self.scheduler.running and not self.scheduler.waiting
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to do."""
+        return self.scheduler.busy
+
     def info(self) -> ModelInfo:
         config = self.runner.model.config
         capacity = self.pool.total * self.pool.block_size
@@ -191,7 +196,9 @@ class EngineCore:
     def commit(self, snapshot: str) -> SwapTiming:
         """Switch weights between two steps; running sequences keep their KV."""
         crossed = len(self.scheduler.running)
-        started = self._step_ended if crossed else time.perf_counter()
+        # Frozen sequences stood still anyway.
+        waited = crossed and not self.scheduler.frozen
+        started = self._step_ended if waited else time.perf_counter()
         self.runner.switch()
         self.snapshots.append(snapshot)
         self.scheduler.epoch += 1

@@ -122,6 +122,12 @@ class EmbeddedEngine(Engine):
             events.end_choice(index)
             self._send(m.Abort(request_id, index))
 
+    def abort(self, request_id: str) -> None:
+        events = self._requests.get(request_id)
+        if events is not None:
+            events.abort()
+            self._send(m.Abort(request_id))
+
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory)))
 

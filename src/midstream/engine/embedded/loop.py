@@ -88,7 +88,6 @@ class EngineLoop:
     def __init__(self, channel: Channel[m.Command], core: EngineCore) -> None:
         self._channel = channel
         self._core = core
-        self._paused = False
         self._staged: str | None = None
         self._background = Background()
         # Jobs that wait, and the number of steps to run before they begin.
@@ -120,7 +119,7 @@ class EngineLoop:
 
         The replica has much to do after that reply, and the first tokens of the new weights should not wait for it.
         """
-        outputs = [] if self._paused else self._core.step()
+        outputs = self._core.step()
         self._calm -= 1
         now = time.monotonic()
         if outputs or now - self._reported_at >= STATS_INTERVAL_S:
@@ -135,7 +134,7 @@ class EngineLoop:
 
     def _begin_jobs(self) -> None:
         """Begin the waiting jobs, once the steps after a switch are done or there is no step to do."""
-        if self._calm > 0 and not self._core.idle and not self._paused:
+        if self._calm > 0 and self._core.busy:
             return
         for model in self._core.take_retired():
             self._retire(model)
@@ -144,7 +143,7 @@ class EngineLoop:
         self._jobs.clear()
 
     def _wait_s(self) -> float:
-        if not self._paused and not self._core.idle:
+        if self._core.busy:
             return 0.0
         busy = self._stager.busy or self._digest_calls or self._grammars.busy
         return 0.001 if busy else STATS_INTERVAL_S
@@ -175,10 +174,10 @@ class EngineLoop:
                 self._digest_calls += 1
                 self._jobs.append(lambda: self._digests.put(background.reply(call, weights)))
             case m.Pause(call):
-                self._paused = True
+                self._core.scheduler.frozen = True
                 self._channel.send(m.Done(call))
             case m.Resume(call):
-                self._paused = False
+                self._core.scheduler.frozen = False
                 self._channel.send(m.Done(call))
 
     def _add(self, request: GenerateRequest) -> None:

@@ -14,6 +14,7 @@ Always holds:
   are released, its tokens stay, and it computes them again later. Nothing already reported changes.
 - A sequence reuses a chain of blocks, each of which was computed on the one before. It offers its own blocks behind the very
   blocks that it read. Epochs never fall along a chain, so KV is as old as its first position.
+- While it is frozen, only urgent sequences are computed. The others keep their blocks, unless an urgent one needs them.
 - An admitted sequence can always finish: `check_fits` refuses a request that could outgrow the pool.
 """
 
@@ -125,6 +126,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         # Raised at every swap.
         self.epoch = 0
+        self.frozen = False
         self._alike = (0,) * pool.block_size
         self._budget = max_batch_tokens
         self._prefill_budget = max_prefill_tokens
@@ -134,6 +136,12 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"Scheduler(running={len(self.running)}, waiting={len(self.waiting)}, {self.pool!r})"
+
+    @property
+    def busy(self) -> bool:
+        """Whether `plan` may find work."""
+        first = (*self.running, *([self.waiting[0]] if self.waiting else []))
+        return any(seq.request.urgent for seq in first) if self.frozen else bool(first)
 
     def check_fits(self, request: GenerateRequest) -> str | None:
         """The reason why the request can never run, or None."""
@@ -176,6 +184,8 @@ class Scheduler:
         # Running sequences whose prefill is not complete.
         unfinished = []
         for seq in tuple(self.running):
+            if self.frozen and not seq.request.urgent:
+                continue
             if len(seq.tokens) - seq.cursor > 1:
                 unfinished.append(seq)
             elif budget > 0 and self._has_room(seq, 1):
@@ -195,6 +205,8 @@ class Scheduler:
         preempted = len(self.waiting) > waiting
         while budget > 0 and self.waiting and not preempted:
             seq = self.waiting[0]
+            if self.frozen and not seq.request.urgent:
+                break
             if len(self.running) >= self._max_running or not self._admit(seq):
                 break
             size = min(budget, _piece(seq, beside=decodes))
@@ -205,7 +217,14 @@ class Scheduler:
 
     def _admit_urgent(self) -> bool:
         """Admit a waiting urgent request, even above the limit of running sequences."""
-        return bool(self.waiting) and self.waiting[0].request.urgent and self._admit(self.waiting[0])
+        if not self.waiting or not self.waiting[0].request.urgent:
+            return False
+        while not self._admit(self.waiting[0]):
+            if not self.frozen or not self.running:
+                return False
+            # Nothing that stands still ends and makes room.
+            self._preempt(self._victim())
+        return True
 
     def advance(self, work: Work) -> list[tuple[int, int]]:
         """Record that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""

@@ -351,6 +351,10 @@ class VllmEngine(Engine):
         if (run := self._requests.get(request_id)) is not None:
             run.end_choice(index)
 
+    def abort(self, request_id: str) -> None:
+        if (run := self._requests.get(request_id)) is not None:
+            run.abort()
+
     async def stage(self, snapshot: str, directory: Path) -> None:
         self._check_running()
         self.drop_staged()

@@ -289,6 +289,11 @@ class VllmRequest(RequestEvents):
             choice.close()
         super().end_choice(index)
 
+    def abort(self) -> None:
+        for choice in self.choices.values():
+            choice.close()
+        super().abort()
+
     def close(self) -> None:
         self.open.clear()
         for choice in self.choices.values():

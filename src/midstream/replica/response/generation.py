@@ -133,7 +133,7 @@ class Generation:
         self._service = service
         self._history = history
         self._traces = history is not None and history.records != "none"
-        self._id_prefix = work.wire.id_prefix
+        self._id_prefix = prefix = work.wire.id_prefix
         self.ignored = work.ignored
         self.checked = checked
         self._prompts = prompts
@@ -144,6 +144,8 @@ class Generation:
         self._final_metrics: dict[str, Any] | None = None
         vocabulary = service.text.vocabulary
         opening = self._opening(work, resumable) if continued is None else continued.opening
+        #: Of the response, as clients may call it.
+        self.ids = {opening.id, opening.id.removeprefix(prefix)}
         ends = frozenset(requests[0].sampling.stop_token_ids)
         self._choices, self._stages = choices_and_stages(
             checked, prompts, ends, service.text, work.tool_format, opening.nonce or opening.id
@@ -158,7 +160,7 @@ class Generation:
         self._snapshot = service.serving()
         self._seen: set[str] = set()
         self._continued = continued
-        self._replaying = False
+        self._replaying = self._aborted = False
         #: The tokens of each choice that were generated elsewhere.
         self._had = [0] * len(self._choices)
         self.resumable = resumable and continued is None
@@ -270,6 +272,13 @@ class Generation:
         self._encoder.seam = continued.seam(self._had)
         return released
 
+    def abort(self) -> None:
+        """Every choice that is open ends with what it has, and the finish reason `abort`."""
+        self._aborted = True
+        for request, choices in zip(self._requests, self._open, strict=True):
+            if choices:
+                self._service.engine.abort(request.request_id)
+
     async def plain(self) -> bytes:
         kept = [self._encoder.kept() for _ in self._choices]
 
@@ -350,7 +359,7 @@ class Generation:
             if choice.finish is not None:
                 break
         if event.finish is not None and choice.finish is None:
-            if event.finish == "abort":
+            if event.finish == "abort" and not (self._aborted or self._replaying):
                 raise EngineFailed("the engine aborted the request")
             new = choice.end(event.finish)
             pieces += new if stage is None else stage.feed(new)
@@ -390,7 +399,7 @@ class Generation:
             snapshot = event.tokens[0].snapshot if event.tokens else self._service.serving()
             return choice.echo(tuple(TokenRecord(t, 0.0, None, snapshot) for t in request.prompt[-size:]))
         if event.prompt is None:
-            if event.tokens or event.finish:
+            if event.tokens or event.finish not in (None, "abort"):
                 raise EngineFailed("the engine returned no records of the prompt")
             return []
         before = choice.snapshot
@@ -415,10 +424,9 @@ class Generation:
         return records
 
     async def _events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
-        generate = self._service.engine.generate
         live = [prompt for prompt, choices in enumerate(self._open) if choices]
         if len(live) == 1:
-            async with aclosing(_closable(generate(self._requests[live[0]]))) as events:
+            async with aclosing(self._generate(live[0])) as events:
                 async for event in events:
                     yield live[0], event
             return
@@ -444,10 +452,21 @@ class Generation:
                 if not pump.cancelled():
                     pump.exception()
 
+    async def _generate(self, prompt: int) -> AsyncGenerator[GenerationEvent, None]:
+        request = self._requests[prompt]
+        if self._aborted:
+            # Before the engine knew of it.
+            for index in request.choices:
+                yield GenerationEvent(index=index, finish="abort")
+            return
+        async with aclosing(_closable(self._service.engine.generate(request))) as events:
+            async for event in events:
+                yield event
+
     async def _pump(
         self, prompt: int, queue: asyncio.Queue[tuple[int, GenerationEvent] | asyncio.Task[None]]
     ) -> None:
-        async with aclosing(_closable(self._service.engine.generate(self._requests[prompt]))) as events:
+        async with aclosing(self._generate(prompt)) as events:
             async for event in events:
                 if self._open[prompt] == 0:
                     break
@@ -471,7 +490,7 @@ class Generation:
 
     def _cached_details(self) -> CachedDetails | UnsetType:
         """Absent when a stop string ended the request before the engine told how much was cached."""
-        if len(self._cached) < len(self._prompts) and self.checked.stops:
+        if len(self._cached) < len(self._prompts) and (self.checked.stops or self._aborted):
             return UNSET
         return CachedDetails(sum(self._cached.values()))
 

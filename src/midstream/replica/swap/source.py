@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.core.types import Desired, Hint, SnapshotContent
-from midstream.snapshots.layout import CheckpointSpec, read_spec
+from midstream.snapshots.layout import CONFIG_FILE, CheckpointSpec, read_spec
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.verify import check_compatible
 
@@ -67,7 +68,10 @@ class Files:
 
 
 class CachedSource(SnapshotSource):
-    """base: the tensors and the configuration of the served model, which every snapshot must fit."""
+    """base: the tensors and the configuration of the served model, which every snapshot must fit.
+
+    A snapshot without a configuration has the served model's: some trainers write weights alone.
+    """
 
     def __init__(self, chains: ChainFetcher, base: CheckpointSpec) -> None:
         self._chains = chains
@@ -81,12 +85,20 @@ class CachedSource(SnapshotSource):
 
     async def verify(self, path: Path, desired: Desired) -> None:
         try:
+            await asyncio.to_thread(self._with_config, path)
             spec = await asyncio.to_thread(read_spec, path)
         except (SnapshotCorrupt, SnapshotMissing):
             # The local copy may be bad, so the next attempt takes it from the bucket.
             await self._chains.distrust(path)
             raise
         check_compatible(self._base, spec, frozenset(desired.ignore_config))
+
+    def _with_config(self, path: Path) -> None:
+        config = path / CONFIG_FILE
+        if not config.exists():
+            written = path / f".{CONFIG_FILE}"
+            written.write_text(json.dumps(self._base.config))
+            written.replace(config)
 
     async def contents(self, desired: Desired) -> tuple[SnapshotContent, ...]:
         links = desired.files

@@ -1,0 +1,115 @@
+"""Pauses of one replica: newcomers wait, running requests end, freeze or are cut short, and swaps go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from replica_fakes import FakeEngine, Running, running, sse
+from test_replica_pins import BODY, in_a_loop, streaming
+
+from midstream.core.types import Pause
+from midstream.replica.gate import HEADER_DRAIN_TIMEOUT
+
+
+async def pause(here: Running, serial: int, mode: str | None) -> None:
+    answer = await here.http.post("/replica/pause", json={"serial": serial, "mode": mode})
+    assert answer.status_code == 202
+    await here.until(lambda: here.replica.report().pause.serial >= serial)
+
+
+async def is_held(here: Running) -> bool:
+    answer = await here.http.post("/v1/completions", json=BODY, headers={HEADER_DRAIN_TIMEOUT: "0"})
+    assert answer.status_code in (200, 425)
+    return answer.status_code == 425
+
+
+def said(text: str) -> tuple[str, list[Any]]:
+    choices = [event["choices"][0] for event in sse(text) if event != "[DONE]"]
+    return "".join(choice["text"] for choice in choices), [choice["finish_reason"] for choice in choices]
+
+
+@in_a_loop
+async def test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let_them_in(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        await pause(here, 1, "wait")
+        assert await is_held(here)
+        waits = asyncio.create_task(here.http.post("/v1/completions", json=BODY))
+        await here.until(lambda: here.replica.gate.waiting == 1)
+        await here.swapped("step-1")
+        assert here.replica.gate.waiting == 1
+        await pause(here, 1, None)
+        assert await is_held(here), "an older message changes nothing"
+        await pause(here, 2, None)
+        answer = await waits
+        assert said(answer.text)[1][-1] == "length"
+        assert sse(answer.text)[0]["model"].endswith("@step-1")
+        assert not await is_held(here)
+
+
+@in_a_loop
+async def test_an_abort_ends_streams_and_plain_answers_with_what_they_have(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here, streaming(here) as stream:
+        plain = asyncio.create_task(here.http.post("/v1/completions", json=BODY | {"stream": False, "n": 2}))
+        await here.until(lambda: here.replica.gate.inside == 2)
+        await pause(here, 1, "abort")
+        await here.until(lambda: here.replica.report().in_flight == 0)
+        text, finishes = said((await stream).text)
+        # Two tokens.
+        assert (text, finishes[-1]) == ("hel", "abort")
+        answer = (await plain).json()
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort", "abort"]
+        assert here.engine.calls.count("pause") == 0
+
+
+@in_a_loop
+async def test_an_abort_by_name_ends_no_other_request(tmp_path: Path) -> None:
+    async with (
+        running(tmp_path, FakeEngine()) as here,
+        streaming(here, request_id="one") as one,
+        streaming(here, headers={"x-request-id": "two"}) as two,
+        streaming(here) as other,
+    ):
+        answer = await here.http.post("/replica/abort", json=["one", "two", "three"])
+        assert answer.json() == {"aborted": 2}
+        assert [said((await task).text)[1][-1] for task in (one, two)] == ["abort", "abort"]
+        here.engine.allow(100)
+        assert said((await other).text)[1][-1] == "length"
+
+
+@in_a_loop
+async def test_keep_freezes_the_engine_until_the_pause_ends_and_another_mode_lets_it_go(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        await pause(here, 1, "keep")
+        await pause(here, 2, "keep")
+        await pause(here, 3, "abort")
+        assert here.engine.calls == ["pause", "pause", "resume"]
+        assert here.replica.report().pause == Pause(3, "abort")
+
+
+@in_a_loop
+async def test_an_engine_that_begins_anew_in_a_pause_serves_nobody_before_it_ends(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        await pause(here, 1, "keep")
+        boot = here.replica.boot
+        await here.engine.die()
+        await here.until(lambda: here.replica.ready and here.replica.boot != boot)
+        assert await is_held(here)
+        await pause(here, 2, None)
+        assert not await is_held(here)
+
+
+@in_a_loop
+async def test_a_reset_of_the_cache_gives_equal_requests_another_salt(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        for reset in (False, False, True):
+            if reset:
+                assert (await here.http.post("/replica/reset_cache")).status_code == 200
+            await here.http.post("/v1/completions", json=BODY | {"user": "s"})
+        first, second, third = (request.salt for request in here.engine.requests)
+        assert first == second != third
