@@ -16,6 +16,7 @@ from midstream.core.types import Stage, Transition
 from midstream.fleet import loop as fleet_loop
 from midstream.fleet import reconcile
 from midstream.fleet.sessions import SessionTable
+from midstream.http.upstream import UpstreamPool
 from midstream.launch.process import Child, Life
 from midstream.ledger import reports
 from midstream.ledger.database import Database
@@ -193,8 +194,12 @@ def _a_kill_at_the_start_is_final() -> None:
 
 
 def _a_later_report_admits() -> None:
-    """A request goes by what its replica reports while it is sent there, which nobody judged."""
-    before = ReplicaRoute._own_lines
+    """A request goes by what its replica reports while it connects, which nobody judged; connecting is slow."""
+    before, opened = ReplicaRoute._own_lines, UpstreamPool.open
+
+    async def slow(self: UpstreamPool, **given: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return await opened(self, **given)
 
     def own_lines(self: ReplicaRoute) -> list[bytes]:
         assert self._view is not None
@@ -202,6 +207,8 @@ def _a_later_report_admits() -> None:
         return before(self)
 
     ReplicaRoute._own_lines = own_lines  # type: ignore[method-assign]
+    UpstreamPool.take = lambda self: None  # type: ignore[method-assign]
+    UpstreamPool.open = slow  # type: ignore[method-assign]
 
 
 def _only_a_whole_check_makes_ready() -> None:
@@ -238,6 +245,6 @@ FOUND_AT = {
     "places_leak": (0, "nobody asked for anything"),
     "old_by_the_clock": (7, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),
-    "a_later_report_admits": (2687, "pinned to"),
+    "a_later_report_admits": (5, "pinned to"),
     "only_a_whole_check_makes_ready": (2535, "the base weights serve again"),
 }
