@@ -13,7 +13,7 @@ from test_vllm_fields import HI, play
 from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.replica.request.schema import parse_chat, parse_completion
 from midstream.replica.request.unknown import IGNORED_MAX, header_value, read_known
-from midstream.replica.wire.messages import MESSAGES
+from midstream.replica.wire.messages import read as parse_messages
 
 IGNORE = {"x-midstream-unknown-fields": "ignore"}
 TOLD = "x-midstream-ignored-fields"
@@ -46,7 +46,7 @@ def test_an_unknown_member_of_a_known_field_is_no_field_of_the_body() -> None:
         "colour": 2,
     }
     with pytest.raises(InvalidRequest) as caught:
-        read_known(MESSAGES.read, json.dumps(asked).encode())
+        read_known(parse_messages, json.dumps(asked).encode())
     assert "odd" in str(caught.value)
 
 

@@ -25,7 +25,7 @@ from midstream.proxy.request_state import Event
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
 from midstream.replica.gate import Gate, Namespaces, Pins
-from midstream.replica.response.generation import Surroundings
+from midstream.replica.response.work import Surroundings
 from midstream.snapshots.store import fetch
 
 

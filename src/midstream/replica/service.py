@@ -63,8 +63,9 @@ from midstream.replica.request.checked import (
 from midstream.replica.request.fields import PromptOptions, bad_tokens, template_variables
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
-from midstream.replica.response.generation import Generation, Surroundings, Timings, Work, scored_tokens
+from midstream.replica.response.generation import Generation
 from midstream.replica.response.resume import Continued, can_be_resumed
+from midstream.replica.response.work import Surroundings, Timings, Work, scored_tokens
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar

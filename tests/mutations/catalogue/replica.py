@@ -5,7 +5,7 @@ from catalogue.mutation import Mutation
 REPLICA = (
     Mutation(
         "another_boot_serves",
-        "replica/response/generation.py",
+        "replica/response/work.py",
         "if not self.boot == now == (meant or now):",
         "if not self.boot == now:",
         "A request that was placed on one boot of a replica is not served by another.",
@@ -15,7 +15,7 @@ REPLICA = (
     ),
     Mutation(
         "an_earlier_boots_request_is_served",
-        "replica/response/generation.py",
+        "replica/response/work.py",
         "if not self.boot == now == (meant or now):",
         "if not now == (meant or now):",
         "A request that began under one boot of a replica does not go on under the next.",

@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost
+from midstream.core.errors import EngineFailed, EngineLost
 from midstream.core.resumption import Opening, ResumeLogWriter
-from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo, TokenRecord
-from midstream.core.versions import ServedNames
-from midstream.engine.base import Engine, EngineDied
-from midstream.replica.gate import Gate
-from midstream.replica.request.checked import Checked, Prompt
+from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
+from midstream.engine.base import EngineDied
+from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.resume import Continued, digest
 from midstream.replica.response.shapes import CachedDetails, Extras, Kept, RawOutput, Usage
 from midstream.replica.response.stages import choices_and_stages
+from midstream.replica.response.work import Surroundings, Timings, Work, echoed_tokens
 from midstream.replica.sessions import Turn
-from midstream.replica.text.chat import TextModel
-from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.turns.history import History
-from midstream.replica.wire.base import ResponseHead, Wire
+from midstream.replica.wire.base import ResponseHead
 
 #: Events of a resumed stream; each takes a few microseconds.
 REPLAYED_AT_ONCE = 256
@@ -48,70 +43,6 @@ class Sink(Protocol):
 
     async def drained(self) -> None:
         """Returns when it is writable."""
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class Surroundings:
-    """What a generation needs of the replica that it runs on. Nothing here belongs to one request."""
-
-    engine: Engine
-    info: ModelInfo
-    text: TextModel
-    names: ServedNames
-    gate: Gate
-    serving: Callable[[], str]
-    clock: Callable[[], float]
-    monotonic: Callable[[], float]
-    on_engine_death: Callable[[str], None]
-    boot: str
-    #: The boot that serves now.
-    boot_now: Callable[[], str]
-    #: Held while a resumed stream replays its log: one stream at a time.
-    replays: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def check_boot(self, meant: str | None = None) -> None:
-        """Raises AnotherBoot when the engine of this boot is gone, or the request was meant for another boot."""
-        now = self.boot_now()
-        if not self.boot == now == (meant or now):
-            raise AnotherBoot("the replica began anew after this request was sent to it; retry this request")
-
-
-class Timings(msgspec.Struct):
-    started: float
-    first_token: float | None = None
-    #: In the engine, of the choice that waited longest.
-    queued_s: float | None = None
-
-
-def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
-    size = len(prompt.token_ids)
-    return size if checked.echo is None else min(checked.echo, size)
-
-
-def scored_tokens(checked: Checked, prompt: Prompt) -> int:
-    """Of how many of the last prompt tokens records are needed."""
-    if checked.prompt_from is not None:
-        # A request that generates nothing has at least one record to tell.
-        return max(len(prompt.token_ids) - checked.prompt_from, int(checked.max_tokens == 0))
-    # Without log-probabilities an echo shows nothing that the prompt itself does not say.
-    return echoed_tokens(checked, prompt) if checked.logprobs else 0
-
-
-@dataclass(frozen=True)
-class Work:
-    """A checked request and what the engine is to do for it: one engine request per prompt."""
-
-    wire: Wire
-    #: What the wire keeps of the request for its responses.
-    details: Any
-    checked: Checked
-    prompts: list[Prompt]
-    requests: list[GenerateRequest]
-    seed: int
-    tool_format: ToolFormat | None = None
-    ignored: Sequence[str] = ()
-    #: The body alone gives the prompts.
-    whole: bool = True
 
 
 class Generation:
