@@ -4,6 +4,16 @@ from catalogue.mutation import Mutation
 
 REPLICA = (
     Mutation(
+        "a_pause_holds_nobody",
+        "replica/replica.py",
+        "self.gate.pause(wanted.mode is not None)",
+        "self.gate.pause(False)",
+        "A paused deployment holds every newcomer.",
+        (
+            "replica/test_replica_pause.py::test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let_them_in",
+        ),
+    ),
+    Mutation(
         "another_boot_serves",
         "replica/response/work.py",
         "if not self.boot == now == (meant or now):",
