@@ -102,7 +102,7 @@ class World:
 @contextlib.asynccontextmanager
 async def world(keys: Any = KEYS) -> AsyncIterator[World]:
     async def answer(request: Message, peer: Any) -> None:
-        peer.respond(b'{"closed": true, "sessions": []}')
+        peer.respond(b'{"closed": true, "sessions": [], "found": null}')
 
     with tempfile.TemporaryDirectory() as directory:
         bucket = Path(directory) / "bucket"
@@ -190,6 +190,9 @@ for prefix in ("", "/inference"):
         CASES += of_each_deployment(one, method, prefix + "/v1/sessions/s", None, SAMPLES, "sample")
     trace = prefix + "/v1/sessions/s/trace"
     CASES += of_each_deployment(one + "/trace", "GET", trace, None, SAMPLES, "sample")
+    stored, kept = prefix + "/v1/responses/{id}", prefix + "/v1/responses/resp_1"
+    for method, below in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+        CASES += of_each_deployment(stored + below, method, kept + below, None, SAMPLES, "sample")
     CASES.append((prefix + "/v1/models", "GET", prefix + "/v1/models", None, "", ALL))
     mine = {kind for kind in KINDS if ":" not in kind}
     one = prefix + "/v1/models/{model:path}"
