@@ -12,13 +12,11 @@ from typing import Any
 
 import simclock
 
-from midstream.core.types import Stage, Transition
 from midstream.fleet import loop as fleet_loop
 from midstream.fleet import reconcile
 from midstream.fleet.sessions import SessionTable
 from midstream.http.upstream import UpstreamPool
 from midstream.launch.process import Child, Life
-from midstream.ledger import reports
 from midstream.ledger.database import Database
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import Event
@@ -211,15 +209,6 @@ def _a_later_report_admits() -> None:
     UpstreamPool.open = slow  # type: ignore[method-assign]
 
 
-def _only_a_whole_check_makes_ready() -> None:
-    """The ledger does not know of a snapshot that serves, since its check was given up for a newer one."""
-
-    def made_ready(db: Any, key: int, replica: str, boot: str, change: Transition) -> tuple[str, int] | None:
-        return (change.snapshot, change.generation) if change.stage is Stage.IDLE else None
-
-    reports._made_ready = made_ready
-
-
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
@@ -246,5 +235,4 @@ FOUND_AT = {
     "old_by_the_clock": (7, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),
     "a_later_report_admits": (5, "pinned to"),
-    "only_a_whole_check_makes_ready": (2535, "the base weights serve again"),
 }

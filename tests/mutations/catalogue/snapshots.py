@@ -38,6 +38,14 @@ SNAPSHOTS = (
         ("ledger/test_ledger_contents.py",),
     ),
     Mutation(
+        "a_check_given_up_makes_nothing_ready",
+        "ledger/reports.py",
+        "(last.identity, last.generation) if _sound(db, before) else None",
+        "None",
+        "A snapshot that serves, and goes on, when its check is given up is one to fall back to.",
+        ("ledger/test_ledger.py",),
+    ),
+    Mutation(
         "acknowledged_before_the_write",
         "ledger/database.py",
         'cursor.execute(f"PRAGMA synchronous = {SYNCHRONOUS}")',
