@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from simclient import Oracle, Wrong
-from simtinker import FrontLost, TinkerClient
+from simtinker import PAUSE_S, FrontLost, TinkerClient
 
 from midstream.tinker.codec import FLOAT32, INT64, ForwardBackwardRequest
 
@@ -31,6 +31,10 @@ LOST = "Make the training client anew from a saved state"
 
 class Lost(Exception):
     """The trainer's or the front's end took the model."""
+
+
+class Refused(Exception):
+    """A call failed in bad weather, say on a full disk; the model is as it was."""
 
 
 class Trainee(TinkerClient):
@@ -61,13 +65,19 @@ class Trainee(TinkerClient):
                 self._session = (await self._call("create_session", {"tags": []}))["session_id"]
             except FrontLost as error:
                 self._explained(begun, error)
+        there = False
         while not self.over:
             try:
-                await (self._resumed() if self._states else self._begun())
-                while not self.over:
-                    await self._cycle()
+                if not there:
+                    await (self._resumed() if self._states else self._begun())
+                    there = True
+                await self._cycle()
             except Lost:
+                there = False
                 self._count("trainer: lost")
+            except Refused:
+                self._count("trainer: refused")
+                await asyncio.sleep(PAUSE_S)
 
     # -- a run
 
@@ -175,14 +185,15 @@ class Trainee(TinkerClient):
             raise self._explained(self._since, error) from error
 
     async def _ended(self, path: str, request: str) -> Any:
-        """Its result. Raises Lost, or Wrong when nothing explains its error."""
+        """Its result. Raises Lost or Refused, or Wrong when nothing explains its error."""
         try:
             result = await self._polled(request)
         except FrontLost as error:
             raise self._explained(self._since, error) from error
         if "error" not in result:
             return result
-        raise self._explained(self._since, f"{path}: {result}", known=result.get("category") == "server")
+        lost = self._explained(self._since, f"{path}: {result}", known=result.get("category") == "server")
+        raise lost if LOST in result["error"] else Refused(str(lost))
 
     def _explained(self, since: float, error: object, *, known: bool = True) -> Lost:
         """Raises Wrong when nothing had happened, or when the error is not one of the server's side."""
