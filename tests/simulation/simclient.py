@@ -41,7 +41,7 @@ class Answer:
 async def exchange(
     port: int, method: str, path: str, body: Any = None, headers: Sequence[tuple[str, str]] = ()
 ) -> Answer:
-    """One request over a connection of its own, its response read whole. Raises Broken."""
+    """One request over a connection of its own, its response read whole. body: bytes, or of JSON. Raises Broken."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             reader, writer = await _sent(port, method, path, body, headers)
@@ -70,7 +70,7 @@ async def _sent(
     stays: bool = False,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = kept or await asyncio.open_connection("127.0.0.1", port)
-    data = b"" if body is None else json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "host: sim", f"content-length: {len(data)}"]
     lines += [] if stays else ["connection: close"]
     lines += [f"{name}: {value}" for name, value in headers]

@@ -15,6 +15,8 @@ from typing import Any
 from simclient import Answer, Broken, Oracle, Turn, Wrong, exchange
 from simengine import BLOCK
 
+from midstream.tinker.futures import PROTOBUF
+
 API = "/api/v1/"
 #: A connection that was lost, and an answer that says "not now", are tried again after so long.
 PAUSE_S = 0.3
@@ -137,9 +139,12 @@ class TinkerClient:
             raise Wrong(f"{self.name}: {answer}")
 
     async def _answer(self, method: str, path: str, body: Any) -> Answer:
+        headers = [("accept", "application/json")]
+        if isinstance(body, bytes):
+            headers.append(("content-type", PROTOBUF))
         while True:
             try:
-                return await exchange(self._port, method, API + path, body, [("accept", "application/json")])
+                return await exchange(self._port, method, API + path, body, headers)
             except Broken as error:
                 self._count(f"tinker: {str(error)[:40]}")
                 await asyncio.sleep(PAUSE_S)

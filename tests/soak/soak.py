@@ -36,6 +36,7 @@ from simtrainer import Weights
 from soakflat import Verdict
 from soakload import Client, Hostile, Publisher, patient
 from soakoracle import RealOracle, in_a_process
+from soaktrain import Trainee
 from soaktrouble import SlowBucket, Trouble
 from soakwatch import Watch
 from test_full_disk import on_a_small_disk
@@ -65,6 +66,7 @@ allowed_buckets = []
 
 [tinker]
 base_model_clients = "serving"
+trainer_threads = 1
 """
 
 
@@ -227,6 +229,7 @@ class Soak:
         ]
         hostile = Hostile(port, BODY_MAX, random.Random(plan.seed + 2), outcome.counts, calm, outcome.found)
         samplers = [self._sampler(number, port, oracle, trouble) for number in range(plan.samplers)]
+        samplers.append(self._trainee(port, oracle, trouble))
         ends_at = asyncio.get_running_loop().time() + seconds
         self.outcome.lines.append("")
         with (plan.out / "samples.jsonl").open("w") as out:
@@ -273,6 +276,13 @@ class Soak:
 
         rng = random.Random(self.plan.seed + 100 + number)
         return TinkerClient(f"sampler-{number}", port, rng, oracle, count, starts)
+
+    def _trainee(self, port: int, oracle: RealOracle, trouble: Trouble) -> Trainee:
+        def count(what: str) -> None:
+            self.outcome.counts[what] += 1
+
+        rng = random.Random(self.plan.seed + 200)
+        return Trainee("trainee", port, rng, oracle, count, trouble.trainer_lives_since)
 
     async def _sampled(self, sampler: TinkerClient) -> None:
         while not sampler.over:

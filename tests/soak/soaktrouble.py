@@ -24,8 +24,8 @@ from test_full_disk import fill
 AFTER_S = 3.0
 #: A server that is not whole again by then has a fault.
 RECOVERS_S = 180.0
-KILLED = ("replica", "engine", "gateway", "front")
-STOPPED = ("replica", "engine", "gateway", "front", "supervisor")
+KILLED = ("replica", "engine", "gateway", "front", "trainer")
+STOPPED = ("replica", "engine", "gateway", "front", "supervisor", "trainer")
 KINDS = (
     *(f"kill {role}" for role in KILLED),
     *(f"stop {role}" for role in STOPPED),
@@ -40,6 +40,7 @@ _MODULES = {
     b"midstream.launch.replica": "replica",
     b"midstream.launch.tinker": "front",
     b"midstream.engine.embedded.loop": "engine",
+    b"midstream.trainer.loop": "trainer",
 }
 
 
@@ -107,6 +108,11 @@ class Trouble:
         self._found, self._counts, self._say = found, counts, say
         #: Begin and end of each; the end of one that is open is not known.
         self.windows: list[tuple[float, float | None]] = []
+        #: Of the trainer's kills. Only who trains may notice them, and a trainer that is stopped nobody.
+        self.of_trainer: list[tuple[float, float | None]] = []
+
+    def trainer_lives_since(self, at: float) -> bool:
+        return all(end is not None and end < at for _, end in (*self.windows, *self.of_trainer))
 
     def calm_since(self, at: float) -> bool:
         return all(end is not None and end < at for _, end in self.windows)
@@ -125,16 +131,33 @@ class Trouble:
 
     async def befall(self, kind: str) -> None:
         clock = asyncio.get_running_loop().time
-        begun = clock()
-        self.windows.append((begun, None))
-        self._say(f"trouble: {kind}")
         what, _, role = kind.partition(" ")
+        windows = self.windows
+        if role == "trainer":
+            windows = self.of_trainer if what == "kill" else []
+            await self._there(role)
+        begun, front = clock(), self._some("front")
+        windows.append((begun, None))
+        self._say(f"trouble: {kind}")
         await getattr(self, f"_{what}")(role)
+        if role == "trainer":
+            await self._there(role)
+            if self._some("front") != front:
+                self._found.append(f"{kind}: the front has another process than before")
         await self._recovered(kind)
         await asyncio.sleep(AFTER_S)
-        self.windows[-1] = (begun, clock())
+        windows[-1] = (begun, clock())
         self._counts[f"trouble: {kind}"] += 1
         self._say(f"trouble: {kind} is over after {clock() - begun:.1f} s")
+
+    async def _there(self, role: str) -> None:
+        """Until a process of this role runs."""
+        try:
+            async with asyncio.timeout(RECOVERS_S):
+                while self._some(role) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            self._found.append(f"no {role} runs for {RECOVERS_S:g} s")
 
     def _some(self, role: str) -> int | None:
         there = [pid for pid, own in processes(self._server).items() if own == role]

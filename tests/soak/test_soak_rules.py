@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import random
@@ -18,6 +19,7 @@ from simclient import Broken, Turn, Wrong
 from soakflat import FDS, RSS_MB, SAMPLES_MIN, SECONDS_MIN, Allowed, judged
 from soakload import Client
 from soakoracle import Job, Numbers, RealOracle, merged
+from soaktrain import LOST, Lost, Trainee
 from soaktrouble import Trouble
 
 WARM_UP_S = 60.0
@@ -147,10 +149,76 @@ def test_an_equal_request_that_draws_other_tokens_is_found() -> None:
         oracle.check_drawn(whole([4, 6], "s2"), (2, 0))
 
 
-def trouble(windows: list[tuple[float, float | None]]) -> Trouble:
+def trouble(
+    windows: list[tuple[float, float | None]], of_trainer: list[tuple[float, float | None]] | None = None
+) -> Trouble:
     made = Trouble.__new__(Trouble)
-    made.windows = windows
+    made.windows, made.of_trainer = windows, of_trainer or []
     return made
+
+
+def test_a_killed_trainer_is_trouble_for_who_trains_alone() -> None:
+    killed = trouble([(1.0, 2.0)], [(4.0, 5.0)])
+    assert killed.calm_since(3.0)
+    assert not killed.trainer_lives_since(3.0)
+    assert killed.trainer_lives_since(5.5)
+    assert not trouble([(4.0, None)]).trainer_lives_since(5.0)
+
+
+class Front:
+    """Answers a trainee's calls: each with what is next, the error of a lost model where that is None."""
+
+    def __init__(self, *results: dict[str, Any] | None) -> None:
+        self.results = list(results)
+        self.asked: list[str] = []
+
+    async def call(self, path: str, body: Any) -> dict[str, str]:
+        self.asked.append(path)
+        return {"request_id": path}
+
+    async def polled(self, request: str) -> dict[str, Any]:
+        given = self.results.pop(0)
+        return {"error": f"it is gone. {LOST}", "category": "server"} if given is None else given
+
+
+def trainee(front: Front, *, lives: bool) -> Trainee:
+    made = Trainee("t", 1, random.Random(0), SimpleNamespace(), lambda _: None, lambda _: lives)  # type: ignore[arg-type]
+    made._call, made._polled = front.call, front.polled  # type: ignore[method-assign, assignment]
+    made._model, made._session = "m", "s"
+    made._states = {"a": ("tinker://m/weights/a", (3.0,))}
+    return made
+
+
+def loss(value: float) -> dict[str, Any]:
+    return {"metrics": {"loss:sum": value}}
+
+
+def test_a_training_call_that_fails_is_found_unless_its_trainer_ended() -> None:
+    with pytest.raises(Lost):
+        asyncio.run(trainee(Front(None), lives=False)._loss())
+    with pytest.raises(Wrong, match="nothing explains it"):
+        asyncio.run(trainee(Front(None), lives=True)._loss())
+    with pytest.raises(Wrong, match="nothing explains it"):
+        asyncio.run(trainee(Front({"error": "bad", "category": "user"}), lives=False)._loss())
+
+
+def test_a_state_with_another_loss_than_it_was_saved_with_is_found() -> None:
+    asyncio.run(trainee(Front(None, {}, loss(3.0)), lives=False)._resumed())
+    with pytest.raises(Wrong, match="it was saved with"):
+        asyncio.run(trainee(Front(None, {}, loss(3.1)), lives=False)._resumed())
+
+
+def test_a_step_of_a_model_that_was_lost_is_found() -> None:
+    with pytest.raises(Wrong, match="a step of it is carried out"):
+        asyncio.run(trainee(Front({"metrics": {}}), lives=False)._resumed())
+
+
+def test_a_save_that_did_not_end_leaves_both_losses_possible() -> None:
+    client = trainee(Front(None), lives=False)
+    client._states = {f"m-{number}": ("path", (3.0,)) for number in range(3)}
+    with pytest.raises(Lost):
+        asyncio.run(client._save(2.0))
+    assert sorted(losses for _, losses in client._states.values()) == [(3.0,), (3.0,), (3.0, 2.0)]
 
 
 def test_it_is_calm_only_since_the_end_of_the_last_trouble() -> None:

@@ -154,6 +154,10 @@ def failing(future: Future) -> Iterator[None]:
         future.fail(error.message, error.category)
     except TinkerError as error:
         future.fail(error.detail, "user" if error.status < 500 else "server")
+    except OSError as error:
+        # The disk's fault, as when it is full.
+        logger.error("a %s request failed: %s", future.kind, error)
+        future.fail(f"{future.kind} failed: {error}", "server")
     except Exception as error:
         # This is a bug: the request gets its answer, and those behind it their turn.
         logger.exception("a %s request failed", future.kind)

@@ -40,6 +40,10 @@ class TrainerLoop:
             return self._do(command)
         except Failed as error:
             return m.Refused(error.message, error.category)
+        except OSError as error:
+            # The disk's fault, as when it is full.
+            logger.error("%s failed: %s", type(command).__name__, error)
+            return m.Refused(f"{type(error).__name__}: {error}", "server")
         except Exception as error:
             # A bug, or no memory left. The models are whole, so the others can go on.
             logger.exception("%s failed", type(command).__name__)
