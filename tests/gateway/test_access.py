@@ -102,7 +102,7 @@ class World:
 @contextlib.asynccontextmanager
 async def world(keys: Any = KEYS) -> AsyncIterator[World]:
     async def answer(request: Message, peer: Any) -> None:
-        peer.respond(b'{"closed": true, "sessions": [], "found": null}')
+        peer.respond(b'{"closed": true, "sessions": [], "found": []}')
 
     with tempfile.TemporaryDirectory() as directory:
         bucket = Path(directory) / "bucket"
