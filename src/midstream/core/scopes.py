@@ -113,6 +113,7 @@ _INFERENCE = {
         ("GET", "/v1/sessions", _SAMPLE_MEANT),
         ("GET", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
         ("GET", "/v1/sessions/{key:path}/trace", _SAMPLE_MEANT),
+        ("POST", "/v1/sessions/{key:path}/reward", _SAMPLE_MEANT),
         ("DELETE", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
     )
 }
@@ -122,6 +123,7 @@ GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
     **{("POST", path): _SAMPLE_MEANT for path in WIRES},
     **_INFERENCE,
     ("GET", "/sessions/{key:path}/trace"): _SAMPLE_MEANT,
+    ("POST", "/sessions/{key:path}/reward"): _SAMPLE_MEANT,
     ("GET", "/metrics"): Need((OBSERVE,), "every"),
     ("GET", _ACCOUNTS): _LIST,
     ("GET", _ACCOUNTS + "/{account}"): _LIST,

@@ -29,6 +29,7 @@ from midstream.core.errors import (
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
+from midstream.core.traces import RewardAsked
 from midstream.core.types import HEADER_TOKEN, Desired, Hint
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
@@ -62,6 +63,7 @@ SESSIONS_GAP_S = 0.005
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
 _asked = msgspec.json.Decoder(SessionsAsked)
+_rewarded = msgspec.json.Decoder(RewardAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
@@ -103,6 +105,7 @@ class ReplicaApp:
             b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
+            b"/replica/reward": (post, _at_once(lambda request: _reward(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
         }
         for prefix in PREFIXES:
@@ -388,6 +391,10 @@ def _close_session(replica: Replica, request: Request) -> Answer:
     if asked.key is None:
         raise InvalidRequest("which session is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
+
+
+def _reward(replica: Replica, request: Request) -> Answer:
+    return 200, replica.reward(_decoded(request, _rewarded, "a reward"))
 
 
 def _hint(replica: Replica, request: Request) -> Answer:
