@@ -26,6 +26,7 @@ COMMANDS = {  # module of commands/: its line in --help
     "publish": "put a checkpoint into the bucket and wait until every replica serves it",
     "status": "what each replica serves and does; --watch keeps looking",
     "ledger": "every snapshot that was signalled, and how each replica fared with it",
+    "export": "training records of sessions, as JSON lines, for Tinker, verl, NeMo-Gym or verifiers",
     "delta": "make, apply and check incremental snapshots in local directories",
     "conformance": "which promised behaviours a live endpoint has, row by row",
     "demo": "the main job: an RL loop with weights hot-loaded under live rollouts",

@@ -177,7 +177,10 @@ def of_each_deployment(
 
 
 CASES: list[Case] = [
-    *of_each_deployment("/sessions/{key:path}/trace", "GET", "/sessions/s/trace", None, SAMPLES, "sample")
+    *of_each_deployment("/sessions/{key:path}/trace", "GET", "/sessions/s/trace", None, SAMPLES, "sample"),
+    *of_each_deployment(
+        "/sessions/{key:path}/reward", "POST", "/sessions/s/reward", {"reward": 1}, SAMPLES, "sample"
+    ),
 ]
 for path in WIRES:
     CASES += of_each_deployment(path, "POST", path, {}, SAMPLES, "sample")
@@ -193,6 +196,8 @@ for prefix in ("", "/inference"):
     stored, kept = prefix + "/v1/responses/{id}", prefix + "/v1/responses/resp_1"
     for method, below in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
         CASES += of_each_deployment(stored + below, method, kept + below, None, SAMPLES, "sample")
+    reward = prefix + "/v1/sessions/s/reward"
+    CASES += of_each_deployment(one + "/reward", "POST", reward, {"reward": 1}, SAMPLES, "sample")
     CASES.append((prefix + "/v1/models", "GET", prefix + "/v1/models", None, "", ALL))
     mine = {kind for kind in KINDS if ":" not in kind}
     one = prefix + "/v1/models/{model:path}"

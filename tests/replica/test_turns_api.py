@@ -11,6 +11,9 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
 from test_resume_pipeline import CHAT, RESUMABLE, by_choice, events, play, resume, units
 
+from midstream.core.errors import InvalidRequest
+from midstream.core.traces import REWARDS_MAX, Reward
+
 SESSION = {"x-midstream-session": "s"}
 USER = {"role": "user", "content": "he said"}
 #: As a tokenizer would not cut it: it has a token for "he".
@@ -234,6 +237,8 @@ def test_a_trace_has_every_turn_with_its_records_though_no_response_told_them(tm
             assert first["sampling_logprobs"] == [-(at + i) / 2 for i in range(6)]
             routes = [base64.b64encode(bytes([(at + i) % 256, t])).decode() for i, t in enumerate(LETTERS)]
             assert (first["routing_matrix"], first["routing_matrix_dtype"]) == (routes, "uint8")
+            assert (first["routing_matrix_shape"], other["routing_matrix_shape"]) == ([1, 2], None)
+            assert first["loss_mask"] == [0] * at + [1] * 6
             assert first["snapshots"] == [{"snapshot": "base", "start": 0, "end": 6}]
             assert first["kv_snapshots"][0]["snapshot"] == "base"
             assert (first["finish_reason"], first["model"], first["branch"]) == ("length", MODEL, None)
@@ -299,5 +304,50 @@ def test_a_session_that_its_engines_end_closed_can_still_be_deleted(tmp_path: Pa
             closed = await here.http.post("/replica/sessions/close", json={"tenant": "", "key": "s"})
             assert closed.json() == {"closed": True}
             assert await trace(here) is None
+
+    asyncio.run(main())
+
+
+def test_a_reward_stays_with_the_turns_of_its_tenant_and_goes_with_them(tmp_path: Path) -> None:
+    async def reward(here: Running, reward: float, tenant: str = "", **more: Any) -> Any:
+        look = more.pop("look", False)
+        asked = {"tenant": tenant, "key": "s", "given": {"reward": reward, **more}, "look": look}
+        return (await here.http.post("/replica/reward", json=asked)).json()
+
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            assert await reward(here, 1.0) == {"has": False, "taken": False}
+            await turn(here, [USER])
+            before = here.replica.trees.size
+            assert await reward(here, 1.0, tenant="b") == {"has": False, "taken": False}
+            assert await reward(here, 1.0, turn=2) == {"has": True, "taken": False}
+            assert await reward(here, 1.0, look=True) == {"has": True, "taken": True}
+            assert (await trace(here))["rewards"] == []
+            for value in (1.0, -0.5):
+                assert await reward(here, value) == {"has": True, "taken": True}
+            size = here.replica.trees.size
+            await reward(here, 2.0, turn=1, name="judge", metadata={"why": ["x"]})
+            told = [{**one, "created": 0} for one in (await trace(here))["rewards"]]
+            assert told == [
+                {"reward": -0.5, "turn": None, "name": "reward", "metadata": None, "created": 0},
+                {"reward": 2.0, "turn": 1, "name": "judge", "metadata": {"why": ["x"]}, "created": 0},
+            ]
+            assert before < size < here.replica.trees.size
+            await here.http.post("/replica/sessions/close", json={"tenant": "", "key": "s"})
+            assert here.replica.trees.size == 0
+
+    asyncio.run(main())
+
+
+def test_a_session_takes_so_many_rewards_and_the_last_of_a_name_still_counts(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            await turn(here, [USER])
+            for number in range(REWARDS_MAX):
+                here.replica.trees.reward(("", "s"), Reward(reward=1.0, name=f"n{number}", created=0.0))
+            with pytest.raises(InvalidRequest, match="a session takes at most 4096"):
+                here.replica.trees.reward(("", "s"), Reward(reward=1.0, created=0.0))
+            here.replica.trees.reward(("", "s"), Reward(reward=3.0, name="n7", created=0.0))
+            assert (await trace(here))["rewards"][7]["reward"] == 3.0
 
     asyncio.run(main())

@@ -2,12 +2,14 @@
 
     GET /v1/sessions?limit=100&after=KEY    GET /v1/sessions/KEY    DELETE /v1/sessions/KEY
     GET /v1/sessions/KEY/trace, or GET /sessions/KEY/trace
+    POST /v1/sessions/KEY/reward, or POST /sessions/KEY/reward
 
 Always holds:
 - A tenant sees and closes its own sessions only. Sessions are those of the deployment that the headers name, else of the
   default one.
 - Replicas are asked each time; one that does not answer is named, and what others say is shown.
 - A session that lived on several replicas is shown as one, all its turns together.
+- In a path, a slash of the key may be written %2F. So a key that ends in "/trace" can be read, too.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
+from midstream.core.traces import RewardAsked, RewardTaken, read_reward
 from midstream.core.types import HEADER_TENANT, Session
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
-from midstream.http.bodies import whole_number
+from midstream.http.bodies import read_body, whole_number
 
 PAGE_SIZE = 100
 PAGE_SIZE_MAX = 1000
@@ -41,12 +45,14 @@ class _Trace(msgspec.Struct):
 
     turns: msgspec.Raw
     forgotten: bool = False
+    rewards: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class _Traced(msgspec.Struct):
     trace: _Trace | None = None
 
 
+_taken = msgspec.json.Decoder(RewardTaken)
 _traced = msgspec.json.Decoder(_Traced)
 
 
@@ -58,10 +64,12 @@ def session_routes(deployments: Deployments) -> list[BaseRoute]:
         routes += [
             Route(prefix + "/v1/sessions", api.list, methods=["GET"]),
             Route(one + "/trace", api.trace, methods=["GET"]),
+            Route(one + "/reward", api.reward, methods=["POST"]),
             Route(one, api.get, methods=["GET"]),
             Route(one, api.delete, methods=["DELETE"]),
         ]
     routes.append(Route("/sessions/{key:path}/trace", api.trace, methods=["GET"]))
+    routes.append(Route("/sessions/{key:path}/reward", api.reward, methods=["POST"]))
     return routes
 
 
@@ -99,12 +107,16 @@ class _Api:
 
     async def trace(self, request: Request) -> Response:
         """Of each replica that has turns of the session, those turns: a turn's parent is one of the same replica."""
+        if not request.scope.get("raw_path", b"/trace").endswith(b"/trace"):
+            # Its slash was written %2F: it is the end of the key.
+            request.path_params["key"] += "/trace"
+            return await self.get(request)
         deployment, session = self._deployments.named(request.headers), _session(request)
         asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
         answers, silent = await ask_replicas(deployment, "/replica/trace", asked)
         traces = [(replica, _traced.decode(answer).trace) for replica, answer in answers]
         found = [
-            {"replica": replica, "turns": trace.turns, "forgotten": trace.forgotten}
+            {"replica": replica, "turns": trace.turns, "rewards": trace.rewards, "forgotten": trace.forgotten}
             for replica, trace in traces
             if trace is not None
         ]
@@ -113,6 +125,31 @@ class _Api:
         about = {"id": session[1], "object": "session.trace", "deployment": deployment.name}
         told = msgspec.json.encode(about | {"traces": found, "unreachable": silent})
         return Response(told, media_type="application/json")
+
+    async def reward(self, request: Request) -> Response:
+        """Rewards the session where its turns are, or one turn. The last one of a turn and name counts."""
+        deployment, session = self._deployments.named(request.headers), _session(request)
+        given = read_reward(await read_body(request))
+        asked = RewardAsked(tenant=session[0], key=session[1], given=given, look=True)
+        told, silent = await _rewarded(deployment, asked, given.replica)
+        has = [replica for replica, answer in told if answer.has]
+        if not has:
+            _not_there(session, silent)
+        if given.turn is not None and len(has) > 1:
+            names = ", ".join(has)
+            raise InvalidRequest(
+                f"replica: several have turns of the session; name one of {names}", param="replica"
+            )
+        if given.turn is not None and not any(answer.taken for _, answer in told):
+            raise NotFound(f"{has[0]} has no turn {given.turn} of the session", param="turn")
+        told, more = await _rewarded(deployment, replace(asked, look=False), given.replica)
+        taken = [replica for replica, answer in told if answer.taken]
+        if not taken:
+            _not_there(session, more)
+        about = {"id": session[1], "object": "session.reward", "deployment": deployment.name}
+        shown = about | {"replicas": taken, "unreachable": more} | msgspec.to_builtins(given)
+        del shown["replica"]
+        return JSONResponse(shown)
 
     async def delete(self, request: Request) -> Response:
         deployment, session = self._deployments.named(request.headers), _session(request)
@@ -174,6 +211,14 @@ async def ask_replicas(
     both = list(zip(views, answers, strict=True))
     told = [(view.name, answer) for view, answer in both if answer is not None]
     return told, [view.name for view, answer in both if answer is None]
+
+
+async def _rewarded(
+    deployment: Deployment, asked: RewardAsked, only: str | None
+) -> tuple[list[tuple[str, RewardTaken]], list[str]]:
+    views = [view for view in views_of(deployment) if only in (None, view.name)]
+    answers, silent = await ask_replicas(deployment, "/replica/reward", msgspec.json.encode(asked), views)
+    return [(replica, _taken.decode(answer)) for replica, answer in answers], silent
 
 
 def _shown(deployment: Deployment, found: Sequence[tuple[str, SessionStats]]) -> dict[str, Any]:

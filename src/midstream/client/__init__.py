@@ -1,4 +1,5 @@
-"""What a trainer imports: publish snapshots, and read routes and snapshots off rollout responses. No server code."""
+"""What a trainer imports: publish snapshots, read routes and snapshots off rollout responses, and make training records of
+sessions. No server code."""
 
 from midstream.client.decode import (
     decode_routing_matrix,
@@ -9,6 +10,17 @@ from midstream.client.decode import (
 )
 from midstream.client.publication import Publication, Published
 from midstream.client.publish import SnapshotPublisher
+from midstream.client.records import (
+    TrainingSequence,
+    jsonl_records,
+    nemo_gym_records,
+    sequences_of,
+    tinker_data,
+    tinker_datum,
+    verifiers_rollouts,
+    verl_batch,
+    verl_rows,
+)
 from midstream.client.server import (
     HotLoadServer,
     NotReadyInTime,
@@ -30,9 +42,18 @@ __all__ = [
     "SnapshotFailed",
     "SnapshotPublisher",
     "Status",
+    "TrainingSequence",
     "decode_routing_matrix",
+    "jsonl_records",
     "near_ties_of",
+    "nemo_gym_records",
     "routes_of",
+    "sequences_of",
     "snapshot_of",
+    "tinker_data",
+    "tinker_datum",
     "token_snapshots",
+    "verifiers_rollouts",
+    "verl_batch",
+    "verl_rows",
 ]

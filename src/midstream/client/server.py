@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import email.utils
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from urllib.parse import quote
 
 import httpx
 
@@ -264,7 +265,7 @@ class SignalOptions(TypedDict, total=False):
 
 
 class HotLoadServer:
-    """A server's hot-load API. Safe to use from several threads.
+    """A server's hot-load API, and its sessions' traces. Safe to use from several threads.
 
     base_url: with or without /v1. Raises ValueError when it has credentials.
     """
@@ -383,6 +384,44 @@ class HotLoadServer:
         answer = self._caller.call("GET", url, deadline_s=retry_s).body
         if not isinstance(answer, dict) or not isinstance(answer.get("snapshots"), list):
             raise PublishError(f"{url}: answered something else than a ledger: {answer!r}")
+        return answer
+
+    def sessions(self, *, page: int = 1000, retry_s: float = SIGNAL_RETRY_S) -> Iterator[str]:
+        """The keys of all sessions of the deployment, in order; one request for each `page` of them. Raises SignalRefused."""
+        after = ""
+        while True:
+            url = f"{self.root}/v1/sessions?limit={page}&after={quote(after, safe='')}"
+            answer = self._caller.call("GET", url, deadline_s=retry_s).body
+            keys = [str(one["id"]) for one in answer["data"]]
+            if answer["unreachable"]:
+                raise PublishError(f"{url}: no answer of {', '.join(answer['unreachable'])}; try again")
+            yield from keys
+            if not answer["has_more"] or not keys:
+                return
+            after = keys[-1]
+
+    def trace(self, session: str, *, retry_s: float = SIGNAL_RETRY_S) -> dict[str, Any]:
+        """The turns of a session (docs/exact-sessions.md). Raises SignalRefused, and PublishError if a replica is silent."""
+        url = f"{self.root}/v1/sessions/{quote(session, safe='')}/trace"
+        answer: dict[str, Any] = self._caller.call("GET", url, deadline_s=retry_s).body
+        if answer["unreachable"]:
+            raise PublishError(f"{url}: no answer of {', '.join(answer['unreachable'])}; try again")
+        return answer
+
+    def reward(
+        self,
+        session: str,
+        reward: float,
+        *,
+        turn: int | None = None,
+        name: str = "reward",
+        metadata: Mapping[str, Any] | None = None,
+        retry_s: float = SIGNAL_RETRY_S,
+    ) -> dict[str, Any]:
+        """Reward a session, or one turn of it. The last reward of a turn and name counts. Raises SignalRefused."""
+        url = f"{self.root}/v1/sessions/{quote(session, safe='')}/reward"
+        body = {"reward": reward, "turn": turn, "name": name, "metadata": metadata}
+        answer: dict[str, Any] = self._caller.call("POST", url, deadline_s=retry_s, json=body).body
         return answer
 
     def metrics(self, *, retry_s: float = SIGNAL_RETRY_S) -> str:

@@ -27,8 +27,13 @@ SERVER_VARIABLE = "MIDSTREAM_SERVER"
 KEY_VARIABLE = "MIDSTREAM_API_KEY"
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", metavar="URL", help=f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})")
+def add_server_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """positional: the server's URL is an argument, not the option --server."""
+    told = f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
+    if positional:
+        parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server {told}")
+    else:
+        parser.add_argument("--server", metavar="URL", help=told)
     parser.add_argument("--deployment", metavar="NAME", help="(default: the only one, or the server's own)")
     parser.add_argument("--api-key", metavar="KEY", help=f"(default: ${KEY_VARIABLE})")
 

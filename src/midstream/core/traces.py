@@ -1,4 +1,4 @@
-"""The trace of a session: its turns as token ids, with their records, as a replica tells them. Pure.
+"""The trace of a session: its turns as token ids, with their records and rewards, as a replica tells them. Pure.
 
 Always holds: a turn's tokens are its parent's tokens, then `added`, then `token_ids`. `parent` is 0 where there is none, and a
 parent comes before its children.
@@ -6,11 +6,14 @@ parent comes before its children.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from math import isfinite
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.text import NOT_JSON
 from midstream.core.types import HEADER_RECORDS, FinishReason
 
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these and its route.
@@ -29,8 +32,10 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One answer of a session.
 
     added: token ids of the request behind its parent's tokens. token_ids: those that were sampled, which the loss is about.
+    loss_mask: over `added` and `token_ids`: 0 and 1.
     logprobs, sampling_logprobs: in nats, of each sampled token; None where they were not asked for or the engine cannot tell.
-    routing_matrix: of each sampled token, layers x top-k expert numbers in base64; None likewise.
+    routing_matrix: of each sampled token, layers x top-k expert numbers in base64, of the pass that gave its logits; None
+    likewise. routing_matrix_shape: [layers, top-k].
     snapshots: over the sampled tokens. kv_snapshots: over all positions, which snapshot computed the KV.
     branch: why the turn continues none, as responses say it. model: without a snapshot.
     """
@@ -40,15 +45,30 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     added: list[int]
     token_ids: list[int]
+    loss_mask: list[int]
     finish_reason: FinishReason
     created: float
     logprobs: list[float] | None
     sampling_logprobs: list[float | None] | None
     routing_matrix: list[str] | None
     routing_matrix_dtype: str | None
+    routing_matrix_shape: list[int] | None
     snapshots: list[Span]
     kv_snapshots: list[Span]
     branch: dict[str, Any] | None = None
+
+
+class Reward(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one turn, or of the whole session (turn None). created: seconds since the epoch.
+
+    Of several with the same turn and name the last one counts, and is the only one kept.
+    """
+
+    reward: float
+    turn: int | None = None
+    name: str = "reward"
+    metadata: dict[str, Any] | None = None
+    created: float
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -56,6 +76,59 @@ class Trace(msgspec.Struct, frozen=True):
 
     turns: list[TracedTurn]
     forgotten: bool = False
+    rewards: list[Reward] = []
+
+
+METADATA_BYTES_MAX = 4096
+#: Of one session on one replica.
+REWARDS_MAX = 4096
+
+
+class RewardGiven(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request that rewards a session. replica: which one's turn is meant, where several have turns."""
+
+    reward: float
+    turn: Annotated[int, Meta(ge=1, le=2**53)] | None = None
+    replica: Annotated[str, Meta(max_length=512)] | None = None
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")] = "reward"
+    metadata: dict[str, Any] | None = None
+
+
+class RewardAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway tells a replica. look: only whether it has turns of the session, and that turn."""
+
+    tenant: str
+    key: str
+    given: RewardGiven
+    look: bool = False
+
+
+class RewardTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. has: turns of the session are here. taken: the turn is here too, and the reward is kept unless `look`."""
+
+    has: bool = False
+    taken: bool = False
+
+
+_given = msgspec.json.Decoder(RewardGiven)
+
+
+def read_reward(body: bytes) -> RewardGiven:
+    """Raises InvalidRequest that names the field."""
+    try:
+        given = _given.decode(body)
+    except NOT_JSON as error:
+        field = str(error).rpartition("$.")[2].rstrip("`") if "$." in str(error) else None
+        raise InvalidRequest(f"reward: {error}", param=field) from error
+    if not isfinite(given.reward):
+        raise InvalidRequest("reward: must be a finite number", param="reward")
+    if given.replica is not None and given.turn is None:
+        raise InvalidRequest("replica: names whose turn is meant; give turn, too", param="replica")
+    size = len(msgspec.json.encode(given.metadata))
+    if size > METADATA_BYTES_MAX:
+        message = f"metadata: must be at most {METADATA_BYTES_MAX} bytes as JSON, got {size}"
+        raise InvalidRequest(message, param="metadata")
+    return given
 
 
 def records_kept(given: str | None) -> RecordsKept:

@@ -30,6 +30,7 @@ from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
+from midstream.core.traces import RewardAsked
 from midstream.core.types import HEADER_IGNORED_FIELDS, HEADER_TOKEN, Desired, Hint, Pause
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
@@ -64,6 +65,7 @@ SESSIONS_GAP_S = 0.005
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
 _asked = msgspec.json.Decoder(SessionsAsked)
+_rewarded = msgspec.json.Decoder(RewardAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _response_asked = msgspec.json.Decoder(ResponseAsked)
 _paused = msgspec.json.Decoder(Pause)
@@ -109,6 +111,7 @@ class ReplicaApp:
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
             b"/replica/responses": (post, _at_once(lambda request: _response(replica, request))),
+            b"/replica/reward": (post, _at_once(lambda request: _reward(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
             b"/replica/pause": (post, _at_once(lambda request: _pause(replica, request))),
             b"/replica/abort": (post, _at_once(lambda request: _abort(replica, request))),
@@ -409,6 +412,10 @@ def _response(replica: Replica, request: Request) -> Answer:
     if asked.what == "delete":
         return 200, {"found": replica.responses.delete(asked.tenant, asked.id)}
     return 200, {"found": found.input if asked.what == "items" else msgspec.Raw(found.body)}
+
+
+def _reward(replica: Replica, request: Request) -> Answer:
+    return 200, replica.reward(_decoded(request, _rewarded, "a reward"))
 
 
 def _hint(replica: Replica, request: Request) -> Answer:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core.text import declared
-from midstream.core.traces import Trace
+from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.types import (
     BASE_SNAPSHOT,
     ENGINE_SILENT_FROM_S,
@@ -180,8 +180,22 @@ class Replica:
 
     def trace(self, session: Session) -> Trace | None:
         """The turns of a session; None: nothing is known of it here."""
-        wide = self.service is not None and self.service.info.num_experts > 256
-        return trace_of(self.trees, session, self.names.model, wide_routes=wide)
+        info = None if self.service is None else self.service.info
+        wide, top_k = info is not None and info.num_experts > 256, 0 if info is None else info.top_k
+        return trace_of(self.trees, session, self.names.model, top_k=top_k, wide_routes=wide)
+
+    def reward(self, asked: RewardAsked) -> RewardTaken:
+        """Keeps it beside the session's turns. Raises InvalidRequest."""
+        given = asked.given
+        reward = Reward(
+            reward=given.reward,
+            turn=given.turn,
+            name=given.name,
+            metadata=given.metadata,
+            created=self.clock(),
+        )
+        has, taken = self.trees.reward((asked.tenant, asked.key), reward, look=asked.look)
+        return RewardTaken(has=has, taken=taken)
 
     async def start(self) -> None:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""

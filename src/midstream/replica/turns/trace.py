@@ -11,16 +11,18 @@ from midstream.core.types import Session
 from midstream.replica.turns.tree import Trees, Turn
 
 
-def trace_of(trees: Trees, session: Session, model: str, *, wide_routes: bool) -> Trace | None:
-    """None: nothing is known of the session. wide_routes: expert numbers are of 16 bits, little-endian."""
+def trace_of(trees: Trees, session: Session, model: str, *, top_k: int, wide_routes: bool) -> Trace | None:
+    """None: nothing is known of the session. top_k: experts of a token in each MoE layer. wide_routes: their numbers are of
+    16 bits, little-endian."""
     tree, forgotten = trees.of(session), trees.forgot(session)
     if tree is None:
         return Trace([], forgotten) if forgotten else None
     # The loop's thread may add one meanwhile.
-    return Trace([_traced(turn, model, wide_routes) for turn in list(tree.turns)], forgotten)
+    turns, rewards = list(tree.turns), list(tree.rewards.values())
+    return Trace([traced(turn, model, top_k, wide_routes) for turn in turns], forgotten, rewards)
 
 
-def _traced(turn: Turn, model: str, wide_routes: bool) -> TracedTurn:
+def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
     record, count = turn.record, len(turn.sampled)
     assert record is not None
     size = len(record.routes) // count if count else 0
@@ -34,12 +36,14 @@ def _traced(turn: Turn, model: str, wide_routes: bool) -> TracedTurn:
         model=model,
         added=list(turn.added),
         token_ids=list(turn.sampled),
+        loss_mask=[0] * len(turn.added) + [1] * count,
         finish_reason=record.finish,
         created=record.created,
         logprobs=list(record.logprobs) or None,
         sampling_logprobs=sampling or None,
         routing_matrix=routes or None,
         routing_matrix_dtype=("uint16" if wide_routes else "uint8") if routes else None,
+        routing_matrix_shape=[size // (top_k * (1 + wide_routes)), top_k] if routes and top_k else None,
         snapshots=_spans(record.snapshots),
         kv_snapshots=_spans(record.kv),
         branch=record.branch,

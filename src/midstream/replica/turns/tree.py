@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from midstream.core.errors import InvalidRequest
+from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.core.types import FinishReason, Session
 from midstream.replica.turns.continuing import Closings, Render, closings_of
 
@@ -144,6 +146,8 @@ class TurnTree:
         self._text_sizes: tuple[int, ...] = ()
         #: All of them, in the order of their numbers.
         self.turns: list[Turn] = []
+        #: By turn, or None for the session, and name.
+        self.rewards: dict[tuple[int | None, str], Reward] = {}
         self.size = 0
 
     def __repr__(self) -> str:
@@ -207,6 +211,15 @@ class TurnTree:
             self._texts[hashlib.blake2b(data, digest_size=16).digest()] = turn, len(told.text)
             self._text_sizes = tuple(sorted({*self._text_sizes, len(data)}))
         self.size += _KEY_BYTES * (len(self._known) + len(self._texts) - before) + turn.size
+
+    def reward(self, given: Reward) -> None:
+        """Replaces one of the same turn and name. Raises InvalidRequest when there are too many."""
+        key = (given.turn, given.name)
+        before = self.rewards.get(key)
+        if before is None and len(self.rewards) >= REWARDS_MAX:
+            raise InvalidRequest(f"reward: a session takes at most {REWARDS_MAX}", param="reward")
+        self.rewards[key] = given
+        self.size += len(_encode(given)) - (0 if before is None else len(_encode(before)))
 
 
 def _meant(turns: Sequence[Turn], thought: str) -> tuple[Turn, bool]:
@@ -272,13 +285,30 @@ class Trees:
         tree.add(turn, told)
         self.size += tree.size - before
         self._trees.move_to_end(session)
+        self._fit()
+        return turn
+
+    def reward(self, session: Session, given: Reward, *, look: bool = False) -> tuple[bool, bool]:
+        """Whether there are turns of the session, and whether the reward's turn is among them. look: only that, else it is
+        kept. Raises InvalidRequest."""
+        tree = self._trees.get(session)
+        if tree is None:
+            return False, False
+        here = given.turn is None or given.turn <= len(tree.turns)
+        if here and not look:
+            before = tree.size
+            tree.reward(given)
+            self.size += tree.size - before
+            self._fit()
+        return True, here
+
+    def _fit(self) -> None:
         while self.size > self._bytes_max and self._trees:
             oldest, dropped = self._trees.popitem(last=False)
             self.size -= dropped.size
             self._forgotten[oldest] = None
         while len(self._forgotten) > FORGOTTEN_MAX:
             self._forgotten.popitem(last=False)
-        return turn
 
     def close(self, session: Session) -> None:
         """The session is over: nothing of it stays."""

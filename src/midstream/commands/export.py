@@ -1,0 +1,83 @@
+"""`midstream export`: training records out of the traces of a server's sessions, one JSON object per line.
+
+Always holds: the file appears whole, under its name, or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from midstream.client import HotLoadServer, SignalRefused, TrainingSequence
+from midstream.client import records as formats
+from midstream.commands.common import ProgressLine, add_server_arguments, connect, guarded
+from midstream.core.errors import ConfigError
+
+FORMATS: Mapping[str, Callable[[Iterable[TrainingSequence]], list[dict[str, Any]]]] = {
+    "jsonl": formats.jsonl_records,
+    "tinker": formats.tinker_data,
+    "verl": formats.verl_rows,
+    "nemo-gym": formats.nemo_gym_records,
+    "verifiers": formats.verifiers_rollouts,
+}
+_NOT_FOUND = 404
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=guarded(_export))
+    add_server_arguments(parser, positional=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--session", action="append", metavar="KEY", help="may be repeated")
+    which.add_argument("--all", action="store_true", help="every session that the server has")
+    parser.add_argument("--format", choices=tuple(FORMATS), default="jsonl", help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="replaced if it is there")
+    parser.add_argument(
+        "--logprobs",
+        choices=("logprob", "sampling_logprob"),
+        default="logprob",
+        help="of the model's own distribution, or of the one that was sampled from (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--unscored",
+        choices=("refuse", "mask"),
+        default="refuse",
+        help="what becomes of a turn without log-probabilities: an error, or loss mask 0 (default: %(default)s)",
+    )
+
+
+def _export(options: argparse.Namespace) -> int:
+    out: Path = options.out
+    part = out.with_name(f".{out.name}.part")
+    convert, sessions, records = FORMATS[options.format], 0, 0
+    server = connect(options)
+    try:
+        with ProgressLine() as line, part.open("w", encoding="utf-8") as file:
+            for trace in _traces(server, options):
+                sequences = formats.sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
+                for record in convert(sequences):
+                    file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
+                    records += 1
+                sessions += 1
+                line.often(f"{sessions} sessions, {records} records")
+        os.replace(part, out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror or error}") from error
+    finally:
+        server.close()
+        part.unlink(missing_ok=True)
+    print(f"{out}: {records} records of {sessions} session{'s' if sessions != 1 else ''}")
+    return 0
+
+
+def _traces(server: HotLoadServer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for key in options.session or server.sessions(retry_s=0):
+        try:
+            yield server.trace(key, retry_s=0)
+        except SignalRefused as error:
+            # Of those that were listed, one may have been closed meanwhile, and one of completions has no turns.
+            if not options.all or error.status != _NOT_FOUND:
+                raise
