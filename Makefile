@@ -155,6 +155,7 @@ check: setup
 bench-gateway: setup
 	cd benchmarks && ../$(BIN)/python -m gateway.peers
 	cd benchmarks && ../$(BIN)/python -m gateway.bench --write $(BENCH_ARGS)
+	cd benchmarks && ../$(BIN)/python turns.py --write $(BENCH_ARGS)
 
 bench-placement: setup
 	cd benchmarks && ../$(BIN)/python placement.py --write $(BENCH_ARGS)
