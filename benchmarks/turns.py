@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/turns.json")
-    options = parser.parse_args()
+    options, _ = parser.parse_known_args()
     rounds = 2 if options.quick else options.rounds
     rows = [measure(rounds, options.chats, options.turns, words) for words in (12, 60)]
     if options.write:
