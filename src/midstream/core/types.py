@@ -388,6 +388,17 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
         return feature in self.features
 
 
+class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a replica that keeps records, since its process began.
+
+    durable: records that a crash does not take. lost: those that found no room. waiting_bytes: not in the bucket yet.
+    """
+
+    durable: int = 0
+    lost: int = 0
+    waiting_bytes: int = 0
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's state, sent whole on every change: the only thing the gateway knows about it."""
 
@@ -433,6 +444,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float = 0.0
     # Time since the engine was last heard, from ENGINE_SILENT_FROM_S on.
     engine_silent_s: int = 0
+    # None where no records are kept.
+    records: RecordsStats | None = None
 
 
 ENGINE_SILENT_FROM_S = 5

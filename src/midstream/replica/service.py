@@ -105,6 +105,8 @@ class Kept:
     jobs: TextJobs
     grammars: GrammarChecks
     trees: Trees
+    #: Of turns whose request does not say.
+    records: RecordsKept = "none"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -203,7 +205,8 @@ class Service(Surroundings):
         self, checked: Checked, session: Session | None, headers: Mapping[str, str], *, resumed: bool
     ) -> History | None:
         """None: the request's prompt is its own. So it is where an answer goes on within its last message."""
-        policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
+        policy = policy_of(headers.get(HEADER_HISTORY))
+        records = records_kept(headers.get(HEADER_RECORDS), self.kept.records)
         if resumed:
             # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
             policy = "template"

@@ -217,7 +217,8 @@ class History:
             self._record(choice, answer, created),
             thought_of(content, "".join(answer.reasoning)),
         )
-        self._trees.add(self._session, self._parent, added, answer.tokens, keys, record, thought)
+        told = self.records != "none"
+        self._trees.add(self._session, self._parent, added, answer.tokens, keys, record, thought, told=told)
 
     def _record(self, choice: Choice, answer: _Answer, created: float) -> TurnRecord:
         none = array("d")

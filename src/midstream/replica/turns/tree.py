@@ -18,7 +18,7 @@ import itertools
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -117,7 +117,9 @@ class Found(NamedTuple):
 class TurnTree:
     """The turns of one session."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """number: of this tree among all of the replica's process."""
+        self.number = number
         self._numbers = itertools.count(1)
         #: Turns of the same words, the oldest first.
         self._turns: dict[Key, tuple[Turn, ...]] = {}
@@ -191,6 +193,9 @@ class Trees:
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
+        self._numbers = itertools.count(1)
+        #: Hears of turns, with the number of the tree of each.
+        self.on_turn: Callable[[Session, int, Turn], None] | None = None
         self._trees: OrderedDict[Session, TurnTree] = OrderedDict()
         self._forgotten: OrderedDict[Session, None] = OrderedDict()
         self._closings: dict[Key, tuple[Closings | None]] = {}
@@ -227,11 +232,13 @@ class Trees:
         keys: Sequence[Key],
         record: TurnRecord | None = None,
         thought: str = "",
+        *,
+        told: bool = False,
     ) -> Turn:
-        """See TurnTree.add."""
+        """See TurnTree.add. told: on_turn hears of it."""
         tree = self._trees.get(session)
         if tree is None:
-            tree = self._trees[session] = TurnTree()
+            tree = self._trees[session] = TurnTree(next(self._numbers))
         if parent is not None and not tree.holds(parent):
             # The tree that had it was dropped: the turn stands by itself.
             added = (*parent.tokens, *added)
@@ -240,6 +247,8 @@ class Trees:
         turn = tree.add(parent, added, sampled, keys, record, thought)
         self.size += tree.size - before
         self._trees.move_to_end(session)
+        if told and self.on_turn is not None:
+            self.on_turn(session, tree.number, turn)
         self._fit()
         return turn
 
