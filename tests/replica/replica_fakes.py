@@ -399,6 +399,7 @@ def make_replica(
     **more: Any,
 ) -> Replica:
     bounds = {name: more.pop(name) for name in Bounds.__dataclass_fields__ if name in more}
+    journal = more.pop("journal", None)
     return Replica(
         name="replica-0",
         engine=engine,
@@ -407,6 +408,7 @@ def make_replica(
         names=ServedNames(MODEL, DEPLOYMENT),
         base_directory=directory,
         bounds=Bounds(**bounds),
+        journal=journal,
         outside=Outside(**{"random_seed": lambda: 77, **more}),
     )
 

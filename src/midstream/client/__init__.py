@@ -8,6 +8,7 @@ from midstream.client.decode import (
     snapshot_of,
     token_snapshots,
 )
+from midstream.client.journal import gaps_in, read_records, traces_of
 from midstream.client.publication import Publication, Published
 from midstream.client.publish import SnapshotPublisher
 from midstream.client.records import (
@@ -44,15 +45,18 @@ __all__ = [
     "Status",
     "TrainingSequence",
     "decode_routing_matrix",
+    "gaps_in",
     "jsonl_records",
     "near_ties_of",
     "nemo_gym_records",
+    "read_records",
     "routes_of",
     "sequences_of",
     "snapshot_of",
     "tinker_data",
     "tinker_datum",
     "token_snapshots",
+    "traces_of",
     "verifiers_rollouts",
     "verl_batch",
     "verl_rows",

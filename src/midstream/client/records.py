@@ -300,7 +300,7 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
                 "response_logprobs": one.logprobs[at:],
                 "reward_score": one.reward,
                 "num_turns": len(one.turns),
-                "routed_experts": experts and [zero if row is None else row for row in experts],
+                "routed_experts": None if experts is None else [row or zero for row in experts],
                 "routed_experts_mask": None if experts is None else [int(row is not None) for row in experts],
             }
         )

@@ -31,7 +31,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, positional: bool = 
     """positional: the server's URL is an argument, not the option --server."""
     told = f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
     if positional:
-        parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server {told}")
+        parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server, or of --records {told}")
     else:
         parser.add_argument("--server", metavar="URL", help=told)
     parser.add_argument("--deployment", metavar="NAME", help="(default: the only one, or the server's own)")

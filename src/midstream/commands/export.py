@@ -1,4 +1,4 @@
-"""`midstream export`: training records out of the traces of a server's sessions, one JSON object per line.
+"""`midstream export`: training records of a server's sessions, or of records in a bucket, one JSON object per line.
 
 Always holds: the file appears whole, under its name, or not at all.
 """
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from midstream.client import HotLoadServer, SignalRefused, TrainingSequence
+from midstream.client import PublishError, SignalRefused, TrainingSequence, read_records, traces_of
 from midstream.client import records as formats
 from midstream.commands.common import ProgressLine, add_server_arguments, connect, guarded
-from midstream.core.errors import ConfigError
+from midstream.core.errors import ConfigError, SnapshotError
 
 FORMATS: Mapping[str, Callable[[Iterable[TrainingSequence]], list[dict[str, Any]]]] = {
     "jsonl": formats.jsonl_records,
@@ -53,10 +53,9 @@ def _export(options: argparse.Namespace) -> int:
     out: Path = options.out
     part = out.with_name(f".{out.name}.part")
     convert, sessions, records = FORMATS[options.format], 0, 0
-    server = connect(options)
     try:
         with ProgressLine() as line, part.open("w", encoding="utf-8") as file:
-            for trace in _traces(server, options):
+            for trace in _traces(options):
                 sequences = formats.sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
                 for record in convert(sequences):
                     file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
@@ -67,17 +66,34 @@ def _export(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}") from error
     finally:
-        server.close()
         part.unlink(missing_ok=True)
     print(f"{out}: {records} records of {sessions} session{'s' if sessions != 1 else ''}")
     return 0
 
 
-def _traces(server: HotLoadServer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for key in options.session or server.sessions(retry_s=0):
-        try:
-            yield server.trace(key, retry_s=0)
-        except SignalRefused as error:
-            # Of those that were listed, one may have been closed meanwhile, and one of completions has no turns.
-            if not options.all or error.status != _NOT_FOUND:
-                raise
+def _traces(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if "://" in (options.server or "") and not options.server.startswith(("http://", "https://")):
+        return _kept(options)
+    return _served(options)
+
+
+def _kept(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of the records in a bucket."""
+    try:
+        yield from traces_of(read_records(options.server, deployment=options.deployment), options.session)
+    except SnapshotError as error:
+        raise PublishError(str(error)) from error
+
+
+def _served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    server = connect(options)
+    try:
+        for key in options.session or server.sessions(retry_s=0):
+            try:
+                yield server.trace(key, retry_s=0)
+            except SignalRefused as error:
+                # Of those that were listed, one may have been closed meanwhile, and one of completions has no turns.
+                if not options.all or error.status != _NOT_FOUND:
+                    raise
+    finally:
+        server.close()

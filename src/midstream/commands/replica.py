@@ -17,6 +17,7 @@ OPTIONS = (
     "host",
     "port",
     "state_dir",
+    "records",
     "log_level",
     "kv_cache_memory",
     "vllm_args",
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
     parser.add_argument("--port", type=int, help="0 takes a free one (default: 8080)")
     parser.add_argument("--state-dir", help=f"caches, built-in models (default: {default.state_dir})")
+    parser.add_argument(
+        "--records", metavar="URL", help="where records of sessions' turns go (default: nowhere)"
+    )
     parser.add_argument("--kv-cache-memory", metavar="SIZE", help="KV cache of the engine, e.g. 4GiB")
     parser.add_argument("--config", help="TOML file with any of the settings, replica_token among them")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")

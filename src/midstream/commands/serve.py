@@ -27,6 +27,7 @@ SERVE_OPTIONS = (
     "host",
     "port",
     "bucket",
+    "records",
     "transition",
     "swap_order",
     "pin_drain_s",
@@ -64,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bucket",
         help="where snapshots appear, file:///DIR, s3://BUCKET/PREFIX, gs:// or az:// (default: STATE_DIR/bucket)",
+    )
+    parser.add_argument(
+        "--records",
+        metavar="URL",
+        help="where the tokens and numbers of sessions' turns are kept for trainers, as of --bucket (default: nowhere)",
     )
     parser.add_argument(
         "--transition",
@@ -126,6 +132,7 @@ def _add_network_arguments(parser: argparse.ArgumentParser, default: Settings) -
 
 def _serve(options: argparse.Namespace) -> int:
     from midstream.launch import supervisor
+    from midstream.launch.engines import records_fields
     from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
@@ -142,6 +149,7 @@ def _serve(options: argparse.Namespace) -> int:
         if settings.launcher == "local" or not settings.ray.gateway:
             check_port(settings.host, settings.port)
         bucket = supervisor.bucket_url(settings)
+        records_fields(settings, "")
         name, models = known_models(settings)
         model_directory(models, name, Path(settings.state_dir))
         out = sys.stdout

@@ -238,6 +238,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, Meta(ge=0, le=65535, description="must be 0 to 65535")] = 8080
     # None means file://<state-dir>/bucket.
     bucket: str | None = None
+    # Where records of turns go, as of a bucket: file:///DIR, s3://BUCKET/PREFIX, gs:// or az://. None: none are kept.
+    records: str | None = None
+    # What records that wait for it may take on disk, of each replica. Beyond it they are lost, and the gap is recorded.
+    records_disk: Size = "1GiB"
     # What a replica's snapshots may take on disk, e.g. "20GiB"; None: what is in use and one snapshot more.
     snapshot_cache: Size | None = None
     transition: Literal["async", "sync"] = "async"

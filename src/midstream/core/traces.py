@@ -131,10 +131,12 @@ def read_reward(body: bytes) -> RewardGiven:
     return given
 
 
-def records_kept(given: str | None) -> RecordsKept:
+def records_kept(given: str | None, default: RecordsKept) -> RecordsKept:
     """What the header HEADER_RECORDS asks for. Raises InvalidRequest."""
+    if not given:
+        return default
     for kept in ("none", "logprobs", "routes"):
-        if given == kept or (not given and kept == "none"):
+        if given == kept:
             return kept
     message = f"{HEADER_RECORDS}: expected none, logprobs or routes, got {given!r}"
     raise InvalidRequest(message, param=HEADER_RECORDS)

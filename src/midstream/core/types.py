@@ -28,7 +28,7 @@ HEADER_TOKEN = "x-midstream-token"
 HEADER_TENANT = "x-midstream-tenant"
 # What the API key may do. Only the control app gets it.
 HEADER_SCOPES = "x-midstream-scopes"
-# The boot of the replica that the request was placed on. Another boot may serve other weights, and refuses it.
+# The boot that the request was placed on. Another boot may serve other weights, and refuses it.
 HEADER_BOOT = "x-midstream-boot"
 # Stamp of a session that begins, or begins again, on this replica.
 HEADER_PLACED = "x-midstream-placed"
@@ -406,6 +406,15 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
         return feature in self.features
 
 
+class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Since the replica's process began. durable: records that a crash does not take. lost: found no room. waiting_bytes: not
+    in the bucket yet."""
+
+    durable: int = 0
+    lost: int = 0
+    waiting_bytes: int = 0
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's state, sent whole on every change: the only thing the gateway knows about it."""
 
@@ -453,6 +462,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float = 0.0
     # Time since the engine was last heard, from ENGINE_SILENT_FROM_S on.
     engine_silent_s: int = 0
+    # None where no records are kept.
+    records: RecordsStats | None = None
 
 
 ENGINE_SILENT_FROM_S = 5

@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from midstream.core.config import Settings
+from midstream.core.config import Settings, parse_size
 from midstream.core.errors import ConfigError
 from midstream.engine.base import Engine
 from midstream.launch.specs import ReplicaSpec
+from midstream.snapshots.store.bucket import check_settings
 
 
 def usable_cores() -> list[int]:
@@ -52,6 +53,21 @@ def engine_fields(settings: Settings, number: int, replicas: int, *, alone: bool
         "vllm_url": vllm.urls[number] if vllm.urls else None,
         "cores": () if alone else tuple(cores[first : first + share]),
         "gpus": tuple(range(number * each, (number + 1) * each)),
+    }
+
+
+def records_fields(settings: Settings, name: str) -> dict[str, Any]:
+    """Fields of the ReplicaSpec of the replica of that name. Raises ConfigError."""
+    if settings.records is None:
+        return {}
+    try:
+        check_settings(settings.records)
+    except ConfigError as error:
+        raise ConfigError(f"--records: {error}") from error
+    return {
+        "records": settings.records,
+        "records_dir": str(Path(settings.state_dir).absolute() / "records" / name),
+        "records_bytes": parse_size("records_disk", settings.records_disk),
     }
 
 

@@ -110,7 +110,14 @@ def on_node(
             f"there is no model in {model_dir}: the nodes need it at the same path as `midstream serve`"
         )
     cache_dir = take_over(cache_root(snapshots, address), spec.name)
-    return msgspec.structs.replace(spec, host=address, port=port, cache_dir=str(cache_dir))
+    records = Path(spec.records_dir)
+    return msgspec.structs.replace(
+        spec,
+        host=address,
+        port=port,
+        cache_dir=str(cache_dir),
+        records_dir=str(records.parent / address / records.name) if spec.records_dir else "",
+    )
 
 
 def cache_root(snapshots: Path, address: str) -> Path:

@@ -26,11 +26,12 @@ from midstream.core.versions import ServedNames
 from midstream.engine.base import EngineDied
 from midstream.launch.caches import held
 from midstream.launch.channel import STOP_GRACE_S, Channel, run_child
-from midstream.launch.engines import engine_fields, make_engine, requests_max
+from midstream.launch.engines import engine_fields, make_engine, records_fields, requests_max
 from midstream.launch.local import engine_settings, stop_signals, until_stopped
 from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import Listening, ReplicaSpec
 from midstream.replica.gate import Door
+from midstream.replica.journal import Journal
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
 from midstream.replica.swap.source import CachedSource
@@ -72,6 +73,7 @@ def with_its_cache(spec: ReplicaSpec) -> contextlib.AbstractContextManager[None]
 async def serve(spec: ReplicaSpec, channel: Channel) -> None:
     model_dir = Path(spec.model_dir)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
+    journal = _journal(spec, sock.getsockname()[1])
     replica = Replica(
         name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
         engine=make_engine(spec),
@@ -85,9 +87,12 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
         ),
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,
+        journal=journal,
     )
     server = ReplicaServer(replica, sock, spec.token)
     try:
+        if journal is not None:
+            await asyncio.to_thread(journal.start)
         await server.start()
         await replica.start()
         # Whatever exists now stays. Collections that skip it do not hold up streams.
@@ -102,6 +107,21 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
     finally:
         await replica.close()
         await server.close()
+        if journal is not None:
+            await asyncio.to_thread(journal.close)
+
+
+def _journal(spec: ReplicaSpec, port: int) -> Journal | None:
+    if spec.records is None:
+        return None
+    deployment = spec.deployment.rpartition("/")[2]
+    return Journal(
+        Path(spec.records_dir),
+        f"{spec.records.rstrip('/')}/records/{deployment}",
+        spec.name or f"{spec.host}:{port}",
+        {"deployment": deployment},
+        bytes_max=spec.records_bytes,
+    )
 
 
 def main() -> int:
@@ -131,6 +151,7 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         session_idle_s=settings.gateway.session_idle_s,
         pin_drain_s=settings.pin_drain_s,
         cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+        **records_fields(settings, "replica"),
         **engine_fields(settings, 0, 1, alone=True),
     )
 

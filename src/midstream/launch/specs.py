@@ -27,6 +27,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: as responses and logs say it; empty means HOST:PORT. port: 0 for any free one. model: accounts/A/models/M.
     deployment: accounts/A/deployments/D. cache_bytes: the limit of cache_dir in bytes; None for the snapshots in use and one
     snapshot more. vllm_url: of a running server to attach to. cores, gpus: which ones vLLM uses, () for all.
+    records: URL of the bucket of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may.
     """
 
     name: str = ""
@@ -47,6 +48,9 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     vllm_url: str | None = None
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
+    records: str | None = None
+    records_dir: str = ""
+    records_bytes: int = 2**30
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):

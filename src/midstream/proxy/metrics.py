@@ -24,7 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from midstream.core.sessions import BUCKETS_S, TURN_MEASURES, Distribution
-from midstream.core.types import ReplicaReport
+from midstream.core.types import RecordsStats, ReplicaReport
 from midstream.fleet.registry import Deployments
 from midstream.fleet.tally import Siblings, Tally, merged
 from midstream.fleet.view import ReplicaView
@@ -32,6 +32,7 @@ from midstream.fleet.view import ReplicaView
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
+_NONE = RecordsStats()
 #: name, help, value: one sample per reachable replica
 _REPORT_GAUGES: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = (
     ("replica_ready", "1 when the engine answers and a snapshot serves", lambda r: r.ready),
@@ -43,6 +44,7 @@ _REPORT_GAUGES: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = 
     ("replica_long_texts", "long prompts and grammars being read, or waiting", lambda r: r.long_texts),
     ("replica_stalled_seconds", "longest stall of its event loop lately", lambda r: r.stalled_s),
     ("replica_engine_silent_seconds", "since the engine was heard, from 5 on", lambda r: r.engine_silent_s),
+    ("replica_records_waiting_bytes", "not in the bucket yet", lambda r: (r.records or _NONE).waiting_bytes),
     ("replica_generation", "generation of the last accepted signal", lambda r: r.generation),
     (
         "replica_swap_pause_milliseconds",
@@ -59,6 +61,8 @@ _REPORT_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] 
     ),
     ("replica_generated_tokens", "tokens generated", lambda r: r.engine.generated_tokens),
     ("replica_engine_steps", "engine steps", lambda r: r.engine.steps),
+    ("replica_records_durable", "records that a crash does not take", lambda r: (r.records or _NONE).durable),
+    ("replica_records_lost", "records that found no room", lambda r: (r.records or _NONE).lost),
 )
 
 

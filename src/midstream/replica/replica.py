@@ -35,6 +35,7 @@ from midstream.core.types import (
 from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
+from midstream.replica.journal import Journal
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.stored import StoredResponses
@@ -43,8 +44,8 @@ from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextJobs, TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
-from midstream.replica.turns.trace import trace_of
-from midstream.replica.turns.tree import BYTES_MAX, Trees
+from midstream.replica.turns.trace import trace_of, traced
+from midstream.replica.turns.tree import BYTES_MAX, Trees, Turn
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Replica:
         base_directory: Path,
         bounds: Bounds = DEFAULT_BOUNDS,
         outside: Outside = REAL,
+        journal: Journal | None = None,
     ) -> None:
         clock, monotonic = outside.clock, outside.monotonic
         self.name = name
@@ -153,6 +155,9 @@ class Replica:
         self._beating: asyncio.Task[None] | None = None
         self._grammars = GrammarChecks()
         self.responses = StoredResponses(name, self.trees.close)
+        self._journal = journal
+        if journal is not None:
+            self.trees.on_turn = self._turn_ended
         self._kept = Kept(
             self.pins,
             self.namespaces,
@@ -161,6 +166,8 @@ class Replica:
             self._grammars,
             self.trees,
             self.responses,
+            # Who keeps records wants all of them, also of clients that cannot ask.
+            "none" if journal is None else "routes",
         )
         #: What was asked for last, and what was carried out.
         self._to_pause = self._pause = Pause()
@@ -180,9 +187,19 @@ class Replica:
 
     def trace(self, session: Session) -> Trace | None:
         """The turns of a session; None: nothing is known of it here."""
-        info = None if self.service is None else self.service.info
-        wide, top_k = info is not None and info.num_experts > 256, 0 if info is None else info.top_k
+        top_k, wide = self._routes_shape()
         return trace_of(self.trees, session, self.names.model, top_k=top_k, wide_routes=wide)
+
+    def _routes_shape(self) -> tuple[int, bool]:
+        """Experts of a token in each layer, and whether their numbers have 16 bits."""
+        info = None if self.service is None else self.service.info
+        return (0, False) if info is None else (info.top_k, info.num_experts > 256)
+
+    def _turn_ended(self, session: Session, tree: int, turn: Turn) -> None:
+        assert self._journal is not None
+        about = {"kind": "turn", "tenant": session[0], "session": session[1], "tree": tree}
+        shape = self._routes_shape()
+        self._journal.add(lambda: {**about, "turn": traced(turn, self.names.model, *shape)})
 
     def reward(self, asked: RewardAsked) -> RewardTaken:
         """Keeps it beside the session's turns. Raises InvalidRequest."""
@@ -194,7 +211,12 @@ class Replica:
             metadata=given.metadata,
             created=self.clock(),
         )
-        has, taken = self.trees.reward((asked.tenant, asked.key), reward, look=asked.look)
+        session = (asked.tenant, asked.key)
+        has, taken = self.trees.reward(session, reward, look=asked.look)
+        tree = self.trees.of(session)
+        if self._journal is not None and taken and not asked.look and tree is not None:
+            about = {"kind": "reward", "tenant": session[0], "session": session[1], "tree": tree.number}
+            self._journal.add(lambda: {**about, "reward": reward})
         return RewardTaken(has=has, taken=taken)
 
     async def start(self) -> None:
@@ -314,6 +336,7 @@ class Replica:
             max_model_len=None if info is None else info.max_model_len,
             transitions=tuple(machine.transitions),
             long_texts=self._jobs.jobs,
+            records=None if self._journal is None else self._journal.stats(),
             stalled_s=self._pulse.stalled_s,
             engine_silent_s=silent_s if silent_s >= ENGINE_SILENT_FROM_S else 0,
         )

@@ -110,6 +110,8 @@ class Kept:
     grammars: GrammarChecks
     trees: Trees
     responses: StoredResponses
+    #: Of turns whose request does not say.
+    records: RecordsKept = "none"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -248,7 +250,8 @@ class Service(Surroundings):
     ) -> History | None:
         """None: the session has nothing of the request. So it is where an answer goes on within its last message. A wire's
         thread stands for the session of a request without one."""
-        policy, records = policy_of(headers.get(HEADER_HISTORY)), records_kept(headers.get(HEADER_RECORDS))
+        policy = policy_of(headers.get(HEADER_HISTORY))
+        records = records_kept(headers.get(HEADER_RECORDS), self.kept.records)
         if resumed:
             # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
             policy = "template"

@@ -31,6 +31,11 @@ def sync_tree(directory: Path) -> None:
         _sync(at)
 
 
+def sync_file(path: Path) -> None:
+    """Raises OSError."""
+    _sync(str(path))
+
+
 def sync_directory(directory: Path) -> None:
     """Sync the names in `directory`, not the files. Raises OSError."""
     _sync(str(directory))

@@ -242,7 +242,8 @@ class History:
             return
         added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
         record = self._record(choice, answer, created)
-        self._trees.add(self._session, self._parent, added, answer.tokens, self._told(answer), record)
+        told = self._told(answer)._replace(recorded=self.records != "none")
+        self._trees.add(self._session, self._parent, added, answer.tokens, told, record)
 
     def _told(self, answer: _Answer) -> Told:
         if not self._keys:

@@ -20,7 +20,7 @@ import itertools
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -124,17 +124,20 @@ class Found(NamedTuple):
 
 class Told(NamedTuple):
     """What a turn is found again by. keys: as for `TurnTree.find`, with the answer's own at the end. thought: see `thought_of`.
-    text: of a prompt of text and the answer to it."""
+    text: of a prompt of text and the answer to it. recorded: Trees.on_turn hears of it."""
 
     keys: Sequence[Key] = ()
     thought: str = ""
     text: str | None = None
+    recorded: bool = False
 
 
 class TurnTree:
     """The turns of one session."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """number: of this tree among all of the replica's process."""
+        self.number = number
         #: Turns of the same words, the oldest first.
         self._turns: dict[Key, tuple[Turn, ...]] = {}
         #: The beginnings of all conversations that were had.
@@ -236,6 +239,9 @@ class Trees:
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
+        self._numbers = itertools.count(1)
+        #: Hears of turns, with the number of the tree of each.
+        self.on_turn: Callable[[Session, int, Turn], None] | None = None
         self._trees: OrderedDict[Session, TurnTree] = OrderedDict()
         self._forgotten: OrderedDict[Session, None] = OrderedDict()
         self._closings: dict[Key, tuple[Closings | None]] = {}
@@ -275,7 +281,7 @@ class Trees:
         """added: what the request had behind the parent's tokens."""
         tree = self._trees.get(session)
         if tree is None:
-            tree = self._trees[session] = TurnTree()
+            tree = self._trees[session] = TurnTree(next(self._numbers))
         if parent is not None and not tree.holds(parent):
             # The tree that had it was dropped: the turn stands by itself.
             added = (*parent.tokens, *added)
@@ -285,6 +291,8 @@ class Trees:
         tree.add(turn, told)
         self.size += tree.size - before
         self._trees.move_to_end(session)
+        if told.recorded and self.on_turn is not None:
+            self.on_turn(session, tree.number, turn)
         self._fit()
         return turn
 

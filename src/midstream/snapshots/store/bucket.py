@@ -29,6 +29,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing
 from midstream.core.types import Content
 from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
+from midstream.snapshots.durable import sync_directory, sync_file
 from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE, is_snapshot_file
 from midstream.snapshots.messages import TEXT_CHARS, shown
@@ -191,6 +192,40 @@ def _digested(content: Future[Content]) -> Content:
         return content.result()
     except OSError as error:
         raise SnapshotError(f"it cannot be read: {error.strerror or error}") from error
+
+
+def put_file(url: str, path: Path) -> None:
+    """Put one file into the directory that `url` names, under its own name; a local directory is made, and synced.
+
+    Raises ConfigError (not a bucket's URL), SnapshotError.
+    """
+    place = parse_bucket(url)
+    local = Path(place.path) if place.kind == "file" else None
+    try:
+        if local is not None:
+            local.mkdir(parents=True, exist_ok=True)
+        _put(open_bucket(url), url, path)
+        if local is not None:
+            sync_file(local / path.name)
+            sync_directory(local)
+    except OSError as error:
+        raise SnapshotError(f"{public_url(url)}: {error.strerror or error}") from error
+
+
+def list_files(url: str) -> list[str]:
+    """The paths of all files below the directory that `url` names, sorted. Raises SnapshotMissing, SnapshotError."""
+    try:
+        return sorted(one["path"] for batch in open_bucket(url).list() for one in batch)
+    except BaseError as error:
+        raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
+
+
+def read_file(url: str, path: str) -> bytes:
+    """One of `list_files`. Raises SnapshotMissing, SnapshotError."""
+    try:
+        return bytes(open_bucket(url).get(path).bytes())
+    except BaseError as error:
+        raise SnapshotError(f"{public_url(url)}: {shown(path)} cannot be read: {describe(error)}") from None
 
 
 def list_directory(bucket: str, path: str) -> tuple[list[str], list[str]]:

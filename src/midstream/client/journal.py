@@ -1,0 +1,73 @@
+"""Reads the records that a server with `--records URL` keeps, and makes traces of them (docs/records.md).
+
+Always holds: a record comes once, in the order in which its replica wrote it. Segments that are still on a replica's disk are
+not there yet. What was lost says so: `gaps_in` counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from midstream.core.text import NOT_JSON
+from midstream.snapshots.store.bucket import list_files, read_file
+
+Record = dict[str, Any]
+
+
+def read_records(url: str, *, deployment: str | None = None, after: str = "") -> Iterator[Record]:
+    """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
+
+    deployment: its bare name, or None for all. after: the `segment` of a record that was read before; only segments behind it,
+    of any replica that has such, are read. Each record has its `segment` and the fields of docs/records.md.
+    Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else.
+    """
+    root = f"{url.rstrip('/')}/records"
+    last: dict[tuple[str, str], int] = {}
+    for path in list_files(root):
+        if path.endswith(".jsonl") and path > after and deployment in (None, path.partition("/")[0]):
+            for line in read_file(root, path).splitlines():
+                try:
+                    record: Record = msgspec.json.decode(line)
+                    writer, number = (record["replica"], record["boot"]), record["n"]
+                except (*NOT_JSON, KeyError, TypeError) as error:
+                    raise ValueError(f"{root}/{path}: holds a line that is no record: {error}") from error
+                if number > last.get(writer, 0):
+                    last[writer] = number
+                    yield {**record, "segment": path}
+
+
+def gaps_in(records: Iterable[Record]) -> int:
+    """How many records found no room where they were written, as those that came behind them say."""
+    return sum(record["lost"] for record in records if record["kind"] == "gap")
+
+
+def traces_of(records: Iterable[Record], sessions: Container[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The sessions in the records as traces, such as `sequences_of` takes, in the order of their first turns.
+
+    sessions: of these keys alone. A session of several replicas, or one that began anew, has an entry in `traces` for each.
+    Turns whose parent was lost are left out; the entry's `orphans` are their numbers. Holds all of them in memory.
+    """
+    found: dict[tuple[str, str, str], dict[tuple[str, str, int], dict[str, Any]]] = {}
+    for record in records:
+        if record["kind"] == "gap" or (sessions is not None and record["session"] not in sessions):
+            continue
+        owner = (record["deployment"], record["tenant"], record["session"])
+        tree = (record["replica"], record["boot"], record["tree"])
+        empty: dict[str, Any] = {"replica": record["replica"], "turns": {}, "rewards": {}, "orphans": []}
+        entry = found.setdefault(owner, {}).setdefault(tree, empty)
+        if record["kind"] == "turn":
+            turn = record["turn"]
+            if turn["parent"] == 0 or turn["parent"] in entry["turns"]:
+                entry["turns"][turn["turn"]] = turn
+            else:
+                entry["orphans"].append(turn["turn"])
+        elif record["kind"] == "reward":
+            reward = record["reward"]
+            entry["rewards"][reward["turn"], reward["name"]] = reward
+    for (deployment, tenant, key), trees in found.items():
+        lists = ("turns", "rewards")
+        traces = [entry | {name: list(entry[name].values()) for name in lists} for entry in trees.values()]
+        yield {"id": key, "tenant": tenant, "deployment": deployment, "traces": traces, "unreachable": []}
