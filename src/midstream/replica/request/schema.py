@@ -110,6 +110,7 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     # Refused unless neutral, see _NEUTRAL.
     best_of: Any = None
+    use_beam_search: Any = None
     typical_p: Any = None
     mirostat_lr: Any = None
     mirostat_target: Any = None
@@ -157,6 +158,7 @@ class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=T
 #: The values of unsupported fields that ask for nothing; any other value is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
+    "use_beam_search": (None, False),
     "typical_p": (None, 1),
     "mirostat_lr": (None,),
     "mirostat_target": (None,),

@@ -1,0 +1,330 @@
+"""The bodies that public trainers post, with the fields of the answers that they read. Taken by name from their wheels.
+
+A path into an answer: `*` is each one of a list, which must not be empty; a value that it ends at must not be null.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from replica_fakes import MODEL, FakeEngine, Running, ids
+from test_replica_wire import play
+
+IDS = [65, 66, 67]
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+SESSION = {"X-Session-ID": "s"}
+TRL = "trl 1.16.0"
+VERIFIERS = "verifiers 0.4.0"
+SKYRL = "skyrl 0.3.0"
+AREAL = "areal 1.0.4"
+ART = "openpipe-art 0.5.18"
+
+
+class Post(NamedTuple):
+    """source: the file of the client. reads: paths into the answer that the client reads."""
+
+    client: str
+    source: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    reads: tuple[str, ...]
+
+
+TRL_TURN = {
+    "model": MODEL,
+    "prompt": IDS,
+    "max_tokens": 2,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "repetition_penalty": 1.0,
+    "n": 1,
+    "return_token_ids": True,
+    "seed": 2**63 - 1,
+}
+TRL_SAMPLING = {
+    "n": 2,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "max_tokens": 2,
+}
+TRL_CHAT = {
+    "model": MODEL,
+    **TRL_SAMPLING,
+    "logprobs": True,
+    "top_logprobs": 0,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "messages": HI,
+}
+TRL_COMPLETIONS = {
+    "model": MODEL,
+    "prompt": [IDS, IDS],
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    **TRL_SAMPLING,
+    "logprobs": 0,
+}
+SKYRL_SAMPLING = {
+    "min_tokens": 1,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": True,
+    "max_tokens": 2,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "logprobs": 1,
+    "stop": None,
+}
+SKYRL_GENERATE = {"sampling_params": SKYRL_SAMPLING, "model": MODEL, "token_ids": IDS}
+AREAL_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": 10**8,
+    "max_tokens": 2,
+    "temperature": 1.0,
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_tokens_as_token_ids": True,
+    "logprobs": 0,
+    "use_beam_search": False,
+    "stream": False,
+}
+AREAL_SGLANG = {
+    "input_ids": IDS,
+    "image_data": None,
+    "return_logprob": True,
+    "stream": False,
+    "sampling_params": {
+        "top_p": 1.0,
+        "top_k": 10**8,
+        "max_new_tokens": 2,
+        "temperature": 1.0,
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "frequency_penalty": 0.0,
+    },
+}
+TOKEN_LOGPROBS = ("choices.*.token_ids.*", "choices.*.logprobs.token_logprobs.*")
+CONTENT_LOGPROBS = ("choices.*.token_ids.*", "choices.*.logprobs.content.*.logprob")
+CONTENT_NAMES = ("choices.*.logprobs.content.*.token", "choices.*.logprobs.content.*.logprob")
+
+TAKEN: dict[str, Post] = {
+    "trl-async-grpo": Post(
+        *(TRL, "trl/experimental/async_grpo/async_rollout_worker.py", COMPLETIONS, {}),
+        {**TRL_TURN, "logprobs": 0, "min_p": 0.0},
+        TOKEN_LOGPROBS,
+    ),
+    "trl-async-distillation": Post(
+        *(TRL, "trl/experimental/async_distillation/async_rollout_worker.py", COMPLETIONS, {}),
+        TRL_TURN,
+        ("choices.*.token_ids.*",),
+    ),
+    "trl-teacher": Post(
+        *(TRL, "trl/experimental/async_distillation/async_rollout_worker.py", COMPLETIONS, {}),
+        {"model": MODEL, "prompt": IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 20},
+        ("choices.0.prompt_logprobs.1.66.logprob", "choices.0.prompt_logprobs.1.66.rank"),
+    ),
+    "trl-generate": Post(
+        *(TRL, "trl/generation/vllm_client.py", COMPLETIONS, {}),
+        TRL_COMPLETIONS,
+        (*TOKEN_LOGPROBS, "choices.*.prompt_token_ids.*", "choices.*.logprobs.tokens.*"),
+    ),
+    "trl-chat": Post(
+        *(TRL, "trl/generation/vllm_client.py", CHAT, {}),
+        TRL_CHAT,
+        ("prompt_token_ids.*", "choices.*.token_ids.*", *CONTENT_NAMES),
+    ),
+    "trl-chat-tools": Post(
+        *(TRL, "trl/generation/vllm_client.py", CHAT, {}),
+        {**TRL_CHAT, "tools": [TOOL], "tool_choice": "none", "chat_template_kwargs": {"x": 1}},
+        ("prompt_token_ids.*", "choices.*.token_ids.*", *CONTENT_NAMES),
+    ),
+    "trl-sequence-logprobs": Post(
+        *(TRL, "trl/generation/vllm_client.py", COMPLETIONS, {}),
+        {"model": MODEL, "prompt": [IDS, IDS], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 20},
+        ("choices.*.prompt_logprobs.1.66.logprob", "choices.*.prompt_logprobs.1.66.rank"),
+    ),
+    "verifiers-chat": Post(
+        *(VERIFIERS, "verifiers/v1/dialects/chat.py, clients/eval.py", CHAT, SESSION),
+        {"model": MODEL, "messages": HI, "tools": [TOOL], "temperature": 1.0, "top_p": 1.0, "max_tokens": 2},
+        (
+            *("id", "created", "model", "choices.*.message.content", "choices.*.finish_reason"),
+            *("usage.prompt_tokens", "usage.completion_tokens"),
+        ),
+    ),
+    "skyrl-generate": Post(
+        *(
+            SKYRL,
+            "skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py",
+            GENERATE,
+            SESSION,
+        ),
+        {**SKYRL_GENERATE, "cache_salt": "0"},
+        (*CONTENT_LOGPROBS, "choices.*.finish_reason"),
+    ),
+    "skyrl-sample": Post(
+        *(
+            SKYRL,
+            "skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py",
+            GENERATE,
+            SESSION,
+        ),
+        {
+            "sampling_params": {
+                "n": 2,
+                "logprobs": 0,
+                "output_kind": 2,
+                "prompt_logprobs": 0,
+                "temperature": 1.0,
+                "max_tokens": 2,
+                "seed": 1,
+                "top_k": -1,
+                "top_p": 1.0,
+                "stop": ["x"],
+            },
+            "model": MODEL,
+            "token_ids": IDS,
+        },
+        (*CONTENT_LOGPROBS, "choices.*.finish_reason", "prompt_logprobs.1.66.logprob"),
+    ),
+    "skyrl-tinker-forward": Post(
+        *(SKYRL, "skyrl/tinker/extra/skyrl_train_inference_forwarding.py", COMPLETIONS, SESSION),
+        {
+            "model": MODEL,
+            "prompt": IDS,
+            "n": 2,
+            "seed": None,
+            "max_tokens": 2,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "logprobs": 1,
+            "stream": False,
+            "return_token_ids": True,
+            "stop_token_ids": [99],
+        },
+        (*TOKEN_LOGPROBS, "choices.*.finish_reason"),
+    ),
+    "skyrl-tokenize": Post(
+        *(SKYRL, "skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py", "/tokenize", {}),
+        {"model": MODEL, "prompt": "abc", "add_special_tokens": True},
+        ("tokens.*",),
+    ),
+    "skyrl-detokenize": Post(
+        *(
+            SKYRL,
+            "skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py",
+            "/detokenize",
+            {},
+        ),
+        {"model": MODEL, "tokens": IDS},
+        ("prompt",),
+    ),
+    "areal-vllm": Post(
+        *(AREAL, "areal/engine/vllm_remote.py", COMPLETIONS, {}),
+        {**AREAL_SAMPLING, "prompt": IDS},
+        (
+            *("choices.0.finish_reason", "choices.0.logprobs.tokens.*"),
+            "choices.0.logprobs.token_logprobs.*",
+        ),
+    ),
+    "areal-vllm-chat": Post(
+        *(AREAL, "areal/engine/vllm_remote.py", CHAT, {}),
+        {**AREAL_SAMPLING, "logprobs": True, "messages": HI},
+        ("choices.0.finish_reason", *CONTENT_NAMES),
+    ),
+    "areal-vllm-score": Post(
+        *(AREAL, "areal/engine/vllm_remote.py", COMPLETIONS, {}),
+        {
+            "prompt": IDS,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "logprobs": 1,
+            "prompt_logprobs": 1,
+            "echo": True,
+        },
+        ("choices.0.prompt_logprobs.1.66.logprob",),
+    ),
+    "areal-sglang": Post(
+        *(AREAL, "areal/engine/sglang_remote.py", "/generate", {}),
+        {**AREAL_SGLANG, "return_routed_experts": True},
+        (
+            *("meta_info.finish_reason.type", "meta_info.output_token_logprobs.*.0"),
+            *("meta_info.output_token_logprobs.*.1", "meta_info.prompt_tokens"),
+            *("meta_info.completion_tokens", "meta_info.routed_experts"),
+        ),
+    ),
+    "areal-sglang-score": Post(
+        *(AREAL, "areal/engine/sglang_remote.py", "/generate", {}),
+        {
+            "input_ids": IDS,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 0,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "stream": False,
+        },
+        ("meta_info.input_token_logprobs.1.0", "meta_info.input_token_logprobs.2.0"),
+    ),
+    "art-chat": Post(
+        *(ART, "art/pipeline_trainer/binary_prefix_tool_pipeline.py", CHAT, {}),
+        {
+            "model": MODEL,
+            "messages": HI,
+            "max_tokens": 2,
+            "temperature": 1.0,
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            "logprobs": True,
+        },
+        (
+            *("choices.*.message.content", *CONTENT_NAMES, "choices.*.logprobs.content.*.bytes"),
+            *("usage.prompt_tokens", "usage.completion_tokens"),
+        ),
+    ),
+    "art-group": Post(
+        *(ART, "art/pipeline_trainer/yes_no_maybe_pipeline.py", CHAT, {}),
+        {"model": MODEL, "messages": HI, "max_tokens": 2, "n": 4, "logprobs": True},
+        ("choices.*.message.content", *CONTENT_NAMES),
+    ),
+}
+
+
+def values(found: Any, path: str) -> list[Any]:
+    """What stands at a path. Raises KeyError and IndexError when nothing does."""
+    here = [found]
+    for name in path.split("."):
+        if name == "*":
+            assert all(here), path
+            here = [each for value in here for each in value]
+        else:
+            here = [value[int(name)] if isinstance(value, list) else value[name] for value in here]
+    return here
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_a_trainer_posts_is_taken_and_what_it_reads_is_there(tmp_path: Path, name: str) -> None:
+    post = TAKEN[name]
+
+    async def scenario(here: Running) -> None:
+        answer = await here.http.post(post.path, json=post.body, headers=post.headers)
+        assert answer.status_code == 200, answer.text
+        for path in post.reads:
+            assert None not in values(answer.json(), path), path
+        for tokens in (
+            choice["token_ids"] for choice in answer.json().get("choices", []) if "token_ids" in choice
+        ):
+            assert tokens == [*ids("he"), *ids("l")]
+
+    play(tmp_path, FakeEngine(), scenario)
