@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids
-from test_replica_wire import play
+from test_replica_tool_api import engine_saying
+from test_replica_tool_api import play as play_with
+from test_replica_wire import play, refusal
 
 IDS = [65, 66, 67]
 HI = [{"role": "user", "content": "hi"}]
@@ -115,6 +117,29 @@ AREAL_SGLANG = {
         "frequency_penalty": 0.0,
     },
 }
+TRL_SCORE = {"model": MODEL, "prompt": [IDS, IDS], "max_tokens": 1, "temperature": 1.0}
+TRL_FEATURES = {
+    "request_id": "trl-0",
+    "model": MODEL,
+    "token_ids": IDS,
+    "sampling_params": {**TRL_SAMPLING, "logprobs": 0, "output_kind": 2},
+}
+RENDERED = {
+    "temperature": 1.0,
+    "max_tokens": 2,
+    "stop_token_ids": [99],
+    "logprobs": 1,
+    "skip_special_tokens": False,
+}
+#: The wheel's vLLM is configured to add log-probabilities and token ids. Here a rollout asks for them itself.
+ART_CHAT = {
+    "model": MODEL,
+    "messages": HI,
+    "max_tokens": 2,
+    "temperature": 1.0,
+    "tools": [TOOL],
+    "tool_choice": "auto",
+}
 TOKEN_LOGPROBS = ("choices.*.token_ids.*", "choices.*.logprobs.token_logprobs.*")
 CONTENT_LOGPROBS = ("choices.*.token_ids.*", "choices.*.logprobs.content.*.logprob")
 CONTENT_NAMES = ("choices.*.logprobs.content.*.token", "choices.*.logprobs.content.*.logprob")
@@ -147,12 +172,12 @@ TAKEN: dict[str, Post] = {
     ),
     "trl-chat-tools": Post(
         *(TRL, "trl/generation/vllm_client.py", CHAT, {}),
-        {**TRL_CHAT, "tools": [TOOL], "tool_choice": "none", "chat_template_kwargs": {"x": 1}},
+        {**TRL_CHAT, "tools": [TOOL], "tool_choice": "auto", "chat_template_kwargs": {"x": 1}},
         ("prompt_token_ids.*", "choices.*.token_ids.*", *CONTENT_NAMES),
     ),
     "trl-sequence-logprobs": Post(
         *(TRL, "trl/generation/vllm_client.py", COMPLETIONS, {}),
-        {"model": MODEL, "prompt": [IDS, IDS], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 20},
+        {**TRL_SCORE, "prompt_logprobs": 20},
         ("choices.*.prompt_logprobs.1.66.logprob", "choices.*.prompt_logprobs.1.66.rank"),
     ),
     "verifiers-chat": Post(
@@ -162,6 +187,31 @@ TAKEN: dict[str, Post] = {
             *("id", "created", "model", "choices.*.message.content", "choices.*.finish_reason"),
             *("usage.prompt_tokens", "usage.completion_tokens"),
         ),
+    ),
+    "verifiers-responses": Post(
+        *(VERIFIERS, "verifiers/v1/dialects/responses.py", "/v1/responses", SESSION),
+        {"model": MODEL, "input": "hi", "temperature": 1.0, "top_p": 1.0, "max_output_tokens": 2},
+        ("id", "model", "status", "output.*.content.*.text", "usage.input_tokens", "usage.output_tokens"),
+    ),
+    "verifiers-messages": Post(
+        *(VERIFIERS, "verifiers/v1/dialects/anthropic.py", "/v1/messages"),
+        {**SESSION, "x-api-key": "KEY", "anthropic-version": "2023-06-01"},
+        {"model": MODEL, "messages": HI, "temperature": 1.0, "top_p": 1.0, "max_tokens": 2},
+        ("id", "model", "content.*.text", "stop_reason", "usage.input_tokens", "usage.output_tokens"),
+    ),
+    "verifiers-train": Post(
+        *(VERIFIERS, "verifiers/v1/clients/train.py, through renderers/client.py", GENERATE, SESSION),
+        {"model": MODEL, "token_ids": IDS, "sampling_params": RENDERED, "cache_salt": "0"},
+        ("request_id", *CONTENT_LOGPROBS, "choices.*.logprobs.content.*.token", "choices.*.finish_reason"),
+    ),
+    "verifiers-train-later-turn": Post(
+        *(VERIFIERS, "verifiers/v1/clients/train.py, through renderers/client.py", GENERATE, SESSION),
+        {
+            "model": MODEL,
+            "token_ids": IDS,
+            "sampling_params": {**RENDERED, "routed_experts_prompt_start": 2},
+        },
+        ("request_id", *CONTENT_LOGPROBS, "choices.*.logprobs.content.*.token", "choices.*.finish_reason"),
     ),
     "skyrl-generate": Post(
         *(
@@ -279,25 +329,43 @@ TAKEN: dict[str, Post] = {
     ),
     "art-chat": Post(
         *(ART, "art/pipeline_trainer/binary_prefix_tool_pipeline.py", CHAT, {}),
+        {**ART_CHAT, "logprobs": True, "return_tokens_as_token_ids": True},
+        ("choices.*.message.content", *CONTENT_NAMES, "choices.*.logprobs.content.*.bytes"),
+    ),
+    "art-group": Post(
+        *(ART, "art/pipeline_trainer/yes_no_maybe_pipeline.py", CHAT, {}),
         {
             "model": MODEL,
             "messages": HI,
             "max_tokens": 2,
-            "temperature": 1.0,
-            "tools": [TOOL],
-            "tool_choice": "auto",
+            "n": 4,
             "logprobs": True,
+            "return_tokens_as_token_ids": True,
         },
-        (
-            *("choices.*.message.content", *CONTENT_NAMES, "choices.*.logprobs.content.*.bytes"),
-            *("usage.prompt_tokens", "usage.completion_tokens"),
-        ),
-    ),
-    "art-group": Post(
-        *(ART, "art/pipeline_trainer/yes_no_maybe_pipeline.py", CHAT, {}),
-        {"model": MODEL, "messages": HI, "max_tokens": 2, "n": 4, "logprobs": True},
         ("choices.*.message.content", *CONTENT_NAMES),
     ),
+    "art-chat-as-it-is": Post(
+        *(ART, "art/pipeline_trainer/binary_prefix_tool_pipeline.py", CHAT, {}),
+        ART_CHAT,
+        ("choices.*.message.content", "usage.prompt_tokens", "usage.completion_tokens"),
+    ),
+}
+
+BEAMS = {**AREAL_SAMPLING, "prompt": IDS, "use_beam_search": True}
+IMAGE = [
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
+]
+#: Path, body, status and the field that the error names.
+REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
+    "trl-images": (GENERATE, {**TRL_FEATURES, "features": {"mm_hashes": {}}}, 400, "features"),
+    "trl-chat-template": (CHAT, {**TRL_CHAT, "chat_template": "{{ messages }}"}, 400, "chat_template"),
+    "trl-hundred-alternatives": (COMPLETIONS, {**TRL_SCORE, "prompt_logprobs": 100}, 400, "prompt_logprobs"),
+    "areal-beams": (COMPLETIONS, BEAMS, 400, "use_beam_search"),
+    "areal-images": (CHAT, {**AREAL_SAMPLING, "logprobs": True, "messages": IMAGE}, 400, "messages"),
+    "areal-sglang-images": ("/generate", {**AREAL_SGLANG, "image_data": ["AA=="]}, 400, "image_data"),
+    "areal-adapter": (COMPLETIONS, {**AREAL_SAMPLING, "prompt": IDS, "model": "lora-v1"}, 404, "model"),
+    "areal-sglang-adapter": ("/generate", {**AREAL_SGLANG, "lora_path": "lora-v1"}, 400, "lora_path"),
+    "skyrl-routes": ("/skyrl/v1/generate", SKYRL_GENERATE, 404, None),
 }
 
 
@@ -313,6 +381,10 @@ def values(found: Any, path: str) -> list[Any]:
     return here
 
 
+def play_tools(directory: Path, scenario: Any) -> None:
+    play_with(directory, engine_saying("hello"), scenario)
+
+
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_a_trainer_posts_is_taken_and_what_it_reads_is_there(tmp_path: Path, name: str) -> None:
     post = TAKEN[name]
@@ -320,11 +392,41 @@ def test_what_a_trainer_posts_is_taken_and_what_it_reads_is_there(tmp_path: Path
     async def scenario(here: Running) -> None:
         answer = await here.http.post(post.path, json=post.body, headers=post.headers)
         assert answer.status_code == 200, answer.text
+        found = answer.json()
         for path in post.reads:
-            assert None not in values(answer.json(), path), path
-        for tokens in (
-            choice["token_ids"] for choice in answer.json().get("choices", []) if "token_ids" in choice
-        ):
-            assert tokens == [*ids("he"), *ids("l")]
+            assert None not in values(found, path), path
+        if "tools" in post.body:
+            return
+        sampled = [[*ids("he"), *ids("l")], [*ids("he")]]
+        assert all(choice.get("token_ids", sampled[0]) in sampled for choice in found.get("choices", []))
+
+    if "tools" in post.body:
+        play_tools(tmp_path, scenario)
+    else:
+        play(tmp_path, FakeEngine(), scenario)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    path, body, status, param = REFUSED[name]
+
+    async def scenario(here: Running) -> None:
+        answer = await here.http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        assert param is None or refusal(answer)[2] == param, answer.text
+        assert not here.engine.requests
 
     play(tmp_path, FakeEngine(), scenario)
+
+
+def test_tools_that_may_not_be_called_are_not_in_the_prompt(tmp_path: Path) -> None:
+    """vLLM renders them, as TRL expects. TRL's generation_kwargs can set tool_choice to auto, which renders them here."""
+
+    async def scenario(here: Running) -> None:
+        sizes = []
+        for more in ({}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL], "tool_choice": "auto"}):
+            answer = await here.http.post(CHAT, json={**TRL_CHAT, **more})
+            sizes.append(len(answer.json()["prompt_token_ids"]))
+        assert sizes[0] == sizes[1] < sizes[2]
+
+    play_tools(tmp_path, scenario)
