@@ -5,9 +5,11 @@ A path into an answer: `*` is each one of a list, which must not be empty; a val
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids
 from test_replica_tool_api import engine_saying
@@ -24,6 +26,11 @@ VERIFIERS = "verifiers 0.4.0"
 SKYRL = "skyrl 0.3.0"
 AREAL = "areal 1.0.4"
 ART = "openpipe-art 0.5.18"
+
+#: What the engine says in two tokens.
+SAMPLED = (*ids("he"), *ids("l"))
+#: Paths of tokens by name, in a choice.
+NAMES = ("logprobs.tokens.*", "logprobs.content.*.token")
 
 
 class Post(NamedTuple):
@@ -285,7 +292,7 @@ TAKEN: dict[str, Post] = {
         *(AREAL, "areal/engine/vllm_remote.py", COMPLETIONS, {}),
         {**AREAL_SAMPLING, "prompt": IDS},
         (
-            *("choices.0.finish_reason", "choices.0.logprobs.tokens.*"),
+            *("choices.0.finish_reason", "choices.*.logprobs.tokens.*"),
             "choices.0.logprobs.token_logprobs.*",
         ),
     ),
@@ -397,13 +404,39 @@ def test_what_a_trainer_posts_is_taken_and_what_it_reads_is_there(tmp_path: Path
             assert None not in values(found, path), path
         if "tools" in post.body:
             return
-        sampled = [[*ids("he"), *ids("l")], [*ids("he")]]
-        assert all(choice.get("token_ids", sampled[0]) in sampled for choice in found.get("choices", []))
+        for choice in found.get("choices", []):
+            assert tuple(choice.get("token_ids", SAMPLED)) == SAMPLED
+            names = {path: values(choice, path) for path in NAMES if f"choices.*.{path}" in post.reads}
+            if post.path == GENERATE or post.body.get("return_tokens_as_token_ids"):
+                assert all(found == [f"token_id:{token}" for token in SAMPLED] for found in names.values())
 
     if "tools" in post.body:
         play_tools(tmp_path, scenario)
     else:
         play(tmp_path, FakeEngine(), scenario)
+
+
+def test_areal_reads_the_scored_token_first_and_routes_as_int32(tmp_path: Path) -> None:
+    """AReaL takes the first entry of each position for the prompt's own token."""
+
+    async def scenario(here: Running) -> None:
+        post = TAKEN["areal-vllm-score"]
+        scored = (await here.http.post(post.path, json=post.body)).json()["choices"][0]["prompt_logprobs"]
+        assert [next(iter(entries.items()))[0] for entries in scored[1:]] == ["66", "67"]
+        assert [next(iter(entries.values()))["logprob"] for entries in scored[1:]] == [-1.0, -2.0]
+        post = TAKEN["areal-sglang"]
+        meta = (await here.http.post(post.path, json=post.body)).json()["meta_info"]
+        assert [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]] == [
+            (-position, token) for position, token in enumerate(SAMPLED, len(IDS))
+        ]
+        rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        routed = meta["prompt_tokens"] + meta["completion_tokens"] - 1
+        assert rows.reshape(routed, -1).tolist() == [[1, 66], [2, 67], [3, SAMPLED[0] % 256], [4, SAMPLED[1]]]
+        post = TAKEN["areal-sglang-score"]
+        meta = (await here.http.post(post.path, json=post.body)).json()["meta_info"]
+        assert [entry[0] for entry in meta["input_token_logprobs"]][-2:] == [-1.0, -2.0]
+
+    play(tmp_path, FakeEngine(), scenario)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -415,6 +448,21 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> 
         assert answer.status_code == status, answer.text
         assert param is None or refusal(answer)[2] == param, answer.text
         assert not here.engine.requests
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+def test_a_token_outside_its_alternatives_has_no_rank_to_sort_by(tmp_path: Path) -> None:
+    """TRL's distillation sorts by rank and fails on null. The rank is not known here."""
+
+    async def scenario(here: Running) -> None:
+        post = TAKEN["trl-teacher"]
+        answer = await here.http.post(
+            post.path, json={**post.body, "prompt": [65, 120], "prompt_logprobs": 8}
+        )
+        (_, entries) = answer.json()["choices"][0]["prompt_logprobs"]
+        assert [entry["rank"] for entry in entries.values()] == [None, *range(1, 9)]
+        assert entries["120"]["logprob"] == -1.0
 
     play(tmp_path, FakeEngine(), scenario)
 

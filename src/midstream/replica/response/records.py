@@ -83,18 +83,17 @@ class RecordEncoder:
         return ContentLogprobs([self._entry(scored.record, scored.text_offset) for scored in tokens])
 
     def prompt_logprobs(self, records: Sequence[TokenRecord]) -> PromptLogprobs:
-        """As vLLM tells them: the alternatives of each prompt token and the token itself, by id; null for the first one."""
+        """As vLLM tells them: each prompt token itself, then its alternatives, by id; null for the first one. AReaL reads the
+        first entry as the token's own."""
         return [self._scores(record) if at else None for at, record in enumerate(records)]
 
     def _scores(self, record: TokenRecord) -> dict[int, PromptScore]:
         best = record.top_logprobs[: self._checked.prompt_logprobs or 0]
-        scores = {
-            top.token_id: PromptScore(finite(top.logprob), rank, self._label(top.token_id)[0])
-            for rank, top in enumerate(best, 1)
-        }
         token = record.token_id
-        if token not in scores:
-            scores[token] = PromptScore(finite(record.logprob), None, self._label(token)[0])
+        # Holds the first place; it is replaced where the token is an alternative.
+        scores = {token: PromptScore(finite(record.logprob), None, self._label(token)[0])}
+        for rank, top in enumerate(best, 1):
+            scores[top.token_id] = PromptScore(finite(top.logprob), rank, self._label(top.token_id)[0])
         return scores
 
     def _entry(self, record: TokenRecord, offset: int) -> Entry:
