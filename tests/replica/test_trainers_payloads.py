@@ -138,7 +138,7 @@ RENDERED = {
     "logprobs": 1,
     "skip_special_tokens": False,
 }
-#: The wheel's vLLM is configured to add log-probabilities and token ids. Here a rollout asks for them itself.
+#: As its rollouts send it. They train on log-probabilities, which they have to ask for here.
 ART_CHAT = {
     "model": MODEL,
     "messages": HI,
