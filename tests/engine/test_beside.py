@@ -192,7 +192,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.log: list[object] = []
-        self.idle = False
+        self.busy = True
         self.retired: list[Any] = []
 
     def stage(self, directory: Path) -> Any:
@@ -242,7 +242,7 @@ def test_after_a_switch_some_steps_run_before_anything_else_does(monkeypatch: py
     worker._staged = "newer"
     worker._handle(m.Commit(3, "newer"))
     # Nobody waits for a step.
-    core.idle = True
+    core.busy = False
     worker._begin_jobs()
     assert core.log[-2:] == ["commit", "job"]
 

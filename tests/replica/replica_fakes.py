@@ -400,7 +400,7 @@ def make_replica(
 ) -> Replica:
     bounds = {name: more.pop(name) for name in Bounds.__dataclass_fields__ if name in more}
     journal = more.pop("journal", None)
-    return Replica(
+    replica = Replica(
         name="replica-0",
         engine=engine,
         text=TextModel.load(write(directory)),
@@ -408,9 +408,11 @@ def make_replica(
         names=ServedNames(MODEL, DEPLOYMENT),
         base_directory=directory,
         bounds=Bounds(**bounds),
-        journal=journal,
         outside=Outside(**{"random_seed": lambda: 77, **more}),
     )
+    if journal is not None:
+        replica.keep_records(journal)
+    return replica
 
 
 @asynccontextmanager

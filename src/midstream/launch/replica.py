@@ -87,8 +87,9 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
         ),
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,
-        journal=journal,
     )
+    if journal is not None:
+        replica.keep_records(journal)
     server = ReplicaServer(replica, sock, spec.token)
     try:
         if journal is not None:

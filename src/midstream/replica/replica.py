@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,6 @@ class Replica:
         base_directory: Path,
         bounds: Bounds = DEFAULT_BOUNDS,
         outside: Outside = REAL,
-        journal: Journal | None = None,
     ) -> None:
         clock, monotonic = outside.clock, outside.monotonic
         self.name = name
@@ -155,20 +154,8 @@ class Replica:
         self._beating: asyncio.Task[None] | None = None
         self._grammars = GrammarChecks()
         self.responses = StoredResponses(name, self.trees.close)
-        self._journal = journal
-        if journal is not None:
-            self.trees.on_turn = self._turn_ended
-        self._kept = Kept(
-            self.pins,
-            self.namespaces,
-            self.sessions,
-            self._jobs,
-            self._grammars,
-            self.trees,
-            self.responses,
-            # Who keeps records wants all of them, also of clients that cannot ask.
-            "none" if journal is None else "routes",
-        )
+        self._journal: Journal | None = None
+        self._kept = self._kept_over_boots()
         #: What was asked for last, and what was carried out.
         self._to_pause = self._pause = Pause()
         self._pausing: asyncio.Task[None] | None = None
@@ -184,6 +171,24 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.driver.machine!r}, {self.gate!r})"
+
+    def keep_records(self, journal: Journal) -> None:
+        """The records of turns and rewards go into it. To be called before `start`."""
+        self._journal = journal
+        self.trees.on_turn = self._turn_ended
+        # Who keeps records wants all of them, also of clients that cannot ask.
+        self._kept = replace(self._kept, records="routes")
+
+    def _kept_over_boots(self) -> Kept:
+        return Kept(
+            self.pins,
+            self.namespaces,
+            self.sessions,
+            self._jobs,
+            self._grammars,
+            self.trees,
+            self.responses,
+        )
 
     def trace(self, session: Session) -> Trace | None:
         """The turns of a session; None: nothing is known of it here."""

@@ -8,6 +8,7 @@ unread. A request takes its salt in the step in which it passes the gate, and th
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import time
@@ -17,7 +18,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from msgspec.structs import replace
@@ -114,6 +115,17 @@ class Kept:
     records: RecordsKept = "none"
 
 
+class _Ready(NamedTuple):
+    """A request before the gate. counted: choices that count against the bound, none of a stream that goes on."""
+
+    work: Work
+    session: Session | None
+    history: History | None
+    continued: Continued | None
+    choices: int
+    counted: int
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Service(Surroundings):
     """Serves the requests of one boot."""
@@ -160,14 +172,54 @@ class Service(Surroundings):
         self, wire: Wire, given: Read, body_size: int, headers: Mapping[str, str], resume: Resume | None
     ) -> AsyncIterator[Generation]:
         timings = Timings(self.monotonic())
-        parsed, details = given.body, given.details
+        asked = self._asked(given.body, headers, judged=resume is not None)
+        timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
+        ready = await self._ready(wire, given, body_size, headers, resume, asked)
+        work, session = ready.work, ready.session
+        await self.gate.enter(timeout_s, ready.counted)
+        self.check_boot(headers.get(HEADER_BOOT))
+        # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
+        asked.check(self.serving(), self.kept.pins.coming)
+        salt = self._salt(work.checked, session, headers)
+        age_max = self.kept.namespaces.kv_age_max
+        requests = [replace(request, salt=salt, kv_age_max=age_max) for request in work.requests]
+        pinned = self.kept.pins.hold(asked, self.serving()) if asked.pinned else nullcontext()
+        inside = self.gate.admitted(ready.choices)
+        turns = self.kept.sessions.turn(session, stamp_of(headers))
+        async with pinned:
+            with inside, turns as turn:
+                resumable = given.resumable and can_be_resumed(work.checked) and self.info.card.has("resume")
+                generation = Generation(
+                    self,
+                    dataclasses.replace(work, requests=requests),
+                    timings,
+                    resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
+                    continued=ready.continued,
+                    history=ready.history,
+                )
+                self.running[generation] = generation.ids | {headers.get("x-request-id", "")} - {""}
+                try:
+                    yield generation
+                finally:
+                    del self.running[generation]
+                    generation.measure(turn)
+
+    async def _ready(
+        self,
+        wire: Wire,
+        given: Read,
+        body_size: int,
+        headers: Mapping[str, str],
+        resume: Resume | None,
+        asked: Asked,
+    ) -> _Ready:
+        """The request, checked and tokenized, as it waits at the gate. Raises MidstreamError."""
+        parsed = given.body
         checked = check(parsed, self.info, given.prompt_from, cumulative=given.cumulative)
         self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         check_needs(checked, parsed, self.info)
         if resume is not None:
             check_resume(self.info)
-        asked = self._asked(parsed, headers, judged=resume is not None)
-        timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
         history = self._history(checked, session, given, headers, resumed=resume is not None)
@@ -183,51 +235,16 @@ class Service(Surroundings):
         prompts = [] if told else await self._prompts(read, size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
-            prompts = continued.prompts(prompts)
-            seed = continued.opening.seed
+            prompts, seed = continued.prompts(prompts), continued.opening.seed
         if history is not None and len(prompts) > 1:
             history = None
         if history is not None:
             history.settled(prompts[0])
         records = "none" if history is None else history.records
         requests = self._requests(checked, prompts, seed, answer, records)
-        await self.gate.enter(timeout_s, counted)
-        self.check_boot(headers.get(HEADER_BOOT))
-        # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
-        asked.check(self.serving(), self.kept.pins.coming)
-        salt = self._salt(checked, session, headers)
-        age_max = self.kept.namespaces.kv_age_max
-        requests = [replace(request, salt=salt, kv_age_max=age_max) for request in requests]
-        pinned = self.kept.pins.hold(asked, self.serving()) if asked.pinned else nullcontext()
-        inside = self.gate.admitted(choices)
-        turns = self.kept.sessions.turn(session, stamp_of(headers))
-        async with pinned:
-            with inside, turns as turn:
-                resumable = given.resumable and can_be_resumed(checked) and self.info.card.has("resume")
-                generation = Generation(
-                    self,
-                    Work(
-                        wire,
-                        details,
-                        checked,
-                        prompts,
-                        requests,
-                        seed,
-                        tool_format,
-                        given.ignored,
-                        given.whole,
-                    ),
-                    timings,
-                    resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
-                    continued=continued,
-                    history=history,
-                )
-                self.running[generation] = generation.ids | {headers.get("x-request-id", "")} - {""}
-                try:
-                    yield generation
-                finally:
-                    del self.running[generation]
-                    generation.measure(turn)
+        own = (tool_format, given.ignored, given.whole)
+        work = Work(wire, given.details, checked, prompts, requests, seed, *own)
+        return _Ready(work, session, history, continued, choices, counted)
 
     async def prompts(
         self, parsed: CompletionBody | ChatBody, size: int, headers: Mapping[str, str]

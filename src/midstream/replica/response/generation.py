@@ -73,7 +73,6 @@ class Generation:
         #: Maps a prompt index to the number of reused tokens.
         self._cached: dict[int, int] = {}
         self._final_metrics: dict[str, Any] | None = None
-        vocabulary = service.text.vocabulary
         opening = self._opening(work, resumable) if continued is None else continued.opening
         #: Of the response, as clients may call it.
         self.ids = {opening.id, opening.id.removeprefix(prefix)}
@@ -98,14 +97,8 @@ class Generation:
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
         if resumable or continued is not None:
             self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
-        head = ResponseHead(
-            id=opening.id,
-            created=opening.created,
-            model=service.names.model,
-            wide_routes=service.info.num_experts > 256,
-            route_shape=(service.info.moe_layers, service.info.top_k),
-        )
-        self._encoder = work.wire.encoder(checked, head, vocabulary, work.details)
+        head = _head(service, opening)
+        self._encoder = work.wire.encoder(checked, head, service.text.vocabulary, work.details)
         self._encoder.cached = self._cached
         if history is not None and history.branch is not None and continued is None:
             self._encoder.seam = {"branch": history.branch}
@@ -447,3 +440,13 @@ class Generation:
 def _closable(events: AsyncIterator[GenerationEvent]) -> AsyncGenerator[GenerationEvent, None]:
     """The port's iterators have aclose (see Engine.generate); its type does not say so."""
     return cast("AsyncGenerator[GenerationEvent, None]", events)
+
+
+def _head(service: Surroundings, opening: Opening) -> ResponseHead:
+    return ResponseHead(
+        id=opening.id,
+        created=opening.created,
+        model=service.names.model,
+        wide_routes=service.info.num_experts > 256,
+        route_shape=(service.info.moe_layers, service.info.top_k),
+    )

@@ -163,7 +163,7 @@ def route_array(rows: Iterable[bytes], shape: tuple[int, int], *, wide: bool) ->
 def npy(array: np.ndarray) -> str:
     """The bytes of a .npy file, in base64."""
     file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
+    np.save(file, array)
     return b64encode(file.getvalue()).decode()
 
 
