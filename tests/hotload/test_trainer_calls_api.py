@@ -1,0 +1,135 @@
+"""Trainers' control calls on a real ledger and the real control app; replica reports are set by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_hotload_api import DEPLOYMENT, Server, failed, ready, serve
+
+from midstream.core.types import EngineCard, Pause
+from midstream.engine.vllm.arguments import vllm_card
+
+
+def bad(answer: Any) -> tuple[int, str | None]:
+    return answer.status_code, answer.json()["error"]["param"]
+
+
+def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_paused(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        server.report(0, card=vllm_card("1", routes=True))
+        server.report(1, card=EngineCard())
+        answer = await server.http.post("/pause?mode=keep")
+        assert bad(answer) == (400, "mode")
+        assert "(feature freeze)" in answer.json()["error"]["message"]
+        server.report(0)
+        await server.ledger.update_deployment(DEPLOYMENT, transition="SYNC")
+        answer = await server.http.post("/pause_generation", json={"mode": "in_place"})
+        assert bad(answer) == (400, "mode")
+        for path in ("/pause?mode=sleep", "/pause?mode=wait&clear_cache=perhaps"):
+            assert (await server.http.post(path)).status_code == 400
+        assert bad(await server.http.post("/pause_generation", json={"mode": "retract"})) == (400, "mode")
+        assert (await server.ledger.state(DEPLOYMENT)).pause == Pause()
+
+    serve(tmp_path, work)
+
+
+def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requests(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        wanted = Pause(1, "wait")
+        server.report(0, pause=wanted)
+        server.report(1, pause=Pause(), in_flight=1)
+        asked = asyncio.create_task(server.http.post("/pause?mode=wait&clear_cache=false"))
+        while (await server.ledger.state(DEPLOYMENT)).pause != wanted:
+            assert not asked.done()
+        server.report(1, pause=wanted, in_flight=1)
+        server.replicas._changed()
+        await asyncio.sleep(0)
+        assert not asked.done()
+        server.report(1, pause=wanted)
+        server.replicas._changed()
+        assert (await asked).json() == {"status": "paused"}
+        assert (await server.http.get("/is_paused")).json() == {"is_paused": True, "mode": "wait"}
+
+    serve(tmp_path, work)
+
+
+def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for index in range(3):
+            server.report(index)
+
+        async def update(directory: str, body: dict[str, Any] | None = None) -> str:
+            told = {"weight_dir": str(server.bucket / directory), **(body or {})}
+            asked = asyncio.create_task(server.http.post("/update_weights", json=told))
+            while not asked.done():
+                desired = await server.desired()
+                for index in range(3 if desired is not None else 0):
+                    assert desired is not None
+                    generation, snapshot = desired.generation, desired.snapshot
+                    moved = ready(snapshot, generation)
+                    server.report(index, snapshot=snapshot, generation=generation, transitions=moved)
+                server.replicas._changed()
+            answer = await asked
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["weight_version"])
+
+        assert await update("a") == "update-000001-a"
+        assert await update("a") == "update-000001-a"
+        assert await update("run 1/step-1", {"skip_prefix_cache_reset": True}) == "update-000002-step-1"
+        assert await update("a") == "update-000003-a"
+        state = await server.ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert state.desired.reset_prompt_cache == "all"
+        rows = {row.identity: row.reset_prompt_cache for row in await server.ledger.snapshots(DEPLOYMENT)}
+        assert rows["update-000002-step-1"] == "none"
+
+    serve(tmp_path, work)
+
+
+def test_an_update_that_a_replica_fails_on_is_told_in_sglangs_shape(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for index in range(3):
+            server.report(index)
+        body = {"model_path": str(server.bucket / "x"), "weight_version": "7"}
+        asked = asyncio.create_task(server.http.post("/update_weights_from_disk", json=body))
+        while (desired := await server.desired()) is None:
+            assert not asked.done()
+        assert desired.snapshot == "7"
+        server.report(1, generation=1, transitions=failed("7", 1, "too short"))
+        server.replicas._changed()
+        answer = await asked
+        assert answer.status_code == 400
+        assert answer.json()["success"] is False
+        assert answer.json()["message"] == "replica-1 could not load '7': too short"
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    "directory", ["{bucket}", "{bucket}/../outside", "relative", "s3://other/a", "{bucket}/a%2F..", ""]
+)
+def test_a_directory_outside_the_bucket_is_refused_and_signals_nothing(
+    tmp_path: Path, directory: str
+) -> None:
+    async def work(server: Server) -> None:
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "outside" / "config.json").write_text("{}")
+        asked = directory.format(bucket=server.bucket)
+        answer = await server.http.post("/update_weights", json={"weight_dir": asked})
+        assert answer.status_code == 400
+        assert await server.desired() is None
+
+    serve(tmp_path, work)
+
+
+def test_unknown_fields_are_refused_by_name(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        body = {"model_path": str(server.bucket / "a"), "lora": "x"}
+        assert bad(await server.http.post("/update_weights_from_disk", json=body)) == (400, "lora")
+        assert bad(await server.http.post("/abort_request", json={})) == (400, "rid")
+        assert await server.desired() is None
+
+    serve(tmp_path, work)
