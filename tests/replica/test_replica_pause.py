@@ -66,6 +66,27 @@ async def test_an_abort_ends_streams_and_plain_answers_with_what_they_have(tmp_p
 
 
 @in_a_loop
+async def test_each_wire_tells_that_an_answer_was_cut(tmp_path: Path) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"input_ids": [65], "sampling_params": {"max_new_tokens": 6}},
+        "/inference/v1/generate": {"token_ids": [65], "sampling_params": {"max_tokens": 6}},
+        "/v1/messages": {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x", "max_output_tokens": 16},
+    }
+    async with running(tmp_path, FakeEngine(allowed=2)) as here:
+        bodies["/v1/messages"]["model"] = BODY["model"]
+        asked = [asyncio.create_task(here.http.post(path, json=body)) for path, body in bodies.items()]
+        await here.engine.until(lambda: list(here.engine.made.values()) == [2] * len(bodies))
+        await pause(here, 1, "abort")
+        sglang, vllm, messages, responses = [(await task).json() for task in asked]
+        assert sglang["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(sglang["output_ids"]) == 2
+        assert vllm["choices"][0]["finish_reason"] == "abort"
+        assert messages["stop_reason"] == "max_tokens"
+        assert responses["status"] == "incomplete"
+
+
+@in_a_loop
 async def test_an_abort_by_name_ends_no_other_request(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine()) as here,

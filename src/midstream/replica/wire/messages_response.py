@@ -192,6 +192,9 @@ class MessagesEncoder(TellingEncoder):
             most = self._checked.max_tokens
             cut = most is not None and choice.generated < most
             return "model_context_window_exceeded" if cut else "max_tokens", None
+        if choice.finish == "abort":
+            # This API has no name for it: the message was cut.
+            return "max_tokens", None
         # The name of a special token, which has no text, ends a message as its token.
         name = None if last is None else self._vocabulary.raw_text([last])
         found = choice.stop_string or (name if name in self._checked.stops else None)

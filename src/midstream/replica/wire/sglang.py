@@ -433,6 +433,8 @@ class SGLangEncoder(RecordEncoder):
     def _reason(self, choice: Choice, last: int | None) -> dict[str, Any]:
         if choice.finish == "length":
             return {"type": "length", "length": choice.generated}
+        if choice.finish == "abort":
+            return {"type": "abort", "message": "a trainer ended this request"}
         return {"type": "stop", "matched": ended_by(choice, last, self._checked, self._vocabulary)}
 
     def _id(self, index: int) -> str:
