@@ -67,13 +67,17 @@ def test_a_boot_that_begins_in_a_pause_joins_only_once_it_is_paused(world: World
     assert world.serving()[0] == ("a", True)
 
 
-def test_a_replica_that_knows_of_a_newer_pause_is_told_of_no_older_one(world: World) -> None:
-    pause(world, "abort")
+@pytest.mark.parametrize("mode", ["abort", None])
+def test_a_replica_that_outlived_an_older_ledger_follows_this_one(
+    world: World, mode: PauseMode | None
+) -> None:
+    """It takes no older message, so the ledger's word comes again under a greater serial."""
+    if mode is not None:
+        pause(world, mode)
     world.calm(3)
-    newer = Pause(7, None)
-    world.replicas[2].pause = newer
+    world.replicas[2].pause = Pause(7, "keep")
     world.calm(5)
-    assert pauses(world) == [Pause(1, "abort"), Pause(1, "abort"), newer]
+    assert pauses(world) == [Pause(8, mode)] * 3
 
 
 def test_a_pause_that_nobody_ends_is_ended(world: World) -> None:

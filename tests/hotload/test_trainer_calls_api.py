@@ -39,11 +39,12 @@ def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_paused
 def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requests(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         wanted = Pause(1, "wait")
-        server.report(0, pause=wanted)
+        server.report(0)
         server.report(1, pause=Pause(), in_flight=1)
         asked = asyncio.create_task(server.http.post("/pause?mode=wait&clear_cache=false"))
         while (await server.ledger.state(DEPLOYMENT)).pause != wanted:
             assert not asked.done()
+        server.report(0, pause=wanted)
         server.report(1, pause=wanted, in_flight=1)
         server.replicas._changed()
         await asyncio.sleep(0)

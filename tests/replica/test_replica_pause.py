@@ -10,6 +10,7 @@ from replica_fakes import FakeEngine, Running, running, sse
 from test_replica_pins import BODY, in_a_loop, streaming
 
 from midstream.core.types import Pause
+from midstream.engine.base import StagingFailed
 from midstream.replica.gate import HEADER_DRAIN_TIMEOUT
 
 
@@ -111,6 +112,27 @@ async def test_keep_freezes_the_engine_until_the_pause_ends_and_another_mode_let
         await pause(here, 3, "abort")
         assert here.engine.calls == ["pause", "pause", "resume"]
         assert here.replica.report().pause == Pause(3, "abort")
+
+
+@in_a_loop
+async def test_a_pause_that_failed_is_carried_out_when_its_message_comes_again(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    failures = [StagingFailed("no room")]
+    freeze = engine.pause
+
+    async def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+        await freeze()
+
+    engine.pause = fail_once  # type: ignore[method-assign]
+    async with running(tmp_path, engine) as here:
+        asked = {"serial": 1, "mode": "keep"}
+        assert (await here.http.post("/replica/pause", json=asked)).status_code == 202
+        await here.until(lambda: not failures)
+        assert here.replica.report().pause.serial == 0
+        await pause(here, 1, "keep")
+        assert engine.calls.count("pause") == 1
 
 
 @in_a_loop

@@ -61,6 +61,35 @@ def test_text_goes_on_with_the_sampled_tokens(tmp_path: Path) -> None:
     assert third == ids("she said hello he")
 
 
+def test_texts_of_other_tokens_continue_the_youngest_and_say_so() -> None:
+    trees = Trees()
+    for sampled in ((10,), (11, 12)):
+        trees.add(ROOT, None, [1], sampled, Told(text="Q ab"))
+    tree = trees.of(ROOT)
+    assert tree is not None
+    found = tree.find_text("Q ab c")
+    assert found is not None
+    assert (found.turn and found.turn.number, found.messages, found.ambiguous) == (2, 4, True)
+    # Begun without the tokenizer's special tokens, it is another prompt.
+    assert tree.find_text("Q ab c", special=False).turn is None
+
+
+def test_an_ambiguous_text_is_said_in_the_response(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            await complete(here, "he said ")
+            # The same words in letters.
+            await complete(here, list(b"he said "))
+            turn = here.replica.trees.of(ROOT).turns[1]  # type: ignore[union-attr]
+            here.replica.trees.of(ROOT).add(  # type: ignore[union-attr]
+                type(turn)(3, None, turn.added, turn.sampled, turn.record), Told(text="he said hello ")
+            )
+            answer = await complete(here, "he said hello he")
+            assert answer["midstream"] == {"branch": {"why": "ambiguous", "messages": 0, "turn": 3}}
+
+    asyncio.run(main())
+
+
 def test_the_template_policy_tokenizes_text_anew_and_says_what_that_is(tmp_path: Path) -> None:
     engine = an_engine()
 
@@ -167,7 +196,7 @@ def test_the_tree_finds_what_a_plain_search_finds(seed: int) -> None:
         assert found is expected
         text = "".join("aé"[token] for token in prompt)
         told = tree.find_text(text)
-        assert (told and (len(told[0].tokens), told[1])) == (
+        assert (told.turn and (len(told.turn.tokens), told.messages)) == (
             expected and (len(expected.tokens), len(expected.tokens))
         )
         sampled = [rng.randrange(2) for _ in range(rng.randrange(1, 4))]

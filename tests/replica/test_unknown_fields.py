@@ -6,14 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running
 from test_vllm_fields import HI, play
 
 from midstream.core.errors import InvalidRequest, UnknownField
-from midstream.replica.request.schema import parse_chat, parse_completion
+from midstream.replica.request.schema import decode, parse_chat, parse_completion
 from midstream.replica.request.unknown import IGNORED_MAX, header_value, read_known
 from midstream.replica.wire.messages import read as parse_messages
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    known: int = 0
+
+
+class Outer(msgspec.Struct, forbid_unknown_fields=True):
+    inner: Inner
+
 
 IGNORE = {"x-midstream-unknown-fields": "ignore"}
 TOLD = "x-midstream-ignored-fields"
@@ -48,6 +58,23 @@ def test_an_unknown_member_of_a_known_field_is_no_field_of_the_body() -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_known(parse_messages, json.dumps(asked).encode())
     assert "odd" in str(caught.value)
+
+
+def test_an_unknown_member_is_named_with_its_place() -> None:
+    with pytest.raises(UnknownField) as caught:
+        decode(b'{"inner": {"user`s": 1}}', msgspec.json.Decoder(Outer))
+    assert caught.value.param == "inner.user`s"
+
+
+def test_many_unknown_fields_cost_one_more_reading() -> None:
+    reads = []
+
+    def read(given: bytes) -> Any:
+        reads.append(given)
+        return parse_completion(given)
+
+    _, ignored = read_known(read, body(**{f"f{number}": 0 for number in range(IGNORED_MAX)}))
+    assert (len(ignored), len(reads)) == (IGNORED_MAX, 2)
 
 
 def test_a_body_of_unknown_fields_alone_is_given_up() -> None:

@@ -347,7 +347,8 @@ class _Calls:
     async def _pause(self, deployment: Deployment, mode: PauseMode | None) -> None:
         if mode == "keep":
             await self._check_keep(deployment)
-        pause = await self._ledger.pause(deployment.name, mode)
+        floor = max((report.pause.serial for report in _reports(deployment)), default=0)
+        pause = await self._ledger.pause(deployment.name, mode, floor=floor)
         deployment.signalled()
         deadline = asyncio.get_running_loop().time() + ANSWER_S_MAX
         while not all(_carried_out(report, pause) for report in _reports(deployment)):

@@ -31,7 +31,7 @@ APIs (core/wires.py), whose clients get their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 HEADER_LOST = "x-midstream-lost"
@@ -96,9 +96,10 @@ class InvalidRequest(MidstreamError):
 
 
 class UnknownField(InvalidRequest):
-    """Fireworks' wording: clients match it, drop the field and retry."""
+    """Fireworks' wording: clients match it, drop the field and retry. known: the body's fields, where they were looked for."""
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, known: Collection[str] = ()) -> None:
+        self.known = known
         super().__init__(f"Extra inputs are not permitted, field: '{field}'", param=field)
 
 

@@ -160,6 +160,7 @@ class Reconciler:
             return
         state = await self._judged(state)
         await self._end_old_pause(state.pause)
+        await self._outdo_pauses(state.pause)
         retries = {view.name: await self._retry_generation(state, view) for view in self._replicas.views}
         self._pass_the_turn(state, retries)
         for view in self._replicas.views:
@@ -411,6 +412,15 @@ class Reconciler:
         with contextlib.suppress(LedgerUnavailable):
             await self._ledger.pause(self._deployment, None, only=pause.serial)
         self.signalled()
+
+    async def _outdo_pauses(self, pause: Pause) -> None:
+        """A replica that outlived an older ledger may have a pause that this one does not know. A greater serial ends it."""
+        reports = (view.report for view in self._replicas.views)
+        seen = max((report.pause.serial for report in reports if report is not None), default=0)
+        if seen > pause.serial:
+            with contextlib.suppress(LedgerUnavailable):
+                # Nothing, where another gateway has paused meanwhile.
+                await self._ledger.pause(self._deployment, pause.mode, only=pause.serial, floor=seen)
 
     async def _deliver(self, view: ReplicaView, boot: str, desired: Desired) -> None:
         try:

@@ -35,6 +35,8 @@ TAKE_OVER_S = 60.0
 RETIRE_GRACE_S = 30.0
 #: For the last lines of a process that has ended to be read.
 LAST_LINES_S = 1.0
+#: A child that is killed so often while it starts finds no memory here, or is not wanted.
+KILLS_MAX = 10
 #: For a process to end after its streams have.
 KILL_AFTER_S = 5.0
 LOOPBACK = "127.0.0.1"
@@ -46,6 +48,10 @@ class StartFailed(Exception):
 
 class HostUnwell(StartFailed):
     """The host of a child, or the way to it, is not well, or somebody killed it. That may pass: a wait and not a failure."""
+
+
+class Killed(HostUnwell):
+    """Somebody killed the child while it started."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,14 @@ class Supervised(ABC):
 
     async def begin(self) -> None:
         """The first start. A host that is not well is waited for, or another one. Raises StartFailed."""
-        pause_s = RESTART_PAUSE_S_MIN
+        pause_s, kills = RESTART_PAUSE_S_MIN, 0
         while True:
             try:
                 return await self.start(lambda why: logger.warning("%s", why))
             except HostUnwell as error:
+                kills = kills + 1 if isinstance(error, Killed) else 0
+                if kills == KILLS_MAX:
+                    raise StartFailed(f"{error}, {kills} times in a row") from error
                 pause_s = longer(pause_s)
                 logger.warning("%s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
@@ -211,7 +220,7 @@ class Life:
         line = await self._output.readline()
         if not line and await self._was_killed():
             await self.end()
-            raise HostUnwell(f"{self.name} was killed while it started")
+            raise Killed(f"{self.name} was killed while it started")
         try:
             answer = _answer(self.name, line)
         except StartFailed:

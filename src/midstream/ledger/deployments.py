@@ -155,12 +155,12 @@ def pause_of(row: Any) -> Pause:
     return Pause(*row.fields.get(_PAUSE, ()))
 
 
-def pause(db: sa.Connection, name: str, mode: PauseMode | None, only: int | None) -> Pause:
+def pause(db: sa.Connection, name: str, mode: PauseMode | None, only: int | None, floor: int = 0) -> Pause:
     row = lock(db, name)
     before = pause_of(row)
-    if only not in (None, before.serial) or mode is before.mode is None:
+    if only not in (None, before.serial) or (mode is before.mode is None and before.serial >= floor):
         return before
-    after = Pause(before.serial + 1, mode)
+    after = Pause(max(before.serial, floor) + 1, mode)
     fields = {**row.fields, _PAUSE: [after.serial, after.mode]}
     db.execute(deployments.update().where(deployments.c.id == row.id).values(fields=fields))
     return after

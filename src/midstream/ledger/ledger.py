@@ -180,12 +180,15 @@ class Ledger:
         """
         return await self._write(deployments.reset, name, generation_floor)
 
-    async def pause(self, name: str, mode: PauseMode | None, *, only: int | None = None) -> Pause:
+    async def pause(
+        self, name: str, mode: PauseMode | None, *, only: int | None = None, floor: int = 0
+    ) -> Pause:
         """Pause the deployment, or have it go on (None); committed when this returns. Raises NotFound.
 
-        only: change nothing unless the pause has this serial. One that does not pause is not resumed.
+        only: change nothing unless the pause has this serial. One that does not pause is not resumed. floor: the greatest
+        serial that a replica has seen; the new one is above it, also when this ledger is younger.
         """
-        return await self._write(deployments.pause, name, mode, only)
+        return await self._write(deployments.pause, name, mode, only, floor)
 
     async def deployment(self, name: str) -> DeploymentRow:
         """Raises NotFound."""

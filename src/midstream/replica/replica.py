@@ -272,7 +272,11 @@ class Replica:
 
     def pause(self, wanted: Pause) -> None:
         """Pause or go on, unless a newer message said otherwise. The report tells when it is done."""
-        if wanted.serial <= self._to_pause.serial:
+        stale = wanted.serial < self._to_pause.serial
+        again = wanted.serial == self._to_pause.serial
+        under_way = self._pausing is not None and not self._pausing.done()
+        # One that failed is tried again when its message comes again.
+        if stale or (again and (wanted != self._to_pause or under_way or self._pause == wanted)):
             return
         self._to_pause = wanted
         self.gate.pause(wanted.mode is not None)

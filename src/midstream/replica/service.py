@@ -392,7 +392,7 @@ class Service(Surroundings):
             if isinstance(prompt, str):
                 self.text.check_pieces(prompt, "prompt", "prompt", context, leave.check)
             if history is not None:
-                prompts.append(history.raw(self.text, encode, prompt))
+                prompts.append(history.raw(self.text, encode, prompt, special))
             elif isinstance(prompt, str):
                 prompts.append(Prompt(encode(prompt), prompt))
             else:

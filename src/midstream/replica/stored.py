@@ -105,9 +105,15 @@ class StoredResponses:
     def keep(self, tenant: str, stored: Stored) -> None:
         self.delete(tenant, stored.id)
         self._held[tenant, stored.id] = stored
-        if stored.parent is not None:
-            stored.parent.uses += 1
         self.size += stored.size
+        node = stored.parent
+        while node is not None:
+            node.uses += 1
+            if node.uses > 1:
+                break
+            # It was deleted while it was continued, and is held again by what continues it.
+            self.size += node.size
+            node = node.parent
         while self.size > self._bytes_max and self._held:
             self.delete(*next(iter(self._held)))
 

@@ -188,7 +188,9 @@ _MOVED = {
 }
 
 #: Only the body itself refuses unknown fields, so the name is all that follows: it may hold anything, backticks too.
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_UNKNOWN = re.compile(
+    r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL
+)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.DOTALL)
 
@@ -222,7 +224,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        _refuse(str(error))
+        _refuse(str(error), getattr(decoder.type, "__struct_encode_fields__", ()))
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
@@ -241,10 +243,13 @@ def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
     return parsed
 
 
-def _refuse(message: str) -> NoReturn:
-    """A validation message of the decoder, as an error that names the field first."""
+def _refuse(message: str, known: tuple[str, ...] = ()) -> NoReturn:
+    """A validation message of the decoder, as an error that names the field first. known: the fields of what was decoded."""
     if found := _UNKNOWN.fullmatch(message):
-        raise UnknownField(found["name"])
+        where = found["where"]
+        if where:
+            raise UnknownField(f"{where}.{found['name']}")
+        raise UnknownField(found["name"], known)
     if found := _MISSING.match(message):
         raise InvalidRequest(f"{found['name']}: this field is required", param=found["name"])
     if (found := _AT.match(message)) and found["where"]:

@@ -24,19 +24,17 @@ _Read = TypeVar("_Read")
 
 def read_known(read: Callable[[bytes], _Read], body: bytes) -> tuple[_Read, list[str]]:
     """What `read` makes of the body without its unknown fields, and their names. Raises InvalidRequest, as `read` does."""
-    ignored: list[str] = []
-    while True:
-        try:
-            return read(body), ignored
-        except UnknownField as error:
-            members = _members.decode(body)
-            name = error.param
-            if name not in members or len(ignored) == IGNORED_MAX:
-                # It is inside a member, where it changes what a known field means.
-                raise
-            del members[name]
-            ignored.append(name)
-            body = msgspec.json.encode(members)
+    try:
+        return read(body), []
+    except UnknownField as error:
+        members = _members.decode(body)
+        ignored = [name for name in members if name not in error.known]
+        # Without `known`, it is a member of a known field, where it changes what that field means.
+        if not error.known or len(ignored) > IGNORED_MAX:
+            raise
+    return read(
+        msgspec.json.encode({name: members[name] for name in members if name not in ignored})
+    ), ignored
 
 
 def header_value(names: Iterable[str]) -> str:

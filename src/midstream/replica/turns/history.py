@@ -127,6 +127,7 @@ class History:
         self._keys: list[Key] = []
         #: A prompt of text, and what its answer's tokens are as text.
         self._text: str | None = None
+        self._special = True
         self._raw_text: Callable[[Iterable[int]], str] = lambda tokens: ""
         #: The turn whose messages the request has, and the one whose tokens its prompt has.
         self._found: Turn | None = None
@@ -182,24 +183,32 @@ class History:
         return Prompt(continued(text, found.turn, closings.within, behind, self._ends))
 
     def raw(
-        self, text: TextModel, encode: Callable[[str], tuple[int, ...]], given: str | tuple[int, ...]
+        self,
+        text: TextModel,
+        encode: Callable[[str], tuple[int, ...]],
+        given: str | tuple[int, ...],
+        special: bool,
     ) -> Prompt:
-        """The prompt of a completion. encode: of a text that continues nothing. Any thread may call it."""
-        tree = self._trees.of(self._session)
+        """The prompt of a completion. encode: of a text that continues nothing. special: it adds the special tokens of the
+        tokenizer. Any thread may call it."""
+        tree, found = self._trees.of(self._session), Found(None, 0, 0)
         if isinstance(given, str):
-            self._text, self._raw_text = given, text.vocabulary.raw_text
-            found = None if tree is None else tree.find_text(given)
-            self._found, size = found or (None, 0)
-        else:
-            self._found, size = None if tree is None else tree.find_tokens(given), 0
-        if tree is not None and self._found is None:
+            self._text, self._special, self._raw_text = given, special, text.vocabulary.raw_text
+            if tree is not None:
+                found = tree.find_text(given, special)
+        elif tree is not None:
+            found = Found(tree.find_tokens(given), 0, 0)
+        turn = self._found = found.turn
+        if tree is not None and turn is None:
             self.branch = Branch("new", 0)
         if not isinstance(given, str):
             return Prompt(given)
-        if self._found is None or self._policy == "template":
+        if turn is None or self._policy == "template":
             return Prompt(encode(given), given)
+        if found.ambiguous:
+            self.branch = Branch("ambiguous", 0, turn.number)
         self._reused = True
-        return Prompt(self._found.tokens + text.encode_rendered(given[size:]), given)
+        return Prompt(turn.tokens + text.encode_rendered(given[found.messages :]), given)
 
     def settled(self, prompt: Prompt) -> None:
         """It is this prompt that is sampled from. It may still begin with a turn's tokens where it was rendered."""
@@ -247,7 +256,8 @@ class History:
 
     def _told(self, answer: _Answer) -> Told:
         if not self._keys:
-            return Told(text=None if self._text is None else self._text + self._raw_text(answer.tokens))
+            text = None if self._text is None else self._text + self._raw_text(answer.tokens)
+            return Told(text=text, special=self._special)
         content = "".join(answer.text)
         keys = [*self._keys, key_of_answer(self._keys[-1], content, answer.calls)]
         return Told(keys, thought_of(content, "".join(answer.reasoning)))

@@ -124,11 +124,13 @@ class Found(NamedTuple):
 
 class Told(NamedTuple):
     """What a turn is found again by. keys: as for `TurnTree.find`, with the answer's own at the end. thought: see `thought_of`.
-    text: of a prompt of text and the answer to it. recorded: Trees.on_turn hears of it."""
+    text: of a prompt of text and the answer to it. special: the tokenizer added its special tokens. recorded: Trees.on_turn
+    hears of the turn."""
 
     keys: Sequence[Key] = ()
     thought: str = ""
     text: str | None = None
+    special: bool = True
     recorded: bool = False
 
 
@@ -145,7 +147,7 @@ class TurnTree:
         #: By the number of the parent; 0: none.
         self._children: dict[int, list[Turn]] = {}
         #: By a digest of the text, with its length in characters. Its lengths in bytes, the shortest first.
-        self._texts: dict[Key, tuple[Turn, int]] = {}
+        self._texts: dict[Key, tuple[tuple[Turn, ...], int]] = {}
         self._text_sizes: tuple[int, ...] = ()
         #: All of them, in the order of their numbers.
         self.turns: list[Turn] = []
@@ -188,16 +190,21 @@ class TurnTree:
                     best, best_end = turn, end
         return best
 
-    def find_text(self, prompt: str) -> tuple[Turn, int] | None:
-        """The turn with the longest text that the prompt begins with, and how many of its characters that is."""
-        data, digest, at, found = _utf8(prompt), hashlib.blake2b(digest_size=16), 0, None
+    def find_text(self, prompt: str, special: bool = True) -> Found:
+        """The turn with the longest text that the prompt begins with; `messages` is how many of its characters that is."""
+        data, digest, at = _utf8(prompt), _text_digest(special), 0
+        turns: tuple[Turn, ...] = ()
+        length = 0
         for size in self._text_sizes:
             if size > len(data):
                 break
             digest.update(data[at:size])
             at = size
-            found = self._texts.get(digest.digest(), found)
-        return found
+            turns, length = self._texts.get(digest.digest(), (turns, length))
+        if not turns:
+            return Found(None, 0, 0)
+        turn, ambiguous = _meant(turns, "")
+        return Found(turn, length, 0, ambiguous)
 
     def add(self, turn: Turn, told: Told) -> None:
         """Its number is the next one."""
@@ -210,8 +217,10 @@ class TurnTree:
             self._known.update(told.keys)
             self._turns[key] = (*self._turns.get(key, ())[-SAME_WORDS_MAX:], turn)
         if told.text is not None:
-            data = _utf8(told.text)
-            self._texts[hashlib.blake2b(data, digest_size=16).digest()] = turn, len(told.text)
+            data, digest = _utf8(told.text), _text_digest(told.special)
+            digest.update(data)
+            turns, _ = self._texts.get(digest.digest(), ((), 0))
+            self._texts[digest.digest()] = (*turns[-SAME_WORDS_MAX:], turn), len(told.text)
             self._text_sizes = tuple(sorted({*self._text_sizes, len(data)}))
         self.size += _KEY_BYTES * (len(self._known) + len(self._texts) - before) + turn.size
 
@@ -364,6 +373,10 @@ def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
         else ""
         for message in messages
     ]
+
+
+def _text_digest(special: bool) -> Any:
+    return hashlib.blake2b(digest_size=16, person=b"special" if special else b"plain")
 
 
 def _utf8(text: str) -> bytes:
