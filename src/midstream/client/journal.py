@@ -17,17 +17,18 @@ from midstream.snapshots.store.bucket import list_files, read_file
 Record = dict[str, Any]
 
 
-def read_records(url: str, *, deployment: str | None = None, after: str = "") -> Iterator[Record]:
+def read_records(url: str, *, deployment: str | None = None, seen: Container[str] = ()) -> Iterator[Record]:
     """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
 
-    deployment: its bare name, or None for all. after: the `segment` of a record that was read before; only segments behind it,
-    of any replica that has such, are read. Each record has its `segment` and the fields of docs/records.md.
+    deployment: its bare name, or None for all. seen: segments that were read before, which never change and are passed over.
+    There is no last one: each replica adds segments of its own. Each record has its `segment` and the fields of
+    docs/records.md.
     Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else.
     """
     root = f"{url.rstrip('/')}/records"
     last: dict[tuple[str, str], int] = {}
     for path in list_files(root):
-        if path.endswith(".jsonl") and path > after and deployment in (None, path.partition("/")[0]):
+        if path.endswith(".jsonl") and path not in seen and deployment in (None, path.partition("/")[0]):
             for line in read_file(root, path).splitlines():
                 try:
                     record: Record = msgspec.json.decode(line)
