@@ -45,7 +45,7 @@ class Stream:
 
     def _take(self, event: dict[str, Any]) -> None:
         self.events += 1
-        self.resumed |= "midstream" in event
+        self.resumed |= "resumed" in event.get("midstream", {})
         self.error = event.get("error", self.error)
         for choice in event.get("choices", ()):
             self.text += choice["text"]

@@ -80,8 +80,8 @@ class Stream:
         if "error" in event:
             self.error = event["error"]
             return
-        if seam := event.get("midstream"):
-            self.resumed.append(seam["resumed"])
+        if seam := event.get("midstream", {}).get("resumed"):
+            self.resumed.append(seam)
         for choice in event["choices"]:
             assert self.finish is None, "something follows the end"
             entries = choice["logprobs"]["content"] if choice["logprobs"] else []
