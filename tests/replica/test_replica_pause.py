@@ -85,6 +85,7 @@ async def test_each_wire_tells_that_an_answer_was_cut(tmp_path: Path) -> None:
         assert vllm["choices"][0]["finish_reason"] == "abort"
         assert messages["stop_reason"] == "max_tokens"
         assert responses["status"] == "incomplete"
+        assert [told["midstream"]["finish_reason"] for told in (messages, responses)] == ["abort", "abort"]
 
 
 @in_a_loop

@@ -168,9 +168,12 @@ class _Calls:
         deployment = self._meant(request)
         waits = _flag(request, "wait_for_inflight_requests", default=False)
         mode = _mode(request.query_params.get("mode", "wait" if waits else "abort"), VLLM_MODES)
-        clear = _flag(request, "clear_cache", default=True)
+        clear = _flag(request, "clear_cache", default=True) and mode != "keep"
+        if clear:
+            # Before anything is paused, so that a refusal leaves nothing behind.
+            _check_resets(deployment)
         await self._pause(deployment, mode)
-        if clear and mode != "keep":
+        if clear:
             await self._reset_caches(deployment)
         return JSONResponse({"status": "paused"})
 
@@ -376,10 +379,7 @@ class _Calls:
         return sum(msgspec.json.decode(answer)["aborted"] for answer in told)
 
     async def _reset_caches(self, deployment: Deployment) -> None:
-        for report in _reports(deployment):
-            if report.card is not None and not report.card.has("cache_policies"):
-                words = "keep cached KV from being reused"
-                raise InvalidRequest(refusal("the cache", report.card, "cache_policies", words))
+        _check_resets(deployment)
         await self._tell(deployment, "/replica/reset_cache", b"")
 
     async def _tell(self, deployment: Deployment, path: str, body: bytes) -> list[bytes]:
@@ -398,6 +398,14 @@ class _Calls:
 
 def _reports(deployment: Deployment) -> list[ReplicaReport]:
     return [view.report for view in deployment.replicas.views if view.report is not None]
+
+
+def _check_resets(deployment: Deployment) -> None:
+    """Raises InvalidRequest where an engine cannot."""
+    for report in _reports(deployment):
+        if report.card is not None and not report.card.has("cache_policies"):
+            words = "keep cached KV from being reused"
+            raise InvalidRequest(refusal("the cache", report.card, "cache_policies", words))
 
 
 def _in_flight(deployment: Deployment) -> int:

@@ -22,7 +22,8 @@ from midstream.replica.wire.base import ResponseHead
 
 class Records(msgspec.Struct):
     """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
-    branch: why the request continues no turn of its session."""
+    branch: why the request continues no turn of its session. finish_reason: `abort` of an answer that a trainer's call ended,
+    for which these APIs have no name."""
 
     snapshot: str
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -32,6 +33,7 @@ class Records(msgspec.Struct):
     kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
     earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
     perf_metrics: dict[str, Any] | UnsetType = UNSET
+    finish_reason: str | UnsetType = UNSET
     resumed: dict[str, Any] | UnsetType = UNSET
     branch: Any = UNSET
 
@@ -81,6 +83,8 @@ class TellingEncoder(RecordEncoder):
             tell_kv(kv, choice)
         told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
         told.perf_metrics = extras.perf_metrics
+        if choice.finish == "abort":
+            told.finish_reason = choice.finish
         return told
 
     def _whole(self, choice: Choice, had: Kept, prompt: Prompt, snapshot: str, extras: Extras) -> Records:
