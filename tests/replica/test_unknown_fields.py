@@ -66,6 +66,18 @@ def test_an_unknown_member_is_named_with_its_place() -> None:
     assert caught.value.param == "inner.user`s"
 
 
+def test_a_name_that_looks_like_a_place_is_ignored_as_a_name() -> None:
+    name = "a` - at `$.model"
+    _, ignored = read_known(parse_completion, body(**{name: 1}))
+    assert ignored == [name]
+
+
+@pytest.mark.parametrize("rest", [b"", b" bad}", b'"n": 1'])
+def test_what_follows_an_unknown_field_must_be_json_too(rest: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="JSON"):
+        read_known(parse_completion, b'{"colour": 1, ' + rest)
+
+
 def test_many_unknown_fields_cost_one_more_reading() -> None:
     reads = []
 

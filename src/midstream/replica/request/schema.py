@@ -187,13 +187,14 @@ _MOVED = {
     "guided_whitespace_pattern": None,
 }
 
-#: Only the body itself refuses unknown fields, so the name is all that follows: it may hold anything, backticks too.
+#: The name may hold anything, backticks too: what looks like a place may be the end of a name.
 _UNKNOWN = re.compile(
     r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL
 )
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.DOTALL)
 
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
 _Body = TypeVar("_Body", bound=InferenceBody)
@@ -224,9 +225,17 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        _refuse(str(error), getattr(decoder.type, "__struct_encode_fields__", ()))
+        _refuse(str(error), getattr(decoder.type, "__struct_encode_fields__", ()), body)
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def members(body: bytes) -> dict[str, msgspec.Raw]:
+    """A body's own members, each as it was sent. Raises InvalidRequest where the body is not a JSON object."""
+    try:
+        return _members.decode(body)
+    except (msgspec.ValidationError, *NOT_JSON) as error:
+        raise InvalidRequest(f"the body is not a valid JSON object: {error}") from error
 
 
 def convert(value: Any, kind: type[_Decoded]) -> _Decoded:
@@ -243,11 +252,17 @@ def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
     return parsed
 
 
-def _refuse(message: str, known: tuple[str, ...] = ()) -> NoReturn:
-    """A validation message of the decoder, as an error that names the field first. known: the fields of what was decoded."""
+def _refuse(message: str, known: tuple[str, ...] = (), body: bytes | None = None) -> NoReturn:
+    """A validation message of the decoder, as an error that names the field first.
+
+    known: the fields of what was decoded. body: its bytes, where they are at hand.
+    """
     if found := _UNKNOWN.fullmatch(message):
         where = found["where"]
         if where:
+            whole = message[message.index("`") + 1 : -1]
+            if body is not None and whole in members(body):
+                raise UnknownField(whole, known)
             raise UnknownField(f"{where}.{found['name']}")
         raise UnknownField(found["name"], known)
     if found := _MISSING.match(message):

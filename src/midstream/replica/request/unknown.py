@@ -12,13 +12,13 @@ from urllib.parse import quote
 import msgspec
 
 from midstream.core.errors import UnknownField
+from midstream.replica.request.schema import members
 
 #: A body with more unknown fields is no request of this API.
 IGNORED_MAX = 256
 _NAME_MAX = 64
 _HEADER_MAX = 4096
 
-_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _Read = TypeVar("_Read")
 
 
@@ -27,14 +27,12 @@ def read_known(read: Callable[[bytes], _Read], body: bytes) -> tuple[_Read, list
     try:
         return read(body), []
     except UnknownField as error:
-        members = _members.decode(body)
-        ignored = [name for name in members if name not in error.known]
+        sent = members(body)
+        ignored = [name for name in sent if name not in error.known]
         # Without `known`, it is a member of a known field, where it changes what that field means.
         if not error.known or len(ignored) > IGNORED_MAX:
             raise
-    return read(
-        msgspec.json.encode({name: members[name] for name in members if name not in ignored})
-    ), ignored
+    return read(msgspec.json.encode({name: sent[name] for name in sent if name not in ignored})), ignored
 
 
 def header_value(names: Iterable[str]) -> str:
