@@ -24,6 +24,11 @@ FIREWORKS = "fireworks-inference-for-rl-rollouts.txt"
 SKYRL = "skyrl-session-based-routing.txt"
 PROTOCOL = "protocol/fireworks.md"
 OWN = "docs/api.md"
+MESSAGES = "docs/messages.md"
+RESPONSES = "docs/responses.md"
+#: Of other companies' APIs, whose own references promise them.
+ANTHROPIC = f"{MESSAGES}: introduction (the stock SDK works)"
+OPENAI = f"{RESPONSES}: introduction (the stock SDK works)"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ GROUPS: dict[str, str] = {
     "affinity": "session affinity",
     "cache": "prompt caching",
     "status": "status codes",
+    "messages": "Anthropic's Messages API",
+    "responses": "OpenAI's Responses API",
     "hotload": "hot load: signals, status, ledger",
     "incremental": "incremental snapshots",
     "transitions": "rollouts while a snapshot is switched",
