@@ -8,7 +8,9 @@ from urllib.parse import quote
 
 import faults as broken
 import httpx
+import messages_faults
 import pytest
+import responses_faults
 import switch_faults as switched
 from serving import Server
 from tampering import Fault, Json, tampering
@@ -119,6 +121,8 @@ FAULTS: list[tuple[Fault, list[str]]] = [
     (broken.NoRetryAfter(), ["transitions.sync_425"]),
     (switched.OldLater(), ["labels.once", "transitions.sync_425"]),
     (switched.Grudge(), ["transitions.sync_retry"]),
+    *messages_faults.FAULTS,
+    *responses_faults.FAULTS,
 ]
 
 
