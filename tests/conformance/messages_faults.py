@@ -42,12 +42,22 @@ class CutShort(Fault):
 
 
 class LostDelta(Fault):
-    """A stream's third delta is lost, with its text and its records."""
+    """A stream's first delta is lost, with its text and its records."""
 
     def named(self, path: str, event: Json, memory: Json) -> list[Json]:
-        memory["deltas"] = memory.get("deltas", 0) + (event["type"] == "content_block_delta")
-        lost = event["type"] == "content_block_delta" and memory["deltas"] == 3
-        return [] if lost else [event]
+        if event["type"] == "content_block_delta" and not memory.get("lost"):
+            memory["lost"] = True
+            return []
+        return [event]
+
+
+class OtherStart(Fault):
+    """A stream begins with a token too many in usage, which its end corrects."""
+
+    def named(self, path: str, event: Json, memory: Json) -> list[Json]:
+        if event["type"] == "message_start":
+            event["message"]["usage"]["input_tokens"] += 1
+        return [event]
 
 
 class NoTools(Fault):
@@ -168,6 +178,7 @@ FAULTS: list[tuple[Fault, list[str]]] = [
     (FromOne(), ["messages.events"]),
     (CutShort(), ["messages.events"]),
     (LostDelta(), ["messages.stream", "messages.records"]),
+    (OtherStart(), ["messages.stream"]),
     (NoTools(), ["messages.call", "messages.stop", "messages.count"]),
     (OtherInput(), ["messages.call"]),
     (OpenAiErrors(), ["messages.errors", "messages.refused", "messages.key"]),

@@ -9,7 +9,7 @@ from tampering import Fault, Json
 RESPONSES = "/v1/responses"
 
 
-class Odd(Fault):
+class Unadded(Fault):
     """Usage does not add up."""
 
     def other(self, method: str, path: str, body: Json) -> None:
@@ -37,12 +37,12 @@ class Undone(Fault):
 
 
 class LostText(Fault):
-    """A stream's third delta has no text, and no records."""
+    """A stream's first delta has no text, and no records."""
 
     def named(self, path: str, event: Json, memory: Json) -> list[Json]:
-        memory["deltas"] = memory.get("deltas", 0) + event["type"].endswith(".delta")
-        if event["type"].endswith(".delta") and memory["deltas"] == 3:
+        if event["type"].endswith(".delta") and not memory.get("lost"):
             event |= {"delta": "", "midstream": {}}
+            memory["lost"] = True
         return [event]
 
 
@@ -155,7 +155,7 @@ class NoPrevious(Fault):
 
 
 FAULTS: list[tuple[Fault, list[str]]] = [
-    (Odd(), ["responses.shape"]),
+    (Unadded(), ["responses.shape"]),
     (Uncounted(), ["responses.events"]),
     (Undone(), ["responses.events"]),
     (LostText(), ["responses.events", "responses.stream", "responses.records"]),

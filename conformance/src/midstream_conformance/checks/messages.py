@@ -165,6 +165,9 @@ async def stream(session: Session) -> Evidence:
     for name in ("content", "stop_reason", "stop_sequence", "usage", "model"):
         one, two = plain.get(name), streamed.get(name)
         expect(one == two, f"{name} differs", plain=one, streamed=two)
+    begun = [event["message"]["usage"] for event in found if event["type"] == "message_start"]
+    counts = [prompt_tokens(usage) for usage in (plain["usage"], *begun)]
+    expect(len({*counts}) == 1, "message_start counts another prompt", plain=counts[0], streamed=counts[1:])
     expect(text_of(plain) or plain["stop_reason"] == "end_turn", "the answers are empty")
     return {"characters": len(text_of(plain)), "events": len(found)}
 
@@ -313,7 +316,7 @@ def _refused(response: httpx.Response, status: int, kind: str, *named: str) -> N
 @row(
     "messages.key",
     "x-api-key holds the key; a wrong one, or none, is a 401 authentication_error, of counts too",
-    MESSAGES,
+    f"{MESSAGES}: introduction",
     ("messages", "keys"),
 )
 async def key(session: Session) -> Evidence:

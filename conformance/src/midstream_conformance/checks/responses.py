@@ -31,7 +31,7 @@ from midstream_conformance.checks.wires import (
 )
 from midstream_conformance.endpoint import NO_KEY, TRAJECTORY_HEADER, error_of, refusal
 from midstream_conformance.outcome import expect
-from midstream_conformance.rows import OPENAI, RESPONSES, Evidence, row
+from midstream_conformance.rows import OPENAI, OWN, RESPONSES, Evidence, row
 from midstream_conformance.session import Session
 
 PATH = "/responses"
@@ -306,7 +306,7 @@ def _refused(response: httpx.Response, status: int, *named: str) -> None:
 @row(
     "responses.key",
     "Without the key nobody makes, reads or deletes a response: each is a 401, and the response stays",
-    "docs/security.md",
+    f"{OWN}: Keys and scopes",
     ("responses", "keys"),
 )
 async def key(session: Session) -> Evidence:
