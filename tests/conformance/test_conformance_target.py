@@ -158,3 +158,11 @@ def test_an_api_counts_as_lacking_only_where_its_path_is_not_there(need: str) ->
         assert why is None or f"{status} no" in why
         (asked,) = server.of("POST", f"/v1{WIRES[need]}")
         assert json.loads(asked.content) == {"model": MODEL}, "it could make tokens"
+
+
+@pytest.mark.parametrize("need", WIRES)
+def test_of_midstream_itself_no_promised_path_may_be_missing(need: str) -> None:
+    server = Scripted()
+    entry = {"id": MODEL, "deployment": DEPLOYMENT, "midstream": {}}
+    server.on["GET", "/v1/models"] = lambda _: scripted.listed(entry)
+    assert looked(server.endpoint()).missing(need) is None

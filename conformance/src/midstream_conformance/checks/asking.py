@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from midstream.client.server import HOT_LOAD_PATH, read_status
 from midstream_conformance.answers import Answer
 from midstream_conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
 from midstream_conformance.outcome import Skipped, expect
@@ -43,6 +44,13 @@ async def everywhere(session: Session, ask: Callable[[str], Awaitable[Answer]]) 
     if named and len(named) < (session.target.replicas or 1):
         raise Skipped(f"new sessions reached {len(named)} of {session.target.replicas} replicas only")
     return [answer for answers in found.values() for answer in answers]
+
+
+async def serving(session: Session) -> list[str]:
+    """The snapshots that the replicas serve, as the hot-load API says, each once."""
+    response = await session.endpoint.request("GET", HOT_LOAD_PATH)
+    expect(response.status_code == 200, f"GET {HOT_LOAD_PATH}: {refusal(response)}")
+    return sorted({str(replica.snapshot) for replica in read_status(response.json()).replicas})
 
 
 async def together(asked: Iterable[Awaitable[Answer]]) -> list[Answer]:

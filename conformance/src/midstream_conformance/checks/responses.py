@@ -133,10 +133,12 @@ async def events(session: Session) -> Evidence:
     said = ""
     for event in found:
         kind = event["type"].removeprefix("response.")
-        said = said + event["delta"] if kind.endswith(".delta") else said
         if kind == "output_item.added":
             expect(event["output_index"] == len(given), "output_index does not count the items", event=event)
+        elif kind == "content_part.added":
             said = ""
+        elif kind.endswith(".delta"):
+            said += event["delta"]
         elif kind.endswith("_text.done"):
             expect(event["text"] == said, "a text is not what its deltas joined up to",
                    deltas=said, text=event["text"])  # fmt: skip

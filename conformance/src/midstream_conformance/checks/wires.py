@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from midstream.client.server import HOT_LOAD_PATH, read_status
 from midstream_conformance.answers import Json, Odd, largest_difference
+from midstream_conformance.checks.asking import serving
 from midstream_conformance.endpoint import ISOLATION_HEADER, TRAJECTORY_HEADER, refusal
 from midstream_conformance.outcome import Failed, expect, fail
 from midstream_conformance.session import Session
@@ -189,13 +189,11 @@ async def check_labels(
     """Raises Failed unless all `models` and each object `midstream` of `holders` name one snapshot that serves, and the spans
     of `snapshots` cover all tokens.
     """
-    response = await session.endpoint.request("GET", HOT_LOAD_PATH)
-    expect(response.status_code == 200, f"GET {HOT_LOAD_PATH}: {refusal(response)}")
-    serving = {str(replica.snapshot) for replica in read_status(response.json()).replicas}
+    known = await serving(session)
     named = {model.partition("@")[2] for model in models}
     named |= {str(own_of(holder).get("snapshot")) for holder in holders}
-    expect(len(named) == 1 and named <= serving, "the label is not the one snapshot that is served",
-           labels=sorted(named), serving=sorted(serving))  # fmt: skip
+    expect(len(named) == 1 and named <= {*known}, "the label is not the one snapshot that is served",
+           labels=sorted(named), serving=known)  # fmt: skip
     (label,) = named
     wanted = [{"snapshot": label, "start": 0, "end": tokens}]
     expect(spans.get("snapshots") == wanted, f"midstream.snapshots: {wanted} was expected", got=spans)
