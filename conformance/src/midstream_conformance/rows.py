@@ -1,7 +1,7 @@
 """A row: one behaviour that the seeds promise, and a coroutine function that finds out whether it holds.
 
 Always holds: a row's function returns the numbers it saw when the behaviour holds. It raises Failed when it does not hold, and
-Skipped when that could not be found out (outcome.py). Ids are unique. Rows run in the order in which they were registered.
+Skipped when that could not be found out (outcome.py). Ids are unique. Rows of a module run in its order.
 """
 
 from __future__ import annotations
