@@ -29,6 +29,8 @@ def run(url: str, options: list[str], rows: list[str], out: Path) -> tuple[int, 
 
 
 FAULTS: list[tuple[Fault, list[str]]] = [
+    *messages_faults.FAULTS,
+    *responses_faults.FAULTS,
     (broken.NoDone(), ["openai.done"]),
     (broken.OtherName(), ["openai.models"]),
     (broken.OnePrefix(), ["openai.prefixes", "status.names"]),
@@ -121,8 +123,6 @@ FAULTS: list[tuple[Fault, list[str]]] = [
     (broken.NoRetryAfter(), ["transitions.sync_425"]),
     (switched.OldLater(), ["labels.once", "transitions.sync_425"]),
     (switched.Grudge(), ["transitions.sync_retry"]),
-    *messages_faults.FAULTS,
-    *responses_faults.FAULTS,
 ]
 
 
