@@ -39,6 +39,14 @@ class Fault:
     def chunk(self, request: Json, chunk: Json, memory: Json) -> None:
         """Change a stream's chunk in place; `memory` is the stream's own, empty at its beginning."""
 
+    def named(self, path: str, event: Json, memory: Json) -> list[Json]:
+        """The events to send instead of a stream's named one, which `type` names; `memory` is the stream's own."""
+        return [event]
+
+    def error(self, path: str, body: Json) -> Json:
+        """The body to send instead of an error's."""
+        return body
+
     def response(self, status: int, headers: dict[str, str]) -> int:
         """Change `headers` in place; the status to answer with."""
         return status
@@ -76,7 +84,8 @@ class _Proxy:
         passed = {n: v for n, v in response.headers.items() if n in _PASSED_ON or n.startswith("fireworks-")}
         status = self._fault.response(response.status_code, passed)
         if "event-stream" in passed.get("content-type", ""):
-            return StreamingResponse(self._events(response, body or {}), status, passed)
+            events = self._events(response, request.url.path, body or {})
+            return StreamingResponse(events, status, passed)
         data = await response.aread()
         await response.aclose()
         if status == 200 and "json" in passed.get("content-type", ""):
@@ -86,9 +95,11 @@ class _Proxy:
             else:
                 self._fault.other(request.method, request.url.path, answer)
             data = json.dumps(answer).encode()
+        elif "json" in passed.get("content-type", ""):
+            data = json.dumps(self._fault.error(request.url.path, json.loads(data))).encode()
         return Response(data, status, passed)
 
-    async def _events(self, response: httpx.Response, request: Json) -> AsyncIterator[bytes]:
+    async def _events(self, response: httpx.Response, path: str, request: Json) -> AsyncIterator[bytes]:
         memory: Json = {}
         rest = b""
         try:
@@ -102,6 +113,10 @@ class _Proxy:
                         chunk = json.loads(event.removeprefix(b"data: "))
                         self._fault.chunk(request, chunk, memory)
                         yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+                    elif event.startswith(b"event: "):
+                        told = json.loads(event.partition(b"\ndata: ")[2])
+                        for sent in self._fault.named(path, told, memory):
+                            yield f"event: {sent['type']}\ndata: {json.dumps(sent)}\n\n".encode()
         finally:
             await response.aclose()
 

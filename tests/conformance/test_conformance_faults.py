@@ -8,7 +8,9 @@ from urllib.parse import quote
 
 import faults as broken
 import httpx
+import messages_faults
 import pytest
+import responses_faults
 import switch_faults as switched
 from serving import Server
 from tampering import Fault, Json, tampering
@@ -27,6 +29,8 @@ def run(url: str, options: list[str], rows: list[str], out: Path) -> tuple[int, 
 
 
 FAULTS: list[tuple[Fault, list[str]]] = [
+    *messages_faults.FAULTS,
+    *responses_faults.FAULTS,
     (broken.NoDone(), ["openai.done"]),
     (broken.OtherName(), ["openai.models"]),
     (broken.OnePrefix(), ["openai.prefixes", "status.names"]),

@@ -14,7 +14,7 @@ from scripted import DEPLOYMENT, MODEL, Scripted
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.core.errors import ConfigError
 from midstream_conformance.endpoint import Endpoint
-from midstream_conformance.target import Target, look
+from midstream_conformance.target import WIRES, Target, look
 
 pytestmark = pytest.mark.fast
 
@@ -146,3 +146,23 @@ def test_a_key_that_no_header_can_have_is_refused_unseen(key: str) -> None:
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="URL"):
         Endpoint(url, api_key=None, deployment=None)
+
+
+@pytest.mark.parametrize("need", WIRES)
+def test_an_api_counts_as_lacking_only_where_its_path_is_not_there(need: str) -> None:
+    for status, lacking in ((404, True), (405, True), (501, True), (400, False), (422, False), (500, False)):
+        server = Scripted()
+        server.on["POST", f"/v1{WIRES[need]}"] = lambda _, status=status: scripted.refused(status, "no")  # type: ignore[misc]
+        why = looked(server.endpoint()).missing(need)
+        assert (why is not None) == lacking, status
+        assert why is None or f"{status} no" in why
+        (asked,) = server.of("POST", f"/v1{WIRES[need]}")
+        assert json.loads(asked.content) == {"model": MODEL}, "it could make tokens"
+
+
+@pytest.mark.parametrize("need", WIRES)
+def test_of_midstream_itself_no_promised_path_may_be_missing(need: str) -> None:
+    server = Scripted()
+    entry = {"id": MODEL, "deployment": DEPLOYMENT, "midstream": {}}
+    server.on["GET", "/v1/models"] = lambda _: scripted.listed(entry)
+    assert looked(server.endpoint()).missing(need) is None

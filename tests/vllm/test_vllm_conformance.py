@@ -24,6 +24,8 @@ SKIPPED = {
     "routes.alignment": NO_ROUTES,
     "routes.warm": NO_ROUTES,
     "status.key": "none are set",
+    "messages.key": "none are set",
+    "responses.key": "none are set",
 }
 LIMIT_S = 600
 

@@ -1,7 +1,7 @@
 """A row: one behaviour that the seeds promise, and a coroutine function that finds out whether it holds.
 
 Always holds: a row's function returns the numbers it saw when the behaviour holds. It raises Failed when it does not hold, and
-Skipped when that could not be found out (outcome.py). Ids are unique. Rows run in the order in which they were registered.
+Skipped when that could not be found out (outcome.py). Ids are unique. Rows of a module run in its order.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ FIREWORKS = "fireworks-inference-for-rl-rollouts.txt"
 SKYRL = "skyrl-session-based-routing.txt"
 PROTOCOL = "protocol/fireworks.md"
 OWN = "docs/api.md"
+MESSAGES = "docs/messages.md"
+RESPONSES = "docs/responses.md"
+#: Of other companies' APIs, whose own references promise them.
+ANTHROPIC = f"{MESSAGES}: introduction (the stock SDK works)"
+OPENAI = f"{RESPONSES}: introduction (the stock SDK works)"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ GROUPS: dict[str, str] = {
     "labels": "policy versions in responses",
     "affinity": "session affinity",
     "cache": "prompt caching",
+    "messages": "Anthropic's Messages API",
+    "responses": "OpenAI's Responses API",
     "status": "status codes",
     "hotload": "hot load: signals, status, ledger",
     "incremental": "incremental snapshots",
@@ -37,10 +39,9 @@ GROUPS: dict[str, str] = {
 
 
 def all_rows() -> tuple[Row, ...]:
-    """In the order in which they run: what changes the deployment comes last."""
-    for group in GROUPS:
-        importlib.import_module(f"midstream_conformance.checks.{group}")
-    return registered()
+    """In the order in which they run, whoever imported what first: what changes the deployment comes last."""
+    modules = [importlib.import_module(f"midstream_conformance.checks.{name}").__name__ for name in GROUPS]
+    return tuple(sorted(registered(), key=lambda row: modules.index(row.check.__module__)))
 
 
 def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:

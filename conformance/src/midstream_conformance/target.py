@@ -30,7 +30,13 @@ NEEDS: dict[str, str] = {
     "sync": "a transition that is SYNC, or can be set to it over the Deployments API",
     "keys": "an endpoint that asks for API keys",
     "midstream": "a midstream server: the behaviour is one of its own",
+    "messages": "Anthropic's Messages API, POST /v1/messages",
+    "responses": "OpenAI's Responses API, POST /v1/responses",
 }
+#: APIs that an endpoint may lack: a need to the path of its requests, below the prefix.
+WIRES = {"messages": "/messages", "responses": "/responses"}
+# What is said where a path is not there.
+_NO_PATH = (404, 405, 501)
 
 # Long enough for every engine's cache blocks, short enough for the smallest context.
 PROMPT_TOKENS = 416
@@ -96,6 +102,7 @@ async def look(endpoint: Endpoint, checkpoint: Path | None, publish: bool) -> Ta
         await _deployment(endpoint, target)
         await _warm_up(endpoint, target)
         await _moe(endpoint, target)
+        await _wires(endpoint, target)
     except httpx.TransportError as error:
         raise ConfigError(f"{endpoint.root}: cannot be reached: {error or type(error).__name__}") from error
     except (Odd, Failed) as error:
@@ -256,3 +263,14 @@ async def _moe(endpoint: Endpoint, target: Target) -> None:
         return
     if target.config or _UNKNOWN_FIELD not in response.text:
         target.absent["moe"] = refusal(response)
+
+
+async def _wires(endpoint: Endpoint, target: Target) -> None:
+    """A body that asks for nothing is refused where the path is there, and generates no token.
+
+    midstream's documents promise the paths: there one that is missing fails the rows.
+    """
+    for need, path in WIRES.items() if not target.midstream else ():
+        response = await endpoint.post(path, {})
+        if response.status_code in _NO_PATH:
+            target.absent[need] = f"needs {NEEDS[need]}; {refusal(response)}"

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from midstream.client.server import HOT_LOAD_PATH, read_status
 from midstream_conformance.answers import Answer
 from midstream_conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
 from midstream_conformance.outcome import Skipped, expect
@@ -18,6 +19,8 @@ from midstream_conformance.traffic import Crossing, cross
 from midstream_conformance.variants import Variant
 
 GREEDY: dict[str, Any] = {"temperature": 0, "prompt_cache_max_len": 0, "ignore_eos": True}
+# A model that generates any bytes has a short answer of whole characters one time in four.
+STOP_TRIES = 40
 
 
 async def plain_and_streamed(
@@ -41,6 +44,13 @@ async def everywhere(session: Session, ask: Callable[[str], Awaitable[Answer]]) 
     if named and len(named) < (session.target.replicas or 1):
         raise Skipped(f"new sessions reached {len(named)} of {session.target.replicas} replicas only")
     return [answer for answers in found.values() for answer in answers]
+
+
+async def serving(session: Session) -> list[str]:
+    """The snapshots that the replicas serve, as the hot-load API says, each once."""
+    response = await session.endpoint.request("GET", HOT_LOAD_PATH)
+    expect(response.status_code == 200, f"GET {HOT_LOAD_PATH}: {refusal(response)}")
+    return sorted({str(replica.snapshot) for replica in read_status(response.json()).replicas})
 
 
 async def together(asked: Iterable[Awaitable[Answer]]) -> list[Answer]:
@@ -74,3 +84,11 @@ async def must_not_load(session: Session, identity: str, before: str, *, previou
     expect(labels == [before], f"{before} should go on serving", labels=labels)
     expect(said, "there is no error message")
     return said
+
+
+def stop_at(text: str) -> int | None:
+    """Where a character that is fit to stop at first occurs, behind whole characters only."""
+    for at in range(1, len(text.partition("\ufffd")[0])):
+        if text[at].isascii() and text[at].isalnum() and text[at] not in text[:at]:
+            return at
+    return None

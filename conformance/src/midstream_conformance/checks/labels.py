@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-from midstream.client.server import HOT_LOAD_PATH, read_status
-from midstream_conformance.answers import Answer
-from midstream_conformance.endpoint import refusal
+from midstream_conformance.checks.asking import serving
 from midstream_conformance.outcome import expect
 from midstream_conformance.rows import FIREWORKS, Evidence, row
 from midstream_conformance.session import Session
@@ -42,11 +40,7 @@ async def plain(session: Session) -> Evidence:
 
 @row("labels.served", "The label is the snapshot that the hot-load API says is served", VERSION)
 async def served(session: Session) -> Evidence:
-    response = await session.endpoint.request("GET", HOT_LOAD_PATH)
-    expect(response.status_code == 200, f"GET {HOT_LOAD_PATH}: {refusal(response)}")
-    serving = sorted({str(replica.snapshot) for replica in read_status(response.json()).replicas})
-    answer: Answer = await session.endpoint.complete(session.prompt(16), max_tokens=2, stream=True)
-    expect(
-        answer.label in serving, "the label is not what a replica serves", label=answer.label, serving=serving
-    )
-    return {"label": answer.label, "serving": serving}
+    known = await serving(session)
+    answer = await session.endpoint.complete(session.prompt(16), max_tokens=2, stream=True)
+    expect(answer.label in known, "the label is not what a replica serves", label=answer.label, serving=known)
+    return {"label": answer.label, "serving": known}

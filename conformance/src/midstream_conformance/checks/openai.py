@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from midstream_conformance.answers import Answer, is_hit
-from midstream_conformance.checks.asking import GREEDY, plain_and_streamed
+from midstream_conformance.checks.asking import GREEDY, STOP_TRIES, plain_and_streamed, stop_at
 from midstream_conformance.endpoint import TRAJECTORY_HEADER, refusal
 from midstream_conformance.outcome import Skipped, expect
 from midstream_conformance.rows import FIREWORKS, PROTOCOL, Evidence, row
@@ -17,8 +17,6 @@ NAMES = f"{PROTOCOL}: Paths and names"
 METRICS = f"{PROTOCOL}: Metrics in responses"
 QUESTION = "Say something about the weather."
 MODEL_HEADER = "fireworks-model"
-# A model that generates any bytes has a short answer of whole characters one time in four.
-STOP_TRIES = 40
 
 
 @row("openai.models", "GET /models lists the model that is served", SDKS)
@@ -140,7 +138,7 @@ async def stop(session: Session) -> Evidence:
         prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
         fields = {"max_tokens": 48, **GREEDY}
         text = (await session.endpoint.complete(prompt, headers=headers, **fields)).choice.text
-        at = _stop_at(text)
+        at = stop_at(text)
         if at is not None:
             break
     else:
@@ -153,14 +151,6 @@ async def stop(session: Session) -> Evidence:
                expected=text[:at], got=answer.choice.text)  # fmt: skip
         expect(answer.choice.finish == "stop", f"finish_reason is {answer.choice.finish}, not stop")
     return {"stopped_after_characters": at, "of": len(text)}
-
-
-def _stop_at(text: str) -> int | None:
-    """Where a character that is fit to stop at first occurs, behind whole characters only."""
-    for at in range(1, len(text.partition("\ufffd")[0])):
-        if text[at].isascii() and text[at].isalnum() and text[at] not in text[:at]:
-            return at
-    return None
 
 
 @row(
