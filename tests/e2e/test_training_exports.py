@@ -98,7 +98,7 @@ def test_the_exports_of_a_session_have_the_numbers_of_its_responses(
     (row,) = export(server, tmp_path / "verl", "--session", key, "--format", "verl")
     assert (row["prompt_ids"], row["response_ids"]) == (whole[:begin], whole[begin:])
     assert (row["response_mask"], row["response_logprobs"]) == (mask[begin:], scores[begin:])
-    assert (row["reward_score"], row["num_turns"]) == (2.5, 2)
+    assert (row["reward_score"], row["num_turns"]) == (2.5, 4)
 
     records = export(server, tmp_path / "gym", "--session", key, "--format", "nemo-gym")
     (rollout,) = export(server, tmp_path / "vf", "--session", key, "--format", "verifiers")

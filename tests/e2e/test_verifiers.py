@@ -1,4 +1,4 @@
-"""verifiers itself, unmodified, against a running server: its tool loop over text and over tokens, and its traces of our records."""
+"""verifiers itself, unmodified, against a running server: tool loops over text and over tokens, and its traces of our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts of verifiers' own agent against a server, and its own traces made of our records. Prints JSON. Runs in .venv-harness.
+"""Rollouts of verifiers' own agent against a server, and its traces made of our records. Prints JSON. Runs in .venv-harness.
 
 The harness is verifiers' `null` with its bundled chat program; its tool is a Toolset behind verifiers' MCP server; the model
 clients are verifiers' own. Nothing of the package is replaced.

@@ -288,14 +288,16 @@ def tinker_datum(data: Mapping[str, Any], tinker: Any, inputs: Iterable[str] | N
 def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
     """Fields of verl's AgentLoopOutput, one for each sequence: what its first turn was asked, and all behind it.
 
-    routed_experts: of all tokens, zeros where they are not known; routed_experts_mask says where they are. None where the
-    sequence has no routes.
+    num_turns: as verl counts, those of the user and of tools as well. routed_experts: of all tokens, zeros where they are not
+    known; make it an array. extra_fields has routed_experts_mask, which says where they are. None where the sequence has no
+    routes.
     """
     rows = []
     for one in sequences:
         at = one.prompt_length
         experts = expert_rows(one) if one.routes_shape else None
         zero = [] if one.routes_shape is None else [[0] * one.routes_shape[1]] * one.routes_shape[0]
+        known = None if experts is None else [int(row is not None) for row in experts]
         rows.append(
             {
                 "prompt_ids": one.token_ids[:at],
@@ -303,9 +305,10 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
                 "response_mask": one.loss_mask[at:],
                 "response_logprobs": one.logprobs[at:],
                 "reward_score": one.reward,
-                "num_turns": len(one.turns),
+                "num_turns": 2 * len(one.turns),
                 "routed_experts": None if experts is None else [row or zero for row in experts],
-                "routed_experts_mask": None if experts is None else [int(row is not None) for row in experts],
+                "metrics": {},
+                "extra_fields": {"routed_experts_mask": known},
             }
         )
     return rows
@@ -318,7 +321,7 @@ def verl_batch(
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> dict[str, list[Any]]:
-    """Fields of verl's DataProto: make a tensor of each, and DataProto.from_dict of them.
+    """Fields of verl's DataProto: make a tensor of each, and DataProto.from_dict of them. verl has routed_experts in int16.
 
     Prompts are padded on the left to `prompt_length`, responses on the right to `response_length`, each the longest one's
     unless given. rm_scores: the reward at the last token, if all rows have one. routed_experts: if all rows have routes.
@@ -357,7 +360,7 @@ def verl_batch(
             layers, top_k = len(row["routed_experts"][0]), len(row["routed_experts"][0][0])
             zero = [[0] * top_k] * layers
             put("routed_experts", [zero] * left + row["routed_experts"] + [zero] * right)
-            put("routed_experts_mask", [0] * left + row["routed_experts_mask"] + [0] * right)
+            put("routed_experts_mask", [0] * left + row["extra_fields"]["routed_experts_mask"] + [0] * right)
     return batch
 
 
