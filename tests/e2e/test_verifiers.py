@@ -124,3 +124,14 @@ def test_verifiers_token_rollout_is_the_servers_trace_and_so_is_its_trace_of_our
     assert (made["ok"], made["turns"], made["truncated"]) == (True, 3, False)
     assert (made["reward"], made["metrics"]) == (2.5, {"style": 9.0})
     assert made["output_tokens"] == said["output_tokens"]
+
+
+def test_verifiers_reads_the_same_of_an_answer_and_of_its_stream_in_each_api(
+    server: Server, tmp_path: Path
+) -> None:
+    for told in verifiers(tmp_path, "relayed", server.url, server.model):
+        whole, streamed = told["answers"]
+        assert whole == streamed, told["path"]
+        assert (whole["finish"], whole["usage"][1]) == ("length", 20)
+        assert whole["message"]["content"]
+        assert [counted["input_tokens"] for counted in told["counted"]] in ([], [whole["usage"][0]])

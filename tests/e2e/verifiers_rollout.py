@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
+from verifiers.v1.clients import EvalClient
+from verifiers.v1.dialects import DIALECTS
+from verifiers.v1.interception.server import _collect_stream
 
 ROUNDS = 3
 #: A call as Llama 3 writes it.
@@ -74,6 +77,38 @@ async def rollout(config: vf.AgentConfig) -> vf.Trace:
         return await agent.run(task)
 
 
+#: A request of each API that verifiers relays.
+ASKED: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20},
+    "/responses": {"input": "Hi", "max_output_tokens": 20},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20},
+}
+
+
+async def relayed(url: str, model: str) -> list[dict[str, Any]]:
+    """What verifiers reads of an answer in each API: whole, of a stream, and the tokens that it counts before."""
+    client = EvalClient(vf.EvalClientConfig(base_url=f"{url}/v1", api_key_var="NO_KEY"))
+    found = []
+    for dialect in DIALECTS:
+        body = ASKED[dialect.upstream_path] | {"model": model, "temperature": 0.0}
+        whole = await client.get_response(dialect, body, vf.SamplingConfig(), session_id="relayed")
+        stream = await client.relay(dialect, body | {"stream": True}, session_id="relayed")
+        # As verifiers' interception server reads a relayed stream; one without its last event is an error.
+        streamed, _ = await _collect_stream(dialect, stream)
+        counted = [await client.relay_aux(dialect, route, body) for route in dialect.aux_routes]
+        answers = [
+            {
+                "message": each.message.model_dump(exclude={"provider_state"}),
+                "finish": each.finish_reason,
+                "usage": [each.usage.input_tokens, each.usage.completion_tokens],
+            }
+            for each in (whole, streamed)
+        ]
+        found.append({"path": dialect.upstream_path, "answers": answers, "counted": counted})
+    await client.close()
+    return found
+
+
 def told(trace: vf.Trace) -> dict[str, Any]:
     """What a trainer reads of a trace."""
     branches = [
@@ -101,6 +136,9 @@ def told(trace: vf.Trace) -> dict[str, Any]:
 
 
 def main(kind: str, *arguments: str) -> None:
+    if kind == "relayed":
+        print(json.dumps(asyncio.run(relayed(*arguments))))
+        return
     if kind == "records":
         lines = Path(arguments[0]).read_text().splitlines()
         traces = [vf.WireTrace.model_validate_json(line) for line in lines]
