@@ -129,7 +129,10 @@ def test_verifiers_token_rollout_is_the_servers_trace_and_so_is_its_trace_of_our
 def test_verifiers_reads_the_same_of_an_answer_and_of_its_stream_in_each_api(
     server: Server, tmp_path: Path
 ) -> None:
-    for told in verifiers(tmp_path, "relayed", server.url, server.model):
+    said = verifiers(tmp_path, "relayed", server.url, server.model)
+    status, message = said["refused"]
+    assert (status, "x-session-id" in message.lower()) == (400, True)
+    for told in said["answers"]:
         whole, streamed = told["answers"]
         assert whole == streamed, told["path"]
         assert (whole["finish"], whole["usage"][1]) == ("length", 20)

@@ -109,6 +109,19 @@ async def relayed(url: str, model: str) -> list[dict[str, Any]]:
     return found
 
 
+async def refused(url: str, model: str) -> list[Any]:
+    """How verifiers is answered when its base URL names another session than its header."""
+    client = EvalClient(vf.EvalClientConfig(base_url=f"{url}/sessions/other/v1", api_key_var="NO_KEY"))
+    try:
+        body = ASKED["/chat/completions"] | {"model": model}
+        await client.get_response(DIALECTS[0], body, vf.SamplingConfig(), session_id="own")
+    except vf.ProviderError as error:
+        return [error.status_code, str(error)]
+    finally:
+        await client.close()
+    return []
+
+
 def told(trace: vf.Trace) -> dict[str, Any]:
     """What a trainer reads of a trace."""
     branches = [
@@ -137,7 +150,8 @@ def told(trace: vf.Trace) -> dict[str, Any]:
 
 def main(kind: str, *arguments: str) -> None:
     if kind == "relayed":
-        print(json.dumps(asyncio.run(relayed(*arguments))))
+        answers, error = asyncio.run(relayed(*arguments)), asyncio.run(refused(*arguments))
+        print(json.dumps({"answers": answers, "refused": error}))
         return
     if kind == "records":
         lines = Path(arguments[0]).read_text().splitlines()

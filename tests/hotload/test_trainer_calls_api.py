@@ -132,6 +132,9 @@ def test_unknown_fields_are_refused_by_name(tmp_path: Path) -> None:
         body = {"model_path": str(server.bucket / "a"), "lora": "x"}
         assert bad(await server.http.post("/update_weights_from_disk", json=body)) == (400, "lora")
         assert bad(await server.http.post("/abort_request", json={})) == (400, "rid")
+        transfer = {"weight_dir": str(server.bucket / "a"), "version_uid": "v1"}
+        answer = await server.http.post("/update_weights", json=transfer)
+        assert (answer.status_code, "version_uid" in answer.text) == (400, True)
         assert await server.desired() is None
 
     serve(tmp_path, work)
