@@ -1,7 +1,7 @@
 # make setup  prepare .venv (returns at once when nothing changed)
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
-# make setup-harness  real clients of harnesses in .venv-harness: renderers, agent frameworks; for tests/e2e (likewise)
+# make setup-harness  real clients of harnesses in .venv-harness: renderers, verifiers, agent frameworks; and verl's classes (likewise)
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
@@ -76,9 +76,15 @@ $(FIREWORKS_STAMP): requirements/fireworks.txt requirements/fireworks-reference.
 
 setup-harness: $(HARNESS_STAMP)
 
-$(HARNESS_STAMP): requirements/harness.txt
+# verifiers takes older versions of openai and mcp than the agent frameworks, and verl runs in the project's own environment. Their compiled
+# files would take longer than their installation.
+$(HARNESS_STAMP): requirements/harness.txt requirements/verifiers.txt requirements/verl.txt
 	$(PYTHON) -m venv $(HARNESS_VENV)
 	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/harness.txt
+	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
+		--target $(HARNESS_VENV)/verifiers -r requirements/verifiers.txt
+	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
+		--target $(HARNESS_VENV)/verl -r requirements/verl.txt
 	@touch $(HARNESS_STAMP)
 
 setup-tinker: $(TINKER_VENVS:%=%/.installed)

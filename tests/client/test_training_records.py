@@ -170,18 +170,25 @@ def test_every_format_has_the_same_tokens_and_numbers(trace: dict[str, Any]) -> 
     check(pairs)
     records = nemo_gym_records(sequences)
     assert len(records) == sum(len(one["turns"]) for one in trace["traces"])
-    steps = [step["tokens"] for rollout in verifiers_rollouts(sequences) for step in rollout["trajectory"]]
-    assert [record["routed_experts"] for record in records] == [step["routed_experts"] for step in steps]
     pairs = []
-    for step in steps:
-        assert len(step["prompt_ids"]) == len(step["prompt_mask"])
-        assert set(step["completion_mask"]) == {1}
-        pairs += list(zip(step["completion_ids"], step["completion_logprobs"], strict=True))
-        told = step["routed_experts"]
-        assert told["start"] == len(step["prompt_ids"]) - 1
-        assert told["shape"] == [len(step["completion_ids"]), LAYERS, TOP_K]
+    for record in records:
+        ids = record["generation_token_ids"]
+        pairs += list(zip(ids, record["generation_log_probs"], strict=True))
+        told = record["routed_experts"]
+        assert told["start"] == len(record["prompt_token_ids"]) - 1
+        assert told["shape"] == [len(ids), LAYERS, TOP_K]
         flat = base64.b64decode(told["data"])
-        assert list(flat[: LAYERS * TOP_K]) == [(step["completion_ids"][0] + i) % 251 for i in range(6)]
+        assert list(flat[: LAYERS * TOP_K]) == [(ids[0] + i) % 251 for i in range(6)]
+    check(pairs)
+    pairs = []
+    for one, rollout in zip(sequences, verifiers_rollouts(sequences), strict=True):
+        nodes = rollout["nodes"]
+        assert [node["parent"] for node in nodes] == [None, *range(len(nodes) - 1)]
+        assert [node["sampled"] for node in nodes] == [False, True] * len(one.turns)
+        assert one.token_ids == [token for node in nodes for token in node["token_ids"]]
+        for node in nodes:
+            counted = [token for token, counts in zip(node["token_ids"], node["mask"], strict=True) if counts]
+            pairs += list(zip(counted, node["logprobs"], strict=True))
     check(pairs)
 
 
@@ -226,10 +233,9 @@ def test_a_sequence_has_the_rewards_of_its_session_and_of_its_own_turns() -> Non
     batch = verl_batch(verl_rows([left, right]), pad_token_id=0)
     assert batch["rm_scores"] == [[0, 0, 0, 0, 1.5, 0], [0, 0, 0, 0, 0, 5.0]]
     assert batch["response_mask"] == [[1, 1, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
-    assert [rollout["trajectory"][-1]["reward"] for rollout in verifiers_rollouts([left, right])] == [
-        0.5,
-        4.0,
-    ]
+    for one, rollout in zip((left, right), verifiers_rollouts([left, right]), strict=True):
+        assert rollout["rewards"] == {"reward": {"score": one.reward}}
+        assert rollout["metrics"] == {"style": 9.0}
     assert tinker_data([left])[0]["loss_fn_inputs"]["advantages"] == [0, 1.5, 1.5, 0, 1.5, 1.5]
     assert sequences_of(a_trace([(0, 1, 1)]))[0].reward is None
 

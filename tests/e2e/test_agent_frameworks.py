@@ -11,9 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
+from exact_traces import exact_turns
 from serving import Server
 
 VENV = Path(__file__).parents[2] / ".venv-harness"
@@ -40,18 +39,5 @@ def run(framework: str, server: Server) -> dict[str, Any]:
 def test_a_frameworks_tool_loop_leaves_an_exact_trace(server: Server, framework: str) -> None:
     said = run(framework, server)
     assert said["looks"]
-    [trace] = httpx.get(f"{server.url}/sessions/{framework}/trace").json()["traces"]
-    turns = trace["turns"]
+    turns, _ = exact_turns(server, framework)
     assert len(turns) >= len(said["said"]) >= 4
-    tokens: list[int] = []
-    told: list[tuple[int, float]] = []
-    for turn in turns:
-        assert (turn["parent"], turn.get("branch")) == (turn["turn"] - 1, None)
-        assert turn["added"]
-        tokens += turn["added"]
-        told += enumerate(turn["logprobs"], len(tokens))
-        tokens += turn["token_ids"]
-    body = {"model": server.model, "prompt": tokens, "max_tokens": 0, "echo": True, "logprobs": 0}
-    [scored] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"]
-    logprobs = scored["logprobs"]["token_logprobs"]
-    assert np.allclose([logprobs[at] for at, _ in told], [value for _, value in told], atol=1e-4)

@@ -113,7 +113,8 @@ def prime_rl_update(server: Server, weight_dir: Path) -> httpx.Response:
     post(server, "/pause", mode="keep", clear_cache="false").raise_for_status()
     try:
         (weight_dir / "NCCL_READY").touch()
-        return post(server, "/update_weights", {"weight_dir": weight_dir.as_posix()}).raise_for_status()
+        body = {"weight_dir": weight_dir.as_posix(), "version_uid": None}
+        return post(server, "/update_weights", body).raise_for_status()
     finally:
         post(server, "/resume").raise_for_status()
 

@@ -98,23 +98,23 @@ def test_the_exports_of_a_session_have_the_numbers_of_its_responses(
     (row,) = export(server, tmp_path / "verl", "--session", key, "--format", "verl")
     assert (row["prompt_ids"], row["response_ids"]) == (whole[:begin], whole[begin:])
     assert (row["response_mask"], row["response_logprobs"]) == (mask[begin:], scores[begin:])
-    assert (row["reward_score"], row["num_turns"]) == (2.5, 2)
+    assert (row["reward_score"], row["num_turns"]) == (2.5, 4)
 
     records = export(server, tmp_path / "gym", "--session", key, "--format", "nemo-gym")
     (rollout,) = export(server, tmp_path / "vf", "--session", key, "--format", "verifiers")
-    for answer, record, step in zip((first, second), records, rollout["trajectory"], strict=True):
-        choice, tokens = answer["choices"][0], step["tokens"]
+    sampled_nodes = rollout["nodes"][1::2]
+    for answer, record, node in zip((first, second), records, sampled_nodes, strict=True):
+        choice = answer["choices"][0]
         told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        assert record["prompt_token_ids"] == tokens["prompt_ids"] == answer["prompt_token_ids"]
-        assert record["generation_token_ids"] == tokens["completion_ids"] == choice["token_ids"]
-        assert (
-            record["generation_log_probs"] == tokens["completion_logprobs"] == pytest.approx(told, abs=1e-4)
-        )
+        assert record["prompt_token_ids"] == answer["prompt_token_ids"]
+        assert record["generation_token_ids"] == node["token_ids"] == choice["token_ids"]
+        assert record["generation_log_probs"] == node["logprobs"] == pytest.approx(told, abs=1e-4)
         routes = b"".join(
             base64.b64decode(entry["routing_matrix"]) for entry in choice["logprobs"]["content"]
         )
-        assert base64.b64decode(tokens["routed_experts"]["data"]) == routes
-    assert [step["reward"] for step in rollout["trajectory"]] == [None, 2.0]
+        assert base64.b64decode(record["routed_experts"]["data"]) == routes
+    assert [token for node in rollout["nodes"] for token in node["token_ids"]] == whole
+    assert rollout["rewards"] == {"reward": {"score": 2.5}}
 
 
 def test_all_sessions_are_exported_and_one_without_numbers_is_named(

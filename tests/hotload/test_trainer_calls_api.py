@@ -80,7 +80,8 @@ def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(
         assert await update("a") == "update-000001-a"
         assert await update("a") == "update-000001-a"
         assert await update("run 1/step-1", {"skip_prefix_cache_reset": True}) == "update-000002-step-1"
-        assert await update("a") == "update-000003-a"
+        # prime-rl always names the version of a transfer, which is none here.
+        assert await update("a", {"version_uid": None}) == "update-000003-a"
         state = await server.ledger.state(DEPLOYMENT)
         assert state.desired is not None
         assert state.desired.reset_prompt_cache == "all"
@@ -131,6 +132,9 @@ def test_unknown_fields_are_refused_by_name(tmp_path: Path) -> None:
         body = {"model_path": str(server.bucket / "a"), "lora": "x"}
         assert bad(await server.http.post("/update_weights_from_disk", json=body)) == (400, "lora")
         assert bad(await server.http.post("/abort_request", json={})) == (400, "rid")
+        transfer = {"weight_dir": str(server.bucket / "a"), "version_uid": "v1"}
+        answer = await server.http.post("/update_weights", json=transfer)
+        assert (answer.status_code, "version_uid" in answer.text) == (400, True)
         assert await server.desired() is None
 
     serve(tmp_path, work)

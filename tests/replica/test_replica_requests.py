@@ -170,7 +170,12 @@ def test_stop_tokens_stand_beside_the_end_token_or_alone() -> None:
     )
     assert refusal(completion, stop_token_ids=[1] * 65)[1] == "stop_token_ids"
     schema = {"type": "json_object"}
-    assert refusal(chat, stop_token_ids=[9], response_format=schema)[1] == "stop_token_ids"
+    assert refusal(chat, stop_token_ids=[7, 9], response_format=schema) == (
+        "stop_token_ids: only the model's end tokens can end an answer that must match a schema, got [9]",
+        "stop_token_ids",
+    )
+    # Clients that render prompts themselves send the end tokens with every request.
+    assert chat(stop_token_ids=[7], response_format=schema).sampling.stop_token_ids == (7,)
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,11 @@ class Take(Protocol):
 
 
 class UpdateWeights(msgspec.Struct, frozen=True):
-    """prime-rl's."""
+    """prime-rl's. version_uid names weights of a transfer, and is null beside a directory."""
 
     weight_dir: str | None = None
     skip_prefix_cache_reset: bool = False
+    version_uid: None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True):

@@ -65,7 +65,11 @@ class TrainingSequence:
     @property
     def reward(self) -> float | None:
         """The session's own and those of the path's turns, together; None without any."""
-        found = [one["reward"] for one in self.rewards if one["name"] == REWARD]
+        return self.total(REWARD)
+
+    def total(self, name: str) -> float | None:
+        """As `reward`, of the rewards of another name."""
+        found = [one["reward"] for one in self.rewards if one["name"] == name]
         return float(sum(found)) if found else None
 
 
@@ -204,7 +208,7 @@ def expert_rows(sequence: TrainingSequence) -> list[list[list[int]] | None]:
 def _payload(
     rows: list[list[list[int]] | None], shape: list[int] | None, start: int
 ) -> dict[str, Any] | None:
-    """Rows of tokens from `start` on, as verifiers reads them; None unless all are known."""
+    """Rows of tokens from `start` on, as prime-rl's object has them; None unless all are known."""
     known = [row for row in rows if row is not None]
     if shape is None or len(known) != len(rows):
         return None
@@ -284,14 +288,16 @@ def tinker_datum(data: Mapping[str, Any], tinker: Any, inputs: Iterable[str] | N
 def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
     """Fields of verl's AgentLoopOutput, one for each sequence: what its first turn was asked, and all behind it.
 
-    routed_experts: of all tokens, zeros where they are not known; routed_experts_mask says where they are. None where the
-    sequence has no routes.
+    num_turns: as verl counts, those of the user and of tools as well. routed_experts: of all tokens, zeros where they are not
+    known; make it an array. extra_fields has routed_experts_mask, which says where they are. None where the sequence has no
+    routes.
     """
     rows = []
     for one in sequences:
         at = one.prompt_length
         experts = expert_rows(one) if one.routes_shape else None
         zero = [] if one.routes_shape is None else [[0] * one.routes_shape[1]] * one.routes_shape[0]
+        known = None if experts is None else [int(row is not None) for row in experts]
         rows.append(
             {
                 "prompt_ids": one.token_ids[:at],
@@ -299,9 +305,10 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
                 "response_mask": one.loss_mask[at:],
                 "response_logprobs": one.logprobs[at:],
                 "reward_score": one.reward,
-                "num_turns": len(one.turns),
+                "num_turns": 2 * len(one.turns),
                 "routed_experts": None if experts is None else [row or zero for row in experts],
-                "routed_experts_mask": None if experts is None else [int(row is not None) for row in experts],
+                "metrics": {},
+                "extra_fields": {"routed_experts_mask": known},
             }
         )
     return rows
@@ -314,7 +321,7 @@ def verl_batch(
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> dict[str, list[Any]]:
-    """Fields of verl's DataProto: make a tensor of each, and DataProto.from_dict of them.
+    """Fields of verl's DataProto: make a tensor of each, and DataProto.from_dict of them. verl has routed_experts in int16.
 
     Prompts are padded on the left to `prompt_length`, responses on the right to `response_length`, each the longest one's
     unless given. rm_scores: the reward at the last token, if all rows have one. routed_experts: if all rows have routes.
@@ -353,80 +360,86 @@ def verl_batch(
             layers, top_k = len(row["routed_experts"][0]), len(row["routed_experts"][0][0])
             zero = [[0] * top_k] * layers
             put("routed_experts", [zero] * left + row["routed_experts"] + [zero] * right)
-            put("routed_experts_mask", [0] * left + row["routed_experts_mask"] + [0] * right)
+            put("routed_experts_mask", [0] * left + row["extra_fields"]["routed_experts_mask"] + [0] * right)
     return batch
 
 
-# -- one record per turn
+# -- NeMo-Gym
 
 
 def nemo_gym_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
     """NeMo-Gym's token entries, one for each turn that counts in the loss."""
-    return [
-        {
-            "rollout_id": one.session,
-            "model_call_id": f"{one.replica}/{turn}",
-            "model": one.model,
-            "prompt_token_ids": tokens["prompt_ids"],
-            "generation_token_ids": tokens["completion_ids"],
-            "generation_log_probs": tokens["completion_logprobs"],
-            "routed_experts": tokens["routed_experts"],
-        }
-        for one in sequences
-        for turn, tokens in _steps(one)
-    ]
+    records = []
+    for one in sequences:
+        rows = expert_rows(one)
+        for turn, start, end, _ in one.turns:
+            if not any(one.loss_mask[start:end]):
+                continue
+            records.append(
+                {
+                    "rollout_id": one.session,
+                    "model_call_id": f"{one.replica}/{turn}",
+                    "model": one.model,
+                    "prompt_token_ids": one.token_ids[:start],
+                    "generation_token_ids": one.token_ids[start:end],
+                    "generation_log_probs": one.logprobs[start:end],
+                    "routed_experts": _payload(rows[start - 1 : end - 1], one.routes_shape, start - 1),
+                }
+            )
+    return records
+
+
+# -- verifiers
+
+
+#: What verifiers knows of how a turn ended. Others are told as None.
+_VERIFIERS_ENDS = ("stop", "length", "tool_calls")
 
 
 def verifiers_rollouts(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
-    """verifiers' rollouts, as prime-rl takes them: one for each sequence, with a step for each turn that counts in the loss.
+    """verifiers' traces, as prime-rl takes them, one for each sequence: `WireTrace.model_validate` reads an entry.
 
-    A step's `tokens` are a TrajectoryStepTokens. Its reward is the turn's own. Messages are not in a trace.
+    A turn is two nodes: what its request added, and what was sampled. Their messages are empty: a trace of tokens has no text.
+    rewards has the sequence's reward; metrics has those of other names. Routes are left out: verifiers takes those of whole
+    sequences only, and of prompts they are not known.
     """
-    rollouts = []
-    for one in sequences:
-        steps = [
-            {
-                "tokens": tokens,
-                "reward": _reward_of(one, turn),
-                "advantage": None,
-                "is_truncated": tokens["is_truncated"],
-                "trajectory_id": f"{one.session}/{one.replica}",
-                "extras": {"turn": turn},
-            }
-            for turn, tokens in _steps(one)
-        ]
-        rollouts.append(
-            {
-                "trajectory": steps,
-                "reward": one.reward,
-                "is_truncated": one.turns[-1].finish_reason == "length",
-            }
-        )
-    return rollouts
+    return [_verifiers_trace(one) for one in sequences]
 
 
-def _steps(one: TrainingSequence) -> Iterable[tuple[int, dict[str, Any]]]:
-    """The turns that count in the loss, each as verifiers' TrajectoryStepTokens."""
-    rows = expert_rows(one)
-    for turn, start, end, finish_reason in one.turns:
-        if not any(one.loss_mask[start:end]):
-            continue
-        yield (
-            turn,
-            {
-                "prompt_ids": one.token_ids[:start],
-                "prompt_mask": [0] * start,
-                "completion_ids": one.token_ids[start:end],
-                "completion_mask": one.loss_mask[start:end],
-                "completion_logprobs": one.logprobs[start:end],
-                "overlong_prompt": False,
-                "is_truncated": finish_reason == "length",
-                "routed_experts": _payload(rows[start - 1 : end - 1], one.routes_shape, start - 1),
-            },
-        )
+def _verifiers_trace(one: TrainingSequence) -> dict[str, Any]:
+    nodes: list[dict[str, Any]] = []
+    calls = []
+    end = 0
+    for span in one.turns:
+        nodes.append(_node(nodes, one, end, span.start, "user"))
+        nodes.append(_node(nodes, one, span.start, span.end, "assistant"))
+        end = span.end
+        usage = {"prompt_tokens": span.start, "completion_tokens": span.end - span.start}
+        reason = span.finish_reason if span.finish_reason in _VERIFIERS_ENDS else None
+        calls.append({"node": len(nodes) - 1, "model": one.model, "finish_reason": reason, "usage": usage})
+    others = {each["name"] for each in one.rewards} - {REWARD}
+    return {
+        "id": f"{one.session}/{one.replica}/{one.turns[-1].turn}",
+        "task": {"type": "session", "data": {"name": one.session}},
+        "agent": {"config": {"model": one.model}},
+        "nodes": nodes,
+        "calls": calls,
+        "rewards": {} if one.reward is None else {REWARD: {"score": one.reward}},
+        "metrics": {name: one.total(name) for name in sorted(others)},
+        "info": {"rewards": one.rewards, "turns": [span.turn for span in one.turns]},
+        "is_completed": True,
+        "ok": True,
+    }
 
 
-def _reward_of(one: TrainingSequence, turn: int) -> float | None:
-    return next(
-        (each["reward"] for each in one.rewards if (each["turn"], each["name"]) == (turn, REWARD)), None
-    )
+def _node(nodes: list[Any], one: TrainingSequence, start: int, end: int, role: str) -> dict[str, Any]:
+    """The node behind `nodes` that has the tokens from start to end."""
+    mask = [bool(counts) for counts in one.loss_mask[start:end]]
+    return {
+        "parent": len(nodes) - 1 if nodes else None,
+        "message": {"role": role, "content": ""},
+        "sampled": role == "assistant",
+        "token_ids": one.token_ids[start:end],
+        "mask": mask,
+        "logprobs": one.logprobs[start:end] if any(mask) else [],
+    }

@@ -227,8 +227,10 @@ def check(
     answer = fields.answer(body)
     tools = plan_tools(body) if isinstance(body, ChatBody) else None
     constrained = answer.schema is not None or answer.rule is not None
-    if body.stop_token_ids and (constrained or (tools is not None and tools.constrained)):
-        message = "stop_token_ids: cannot end an answer that must match a schema"
+    # The model's own end tokens end such an answer anyway, where its grammar does. Clients that render always send them.
+    ends = sorted(set(body.stop_token_ids or ()) - set(info.eos_token_ids))
+    if ends and (constrained or (tools is not None and tools.constrained)):
+        message = f"stop_token_ids: only the model's end tokens can end an answer that must match a schema, got {ends}"
         raise InvalidRequest(message, param="stop_token_ids")
     return Checked(
         kind=kind,
