@@ -31,6 +31,7 @@ GROUPS: dict[str, str] = {
     "messages": "Anthropic's Messages API",
     "responses": "OpenAI's Responses API",
     "status": "status codes",
+    "ids": "token ids in, token ids out",
     "hotload": "hot load: signals, status, ledger",
     "incremental": "incremental snapshots",
     "transitions": "rollouts while a snapshot is switched",

@@ -1,0 +1,76 @@
+"""Calls of paths beside OpenAI's, named from the root. Registers no row.
+
+Always holds: a call names the model and the deployment. A path that is not there skips the row. On a midstream server it fails
+the row, as the documents promise the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from midstream_conformance.answers import Json, Odd, data_of
+from midstream_conformance.endpoint import error_of, refusal
+from midstream_conformance.outcome import Skipped, expect, fail
+from midstream_conformance.session import Session
+
+
+async def call(
+    session: Session,
+    path: str,
+    body: Json | None = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    method: str = "POST",
+) -> httpx.Response:
+    """Whatever its status, but that of a path that is not there: then Skipped is raised."""
+    named = {**session.endpoint.hot_load_headers, **(headers or {})}
+    response = await session.endpoint.request(method, path, body, named)
+    if response.status_code in (404, 405) and not session.target.midstream:
+        raise Skipped(f"the endpoint has no {method} {path}")
+    return response
+
+
+async def answered(
+    session: Session,
+    path: str,
+    body: Json | None = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    method: str = "POST",
+) -> Json:
+    """The object that a 200 has. Raises Failed on another status."""
+    response = await call(session, path, body, headers, method=method)
+    expect(response.status_code == 200, f"{path}: {refusal(response)}")
+    found = response.json()
+    if not isinstance(found, dict):
+        raise Odd(f"{path}: the body is {response.text[:80]!r}, not an object")
+    return found
+
+
+async def streamed(
+    session: Session, path: str, body: Json, headers: Mapping[str, str] | None = None
+) -> list[Json]:
+    """The events before [DONE]. Raises Failed unless the stream ends with it, and at an error inside."""
+    response = await call(session, path, {**body, "stream": True}, headers)
+    expect(response.status_code == 200, f"{path} (stream): {refusal(response)}")
+    *blocks, rest = response.content.replace(b"\r\n", b"\n").split(b"\n\n")
+    expect(not rest.strip(), f"{path}: the stream ends inside an event", rest=str(rest[:80]))
+    *events, last = [event for event in map(data_of, blocks) if event is not None] or [None]
+    expect(last == "[DONE]", f"{path}: the stream's last event is not [DONE]", last=str(last)[:80])
+    found = [event for event in events if isinstance(event, dict)]
+    expect(len(found) == len(events), f"{path}: [DONE] comes more than once")
+    for event in found:
+        if event.get("error"):
+            fail(f"{path} (stream): ended with the error {event['error']}")
+    return found
+
+
+def refused(response: httpx.Response, what: str, field: str) -> None:
+    """Raises Failed unless it is a 400 with an error object that names `field`."""
+    expect(response.status_code == 400, f"{what}: 400 was expected, got {refusal(response)}")
+    error: Mapping[str, Any] = error_of(response)
+    named = str(error.get("param")) == field or field in str(error.get("message"))
+    expect(named and error.get("message"), f"{what}: the error does not name {field}", error=dict(error))
