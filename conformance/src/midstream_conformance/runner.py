@@ -32,6 +32,7 @@ GROUPS: dict[str, str] = {
     "responses": "OpenAI's Responses API",
     "status": "status codes",
     "ids": "token ids in, token ids out",
+    "sessions": "sessions, traces and rewards",
     "hotload": "hot load: signals, status, ledger",
     "incremental": "incremental snapshots",
     "transitions": "rollouts while a snapshot is switched",
