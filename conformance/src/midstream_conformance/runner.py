@@ -33,6 +33,7 @@ GROUPS: dict[str, str] = {
     "status": "status codes",
     "ids": "token ids in, token ids out",
     "sessions": "sessions, traces and rewards",
+    "trainer": "trainers' control calls",
     "hotload": "hot load: signals, status, ledger",
     "incremental": "incremental snapshots",
     "transitions": "rollouts while a snapshot is switched",
