@@ -207,7 +207,8 @@ async def update(session: Session) -> Evidence:
         return str(told["weight_version"])
 
     names = []
-    for path, send in ((SGLANG, sglang), (PRIME_RL, prime_rl)):
+    # The last one's name is its directory's, so that a signal of that name has it back.
+    for path, send in ((PRIME_RL, prime_rl), (SGLANG, sglang)):
         name = await session.snapshots.update(session.snapshots.other(), send)
         known = {"labels": await session.labels(), "weight_info": await _read(session, "/weight_info")}
         expect(known == {"labels": [name], "weight_info": {"weight_version": name}},
