@@ -105,7 +105,6 @@ class NeverPaused(Fault):
 
     def request(self, path: str, headers: dict[str, str], body: Json) -> Response | None:
         if path.startswith("/pause"):
-            self.mode = "abort"
             return JSONResponse({"status": "paused"})
         return None
 

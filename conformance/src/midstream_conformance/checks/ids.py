@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from midstream_conformance.answers import Json, largest_difference
 from midstream_conformance.checks.asking import GREEDY, serving
@@ -184,7 +185,7 @@ async def tokenize(session: Session) -> Evidence:
     told = await answered(session, "/tokenize", {"prompt": TEXT})
     ids = told["tokens"]
     expect(told["count"] == len(ids), "count is not how many tokens there are", count=told["count"])
-    asked = {"max_tokens": 1, "return_token_ids": True}
+    asked: dict[str, Any] = {"max_tokens": 1, "return_token_ids": True}
     completed = (await session.endpoint.complete(TEXT, **asked)).choice.prompt_token_ids
     expect(ids == completed, "a completion of the text has other prompt ids", got=ids, completion=completed)
     back = (await answered(session, "/detokenize", {"tokens": ids}))["prompt"]
