@@ -97,6 +97,7 @@ async def _completion(session: Session, prompt: Sequence[int], headers: dict[str
     "ids.vllm",
     "POST /inference/v1/generate gives the greedy ids and log-probabilities of a completion of the same prompt ids",
     VLLM_DOCUMENT,
+    ("vllm_generate",),
 )
 async def vllm(session: Session) -> Evidence:
     prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
@@ -104,7 +105,12 @@ async def vllm(session: Session) -> Evidence:
     return _same(found, await _completion(session, prompt, headers), session, "a completion")
 
 
-@row("ids.vllm_stream", "A stream of POST /inference/v1/generate joins up to the plain answer", VLLM_DOCUMENT)
+@row(
+    "ids.vllm_stream",
+    "A stream of POST /inference/v1/generate joins up to the plain answer",
+    VLLM_DOCUMENT,
+    ("vllm_generate",),
+)
 async def vllm_stream(session: Session) -> Evidence:
     prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
     plain = _of_vllm([await answered(session, VLLM, _vllm_body(session, prompt), headers)])
@@ -116,6 +122,7 @@ async def vllm_stream(session: Session) -> Evidence:
     "ids.sglang",
     "POST /generate gives the greedy ids and log-probabilities of a completion of the same prompt ids",
     SGLANG_DOCUMENT,
+    ("sglang_generate",),
 )
 async def sglang(session: Session) -> Evidence:
     prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
@@ -127,6 +134,7 @@ async def sglang(session: Session) -> Evidence:
     "ids.sglang_stream",
     "Each event of POST /generate tells all so far, the last one the plain answer; of midstream also each what is new",
     SGLANG_DOCUMENT,
+    ("sglang_generate",),
 )
 async def sglang_stream(session: Session) -> Evidence:
     prompt, headers = session.prompt(24), {TRAJECTORY_HEADER: session.key()}
@@ -158,6 +166,7 @@ async def sglang_stream(session: Session) -> Evidence:
     "ids.render",
     "POST /v1/chat/completions/render gives the ids that a chat uses; generated from, they give the chat's greedy ids",
     NOTHING_DOCUMENT,
+    ("render", "vllm_generate"),
 )
 async def render(session: Session) -> Evidence:
     headers = {TRAJECTORY_HEADER: session.key()}
@@ -180,6 +189,7 @@ async def render(session: Session) -> Evidence:
     "ids.tokenize",
     "POST /tokenize gives the ids that a completion or a chat uses; POST /detokenize gives their text back",
     NOTHING_DOCUMENT,
+    ("tokenize",),
 )
 async def tokenize(session: Session) -> Evidence:
     told = await answered(session, "/tokenize", {"prompt": TEXT})

@@ -1,19 +1,18 @@
 """Calls of paths beside OpenAI's, named from the root. Registers no row.
 
-Always holds: a call names the model and the deployment. A path that is not there skips the row. On a midstream server it fails
-the row, as the documents promise the path.
+Always holds: a call names the model and the deployment, so that it is for them where the endpoint has several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import httpx
 
-from midstream_conformance.answers import Json, Odd, data_of
+from midstream_conformance.answers import Json, data_of
+from midstream_conformance.checks.wires import body_of, names
 from midstream_conformance.endpoint import error_of, refusal
-from midstream_conformance.outcome import Skipped, expect, fail
+from midstream_conformance.outcome import expect, fail
 from midstream_conformance.session import Session
 
 
@@ -25,12 +24,9 @@ async def call(
     *,
     method: str = "POST",
 ) -> httpx.Response:
-    """Whatever its status, but that of a path that is not there: then Skipped is raised."""
+    """The response, whatever its status."""
     named = {**session.endpoint.hot_load_headers, **(headers or {})}
-    response = await session.endpoint.request(method, path, body, named)
-    if response.status_code in (404, 405) and not session.target.midstream:
-        raise Skipped(f"the endpoint has no {method} {path}")
-    return response
+    return await session.endpoint.request(method, path, body, named)
 
 
 async def answered(
@@ -42,12 +38,7 @@ async def answered(
     method: str = "POST",
 ) -> Json:
     """The object that a 200 has. Raises Failed on another status."""
-    response = await call(session, path, body, headers, method=method)
-    expect(response.status_code == 200, f"{path}: {refusal(response)}")
-    found = response.json()
-    if not isinstance(found, dict):
-        raise Odd(f"{path}: the body is {response.text[:80]!r}, not an object")
-    return found
+    return body_of(await call(session, path, body, headers, method=method), path)
 
 
 async def streamed(
@@ -75,6 +66,7 @@ async def streamed(
 def refused(response: httpx.Response, what: str, field: str) -> None:
     """Raises Failed unless it is a 400 with an error object that names `field`."""
     expect(response.status_code == 400, f"{what}: 400 was expected, got {refusal(response)}")
-    error: Mapping[str, Any] = error_of(response)
-    named = str(error.get("param")) == field or field in str(error.get("message"))
-    expect(named and error.get("message"), f"{what}: the error does not name {field}", error=dict(error))
+    error = error_of(response)
+    expect(
+        error.get("message") and names(error, field), f"{what}: the error does not name {field}", error=error
+    )
