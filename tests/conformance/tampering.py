@@ -31,7 +31,7 @@ class Fault:
         return None
 
     def answer(self, request: Json, body: Json) -> None:
-        """Change the body of a plain answer with status 200, in place."""
+        """Change the body of a plain completion or chat with status 200, in place."""
 
     def other(self, method: str, path: str, body: Json) -> None:
         """Change the body of a 200 of any other path, in place."""
@@ -90,7 +90,7 @@ class _Proxy:
         await response.aclose()
         if status == 200 and "json" in passed.get("content-type", ""):
             answer = json.loads(data)
-            if "completions" in request.url.path:
+            if request.url.path.endswith("/completions"):
                 self._fault.answer(body or {}, answer)
             else:
                 self._fault.other(request.method, request.url.path, answer)

@@ -85,6 +85,9 @@ class PuttingBack:
         self._stuck = stuck
         self.reached, self.may, self.left = asyncio.Event(), asyncio.Event(), False
 
+    async def restore_pause(self) -> None:
+        await self._step("pause")
+
     async def restore_transition(self) -> None:
         await self._step("transition")
 
@@ -99,14 +102,18 @@ class PuttingBack:
             await self.may.wait()
 
 
-@pytest.mark.parametrize("stuck", ["transition", "weights"])
+@pytest.mark.parametrize("stuck", ["pause", "transition", "weights"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_first_interruption_also_while_it_puts_back_does_not_keep_it_from_that(
     stuck: str, times: int
 ) -> None:
     async def run_and_interrupt() -> None:
         putting, out = PuttingBack(stuck), io.StringIO()
-        session: Any = SimpleNamespace(target=putting.target, restore_transition=putting.restore_transition)
+        session: Any = SimpleNamespace(
+            target=putting.target,
+            restore_pause=putting.restore_pause,
+            restore_transition=putting.restore_transition,
+        )
         snapshots: Any = putting
         running = asyncio.create_task(
             conformance._rows([], session, snapshots, conformance._Shown([], out), strict=False)
@@ -202,6 +209,42 @@ def test_a_transition_that_stays_is_a_failure(
     row = found["rows"][0]
     assert (row["verdict"], found["put_back"], code) == ("fail", put_back, 1)
     assert "ASYNC" in row["why"]
+
+
+class NoResuming(Fault):
+    """Does not end a pause the first `times`."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def request(self, path: str, headers: dict[str, str], body: Json) -> Response | None:
+        if path == "/resume" and self.left:
+            self.left -= 1
+            return JSONResponse({"error": {"message": "not now", "code": "no"}}, 503)
+        return None
+
+
+@pytest.mark.parametrize(("times", "put_back"), [(1, True), (99, False)])
+def test_a_pause_that_stays_is_a_failure(
+    server: Server,
+    options: list[str],
+    tmp_path: Path,
+    times: int,
+    put_back: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    try:
+        with tampering(server.url, NoResuming(times)) as url:
+            code, found = run(url, options, tmp_path / "results.json", "trainer.abort")
+        told = httpx.get(f"{server.url}/is_paused", headers=headers, timeout=60).json()
+        assert told["is_paused"] is not put_back
+    finally:
+        httpx.post(f"{server.url}/resume", headers=headers, timeout=60).raise_for_status()
+    row = found["rows"][0]
+    assert (row["verdict"], found["put_back"], code) == ("fail", put_back, 1)
+    assert "not now" in row["why"]
+    assert ("POST /resume ends that" in capsys.readouterr().out) is not put_back
 
 
 def another_bucket(server: Server, checkpoint: Path, tmp_path: Path) -> tuple[str, Path]:

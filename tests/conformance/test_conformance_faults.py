@@ -8,9 +8,11 @@ from urllib.parse import quote
 
 import faults as broken
 import httpx
+import ids_faults
 import messages_faults
 import pytest
 import responses_faults
+import session_faults
 import switch_faults as switched
 from serving import Server
 from tampering import Fault, Json, tampering
@@ -123,6 +125,8 @@ FAULTS: list[tuple[Fault, list[str]]] = [
     (broken.NoRetryAfter(), ["transitions.sync_425"]),
     (switched.OldLater(), ["labels.once", "transitions.sync_425"]),
     (switched.Grudge(), ["transitions.sync_retry"]),
+    *ids_faults.FAULTS,
+    *session_faults.FAULTS,
 ]
 
 
@@ -151,6 +155,17 @@ def test_a_broken_promise_fails_its_rows(
     assert {name: row["verdict"] for name, row in results.items()} == dict.fromkeys(rows, "fail")
     assert all(row["why"] for row in results.values())
     assert code == 1
+
+
+def test_a_path_that_others_do_not_have_skips_its_rows(
+    server: Server, options: list[str], tmp_path: Path
+) -> None:
+    rows = [row.id for row in all_rows() if row.group in ("ids", "sessions", "trainer")]
+    with tampering(server.url, ids_faults.NotThere()) as url:
+        code, results = run(url, options, rows, tmp_path / "results.json")
+    assert {row["verdict"] for row in results.values()} == {"skip"}
+    assert all("404 " in results[name]["why"] for name in ("ids.vllm", "ids.tokenize", "ids.render"))
+    assert code == 0
 
 
 def test_every_row_was_made_to_fail() -> None:

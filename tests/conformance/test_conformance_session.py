@@ -209,6 +209,87 @@ def test_a_transition_that_cannot_be_changed_skips_and_leaves_nothing_to_put_bac
     assert len(server.asked) == 1
 
 
+def pausing(refuse: Callable[[str], bool]) -> tuple[Scripted, list[str]]:
+    """Which may be paused, and the calls that it took unless refuse(path)."""
+    server, taken = Scripted(), list[str]()
+
+    def take(request: httpx.Request) -> httpx.Response:
+        if refuse(request.url.path):
+            return scripted.refused(503, "not now")
+        taken.append(request.url.path)
+        return httpx.Response(200, json={})
+
+    paused = httpx.Response(200, json={"is_paused": False, "mode": None})
+    server.on["GET", "/is_paused"] = lambda _: paused
+    server.on["POST", "/pause"] = server.on["POST", "/resume"] = take
+    return server, taken
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_row_that_is_interrupted_in_its_pause_ends_the_pause(again: bool) -> None:
+    server, taken = pausing(lambda _: False)
+
+    async def ask() -> None:
+        session, begun, reached = session_of(server), asyncio.Event(), asyncio.Event()
+
+        async def resume(_: httpx.Request) -> httpx.Response:
+            if again and not reached.is_set():
+                reached.set()
+                await asyncio.Event().wait()
+            taken.append("/resume")
+            return httpx.Response(200, json={})
+
+        async def row() -> None:
+            async with session.paused("/pause"):
+                begun.set()
+                await asyncio.Event().wait()
+
+        server.on["POST", "/resume"] = resume
+        running = asyncio.create_task(row())
+        await asyncio.wait([running, asyncio.create_task(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
+        running.cancel()
+        if again:
+            await reached.wait()
+            running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        # What the second interruption kept from it is done at the end of the run.
+        assert await session.restore_pause() is again
+        assert not await session.restore_pause()
+
+    asyncio.run(ask())
+    assert taken == ["/pause", "/resume"]
+
+
+def test_a_pause_whose_answer_is_lost_is_ended_all_the_same() -> None:
+    server, taken = pausing(lambda path: path == "/pause")
+
+    async def ask() -> None:
+        session = session_of(server)
+        with pytest.raises(Failed, match="not now"):
+            async with session.paused("/pause"):
+                pass
+        assert not await session.restore_pause()
+
+    asyncio.run(ask())
+    assert taken == ["/resume"]
+
+
+def test_what_others_paused_is_not_resumed() -> None:
+    server, taken = pausing(lambda _: False)
+    server.on["GET", "/is_paused"] = lambda _: httpx.Response(200, json={"is_paused": True, "mode": "wait"})
+
+    async def ask() -> None:
+        session = session_of(server)
+        with pytest.raises(Failed, match="should not be paused"):
+            async with session.paused("/pause"):
+                pass
+        assert not await session.restore_pause()
+
+    asyncio.run(ask())
+    assert taken == []
+
+
 class Replicas:
     """Two replicas that load what is signalled when a test says so."""
 

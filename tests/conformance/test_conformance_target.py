@@ -150,13 +150,14 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("need", WIRES)
 def test_an_api_counts_as_lacking_only_where_its_path_is_not_there(need: str) -> None:
+    path = WIRES[need].format(prefix="/v1")
     for status, lacking in ((404, True), (405, True), (501, True), (400, False), (422, False), (500, False)):
         server = Scripted()
-        server.on["POST", f"/v1{WIRES[need]}"] = lambda _, status=status: scripted.refused(status, "no")  # type: ignore[misc]
+        server.on["POST", path] = lambda _, status=status: scripted.refused(status, "no")  # type: ignore[misc]
         why = looked(server.endpoint()).missing(need)
         assert (why is not None) == lacking, status
         assert why is None or f"{status} no" in why
-        (asked,) = server.of("POST", f"/v1{WIRES[need]}")
+        (asked,) = server.of("POST", path)
         assert json.loads(asked.content) == {"model": MODEL}, "it could make tokens"
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from replica_fakes import HE, IM_END, IM_START, FakeEngine, Running, ids
 from test_replica_wire import ask, play, refusal
 
@@ -67,6 +68,21 @@ def test_a_rendered_request_is_taken_as_it_is_and_generates_the_same(tmp_path: P
         two = (await here.http.post("/v1/completions/render", json={"prompt": ["he", [65]]})).json()
         assert [one["token_ids"] for one in two] == [[HE], [65]]
         assert [one["sampling_params"]["max_tokens"] for one in two] == [16, 16]
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+@pytest.mark.parametrize("field", [{"temperature": 0}, {"skip_special_tokens": False}, {"top_k": 0}])
+def test_what_is_nothing_or_false_is_rendered_too(tmp_path: Path, field: dict[str, Any]) -> None:
+    async def scenario(here: Running) -> None:
+        asked = {"messages": CHAT, "max_tokens": 4, **field}
+        rendered = (await here.http.post("/v1/chat/completions/render", json=asked)).json()
+        assert rendered["sampling_params"] == {"max_tokens": 4, **field}
+        await here.http.post("/inference/v1/generate", json=rendered)
+        await ask(here, "/v1/chat/completions", **asked)
+        posted, chat = here.engine.requests[-2:]
+        # Unless it is given, each has a seed of its own.
+        assert replace(posted.sampling, seed=0) == replace(chat.sampling, seed=0)
 
     play(tmp_path, FakeEngine(), scenario)
 

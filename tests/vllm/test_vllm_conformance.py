@@ -26,6 +26,7 @@ SKIPPED = {
     "status.key": "none are set",
     "messages.key": "none are set",
     "responses.key": "none are set",
+    "trainer.keep": "has no freeze",
 }
 LIMIT_S = 600
 

@@ -235,8 +235,14 @@ async def _left(
 
 
 async def _leave(session: Session, snapshots: Snapshots | None, show: _Shown) -> report.Left:
-    """Put back what rows changed: the transition, and the checkpoint's weights."""
+    """Put back what rows changed: a pause, the transition, and the checkpoint's weights."""
     put_back, on_snapshot = True, None
+    try:
+        if await session.restore_pause():
+            show.say("the deployment's pause is ended")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the rest is to be put back all the same
+        put_back = False
+        show.say(f"the deployment may be paused still; POST /resume ends that: {error}")
     try:
         if transition := await session.restore_transition():
             show.say(f"the deployment's transition is {transition} again")

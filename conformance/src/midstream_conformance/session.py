@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from midstream_conformance.answers import Answer
+from midstream_conformance.answers import Answer, Json
 from midstream_conformance.endpoint import TRAJECTORY_HEADER, Endpoint, refusal
 from midstream_conformance.outcome import Failed, Skipped
 from midstream_conformance.snapshots import Snapshots
@@ -56,6 +56,8 @@ class Session:
         self._once: dict[str, Any] = {}
         # The state that a row found and changed. None: nothing is changed now.
         self._transition_before: str | None = None
+        # Whether a row's pause may not have ended.
+        self._paused = False
 
     @property
     def snapshots(self) -> Snapshots:
@@ -150,6 +152,39 @@ class Session:
                 await self.restore_transition()
             raise
         await self.restore_transition()
+
+    @contextlib.asynccontextmanager
+    async def paused(self, path: str, body: Json | None = None) -> AsyncIterator[None]:
+        """Within: the deployment is paused by this trainer's call, or was until the row ended it. Raises Failed when it is
+        paused already, or cannot be paused or resumed; `restore_pause` may then try it again.
+        """
+        named = self.endpoint.hot_load_headers
+        response = await self.endpoint.request("GET", "/is_paused", headers=named)
+        if response.status_code != 200 or response.json().get("is_paused") is not False:
+            raise Failed(f"it should not be paused, before a row pauses it: {response.text[:200]}")
+        # It may be paused though nobody hears the answer.
+        self._paused = True
+        try:
+            response = await self.endpoint.request("POST", path, body, named)
+            if response.status_code != 200:
+                raise Failed(f"{path}: {refusal(response)}")
+            yield
+        except BaseException:
+            # The row's finding comes first. Resuming is tried again at the end.
+            with contextlib.suppress(Failed, httpx.HTTPError):
+                await self.restore_pause()
+            raise
+        await self.restore_pause()
+
+    async def restore_pause(self) -> bool:
+        """End the pause of a row. Returns whether there may have been one. Raises Failed when it cannot be ended."""
+        if not self._paused:
+            return False
+        response = await self.endpoint.request("POST", "/resume", headers=self.endpoint.hot_load_headers)
+        if response.status_code != 200:
+            raise Failed(f"the deployment's pause cannot be ended: {refusal(response)}")
+        self._paused = False
+        return True
 
     async def restore_transition(self) -> str | None:
         """Put the transition back as it was before any row. Returns it, or None when it is that. Raises Failed when refused."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,17 @@ class Snapshots:
         await self.signal(identity, policy)
         await self.wait(identity)
         return identity
+
+    async def update(self, variant: Variant, send: Callable[[str, str], Awaitable[str]]) -> str:
+        """`serve` by a call that is answered when every replica serves; the identity, as `send(identity, url)` gives it."""
+        identity = await self.ready(variant, fresh=True)
+        self.serving = None
+        name = await send(identity, self.url_of(identity))
+        if not _settled(status := await self.status(), name):
+            raise Failed(f"the call was answered before every replica served {name}: {status}")
+        self.variants[name] = variant
+        self.serving, self.loaded = name, True
+        return name
 
     async def hold(self, variant: Variant) -> str:
         """As `serve`, but without a switch where `variant` serves already."""

@@ -32,9 +32,20 @@ NEEDS: dict[str, str] = {
     "midstream": "a midstream server: the behaviour is one of its own",
     "messages": "Anthropic's Messages API, POST /v1/messages",
     "responses": "OpenAI's Responses API, POST /v1/responses",
+    "vllm_generate": "vLLM's POST /inference/v1/generate",
+    "sglang_generate": "SGLang's POST /generate",
+    "render": "vLLM's POST /v1/chat/completions/render",
+    "tokenize": "vLLM's POST /tokenize, and /detokenize",
 }
-#: APIs that an endpoint may lack: a need to the path of its requests, below the prefix.
-WIRES = {"messages": "/messages", "responses": "/responses"}
+#: APIs that an endpoint may lack: a need to the path of its requests. {prefix}: that of the endpoint.
+WIRES = {
+    "messages": "{prefix}/messages",
+    "responses": "{prefix}/responses",
+    "vllm_generate": "/inference/v1/generate",
+    "sglang_generate": "/generate",
+    "render": "{prefix}/chat/completions/render",
+    "tokenize": "/tokenize",
+}
 # What is said where a path is not there.
 _NO_PATH = (404, 405, 501)
 
@@ -271,6 +282,7 @@ async def _wires(endpoint: Endpoint, target: Target) -> None:
     midstream's documents promise the paths: there one that is missing fails the rows.
     """
     for need, path in WIRES.items() if not target.midstream else ():
-        response = await endpoint.post(path, {})
+        asked = path.format(prefix=endpoint.prefix)
+        response = await endpoint.request("POST", asked, {"model": endpoint.model})
         if response.status_code in _NO_PATH:
             target.absent[need] = f"needs {NEEDS[need]}; {refusal(response)}"

@@ -426,9 +426,7 @@ async def _render(
         raise InvalidRequest(message, param="tool_choice")
     if checked.echo != 0:
         raise unsupported("echo")
-    sampling = {
-        own: value for own, name in _NAMES.items() if (value := getattr(body, name)) not in (None, False)
-    }
+    sampling = {own: value for own, name in _NAMES.items() if (value := getattr(body, name)) is not None}
     if checked.max_tokens is not None:
         sampling["max_tokens"] = checked.max_tokens
     sampling.pop("logprobs", None)
