@@ -62,7 +62,9 @@ def made(module: Any, place: Path, kind: str, seed: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", ["odd-sizes", "head-dim-20-norms", "one-expert", "300-experts", "narrow-window"])
+@pytest.mark.parametrize(
+    "shape", ["odd-sizes", "head-dim-20-norms", "one-expert", "300-experts", "narrow-window"]
+)
 def test_logits_are_those_of_peft(tmp_path: Path, shape: str, kind: str) -> None:
     module = model(shape, torch.float32)
     peft, maps = made(module, tmp_path, kind, 1)

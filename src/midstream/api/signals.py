@@ -13,7 +13,8 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 
 from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
-from midstream.core.types import BASE_SNAPSHOT, HEADER_OVERWRITE, CompressionFormat, ResetPromptCache
+from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
 from midstream.http.bodies import json_object
 from midstream.snapshots.identity import check_checksum_format, check_identity, compression_format
 from midstream.snapshots.layout import is_snapshot_file

@@ -19,38 +19,6 @@ import msgspec
 
 BASE_SNAPSHOT = "base"
 
-#: Internal request headers, set by the gateway (it drops any a client sends) and read by replicas.
-# The session key, percent-encoded. A request without it has no session.
-HEADER_SESSION = "x-midstream-session"
-# The secret between a gateway and its replicas, when they have one.
-HEADER_TOKEN = "x-midstream-token"
-# The owner of the API key. Without it there is a single tenant.
-HEADER_TENANT = "x-midstream-tenant"
-# What the API key may do. Only the control app gets it.
-HEADER_SCOPES = "x-midstream-scopes"
-# The boot that the request was placed on. Another boot may serve other weights, and refuses it.
-HEADER_BOOT = "x-midstream-boot"
-# Stamp of a session that begins, or begins again, on this replica.
-HEADER_PLACED = "x-midstream-placed"
-
-# The control app answers it to the data path: the name of what it made, for the audit log.
-HEADER_MADE = "x-midstream-made"
-
-# Clients send it: a signal's files replace what the identity meant.
-HEADER_OVERWRITE = "x-midstream-overwrite"
-# Clients send it: what follows when a chat template rewrites an earlier answer. exact (the default): its sampled tokens stay;
-# template: they are rendered anew.
-HEADER_HISTORY = "x-midstream-history"
-# Clients send it: what a session's trace keeps of each sampled token: none, logprobs or routes. A session that is named by a
-# path keeps routes if nothing else is said.
-HEADER_RECORDS = "x-midstream-records"
-#: "ignore": body fields that no wire knows are passed over, as the deployment's setting says. Else they are refused.
-HEADER_UNKNOWN_FIELDS = "x-midstream-unknown-fields"
-#: Of a response: the fields that were passed over, percent-encoded, separated by commas.
-HEADER_IGNORED_FIELDS = "x-midstream-ignored-fields"
-# Clients send it: a new session begins where its prompt is known.
-HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
-
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ResetPromptCache = Literal["all", "new_session", "none"]
 TransitionType = Literal["ASYNC", "SYNC"]
@@ -134,6 +102,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     urgent: goes before requests that wait, and beside as many as run already.
     priority: of requests that wait, the one with the lower number goes first; of equal ones, the first that came.
     kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
+    policy: whose weights to take; "" is the deployment's own. snapshot: a resident one of it; None: what the policy serves,
+        also after its next switch.
     emitted: of each choice, the tokens that another engine generated already: it goes on behind them as if it had made them
         itself. None: this choice is over, nothing of it is computed. (): every choice begins at its beginning.
     """
@@ -154,6 +124,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     reproducible: bool = True
     urgent: bool = False
     priority: int = 0
+    policy: str = ""
+    snapshot: str | None = None
 
     @property
     def choices(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import Forbidden, InvalidRequest, NotFound
+from midstream.core.headers import HEADER_SCOPES, HEADER_TENANT
 from midstream.core.scopes import (
     EVERYTHING,
     GATEWAY_ROUTES,
@@ -28,7 +29,6 @@ from midstream.core.scopes import (
     need_of,
     parse_grant,
 )
-from midstream.core.types import HEADER_SCOPES, HEADER_TENANT
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
 
 logger = logging.getLogger(__name__)

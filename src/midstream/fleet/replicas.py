@@ -28,9 +28,10 @@ from typing import NamedTuple
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.headers import HEADER_TOKEN
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.text import NOT_JSON
-from midstream.core.types import HEADER_TOKEN, Desired, Hint, Pause, ReplicaReport
+from midstream.core.types import Desired, Hint, Pause, ReplicaReport
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Unauthorized
+from midstream.core.headers import HEADER_TOKEN, HEADER_UNKNOWN_FIELDS
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
-from midstream.core.types import HEADER_TOKEN, HEADER_UNKNOWN_FIELDS, Session
+from midstream.core.types import Session
 from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.placement import Decision, Fleet, PrefixTable, Prompt, sticky
 from midstream.fleet.registry import Deployment, Deployments

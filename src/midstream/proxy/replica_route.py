@@ -32,8 +32,9 @@ from midstream.core.errors import (
     SnapshotNotServed,
     SnapshotTransition,
 )
+from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
-from midstream.core.types import HEADER_BOOT, ReplicaReport, Session
+from midstream.core.types import ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt

@@ -26,12 +26,13 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     Unauthorized,
 )
+from midstream.core.headers import HEADER_IGNORED_FIELDS, HEADER_TOKEN
 from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
 from midstream.core.traces import RewardAsked
-from midstream.core.types import HEADER_IGNORED_FIELDS, HEADER_TOKEN, Desired, Hint, Pause
+from midstream.core.types import Desired, Hint, Pause
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget

@@ -24,20 +24,18 @@ from urllib.parse import unquote
 from msgspec.structs import replace
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.resumption import HEADER_RESUMABLE, Resume
-from midstream.core.sessions import named_in_body, named_in_headers, session_key
-from midstream.core.traces import RecordsKept, records_kept
-from midstream.core.types import (
+from midstream.core.headers import (
     HEADER_BOOT,
     HEADER_HISTORY,
     HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
     HEADER_UNKNOWN_FIELDS,
-    GenerateRequest,
-    SamplingParams,
-    Session,
 )
+from midstream.core.resumption import HEADER_RESUMABLE, Resume
+from midstream.core.sessions import named_in_body, named_in_headers, session_key
+from midstream.core.traces import RecordsKept, records_kept
+from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.core.versions import (
     HEADER_ADMITTED,
     HEADER_MODEL,

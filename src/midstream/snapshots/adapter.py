@@ -41,9 +41,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 _TENSOR = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
-_COPY = re.compile(
-    r"base_model\.model\.(?P<path>lm_head|(?:.+\.)?embed_tokens)(?:\.base_layer)?\.weight"
-)
+_COPY = re.compile(r"base_model\.model\.(?P<path>lm_head|(?:.+\.)?embed_tokens)(?:\.base_layer)?\.weight")
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?:\.base_layer)*")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _PATTERN = re.compile(r"[\w.|^$]{1,255}")
@@ -123,7 +121,8 @@ def _check_config(config: dict[str, Any]) -> None:
                 f"{ADAPTER_CONFIG_FILE}: {field} is {shown_value(value)}, which is not served; "
                 f"{shown_value(neutral[-1] if field == 'peft_type' else neutral[1])} is"
             )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank: Any = config.get("r")
+    alpha = config.get("lora_alpha")
     if not _whole(rank) or not 1 <= rank <= RANK_MAX:
         raise SnapshotIncompatible(
             f"{ADAPTER_CONFIG_FILE}: r is {shown_value(rank)}, a number from 1 to {RANK_MAX} is expected"

@@ -17,8 +17,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.headers import HEADER_HISTORY
 from midstream.core.traces import RecordsKept
-from midstream.core.types import HEADER_HISTORY, Session
+from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.text.chat import TextModel
