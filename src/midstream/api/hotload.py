@@ -201,7 +201,9 @@ class _Api:
         grant = grant_of(request)
         if not grant.everywhere((PUBLISH,)):
             buckets = {row.name: row.bucket_url for row in await self._ledger.deployments()}
-            if not any(grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.name,)):
+            if not any(
+                grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.host.name,)
+            ):
                 raise forbidden((PUBLISH,), "the place of this snapshot")
         return url, bucket
 

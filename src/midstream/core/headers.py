@@ -14,6 +14,8 @@ HEADER_TOKEN = "x-midstream-token"
 HEADER_TENANT = "x-midstream-tenant"
 # What the API key may do. Only the control app gets it.
 HEADER_SCOPES = "x-midstream-scopes"
+# The policy that the request is for. Without it, it is for the deployment's own.
+HEADER_POLICY = "x-midstream-policy"
 # The boot that the request was placed on. Another boot may serve other weights, and refuses it.
 HEADER_BOOT = "x-midstream-boot"
 # Stamp of a session that begins, or begins again, on this replica.

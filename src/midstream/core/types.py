@@ -222,6 +222,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
     ignore_config: top-level fields of config.json that may differ from the served model's.
     hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
+    policy: whose weights; "" is the deployment's own.
     let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
     reload: grows when the replica is to load again what it serves already.
     """
@@ -242,6 +243,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     hold: bool = False
     let_go: int = 0
     reload: int = 0
+    policy: str = ""
 
     @property
     def files(self) -> tuple[SnapshotFiles, ...]:
@@ -362,6 +364,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
     "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
     "freeze": "requests that stand still in a pause and go on with their KV (mode keep)",
+    "policies": "LoRA adapters, many at once, each a policy of its own",
     "short_swap": "a pause that does not grow with the model at a swap",
 }
 
@@ -385,6 +388,28 @@ class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
     durable: int = 0
     lost: int = 0
     waiting_bytes: int = 0
+
+
+class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one policy on a replica, as ReplicaReport has it. sound: what serves did not fail its check."""
+
+    policy: str
+    sound: bool = True
+    # BASE_SNAPSHOT: nothing serves yet.
+    snapshot: str = BASE_SNAPSHOT
+    signalled: int = 0
+    generation: int = 0
+    stage: Stage = Stage.IDLE
+    target: str | None = None
+    error: str | None = None
+    in_flight: int = 0
+    held: bool = False
+    admitting: bool = True
+    pinnable: bool = True
+    check: SnapshotCheck | None = None
+    contents: tuple[SnapshotContent, ...] = ()
+    last_swap: SwapTiming | None = None
+    transitions: tuple[Transition, ...] = ()
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -436,6 +461,10 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     engine_silent_s: int = 0
     # None where no records are kept.
     records: RecordsStats | None = None
+    # Besides the deployment's own.
+    policies: tuple[PolicyReport, ...] = ()
+    # The engine answers, whatever the deployment's own snapshot is like.
+    ready_at_all: bool = True
 
 
 ENGINE_SILENT_FROM_S = 5

@@ -117,7 +117,7 @@ def meant(
         if deployment is not None and grant.allows(scopes, deployment.strip().partition("@")[0]):
             raise NotFound(f"{resource} is not served here", param=DEPLOYMENT_HEADER) from None
         raise forbidden(scopes, resource) from None
-    if not grant.allows(scopes, found.name):
+    if not grant.allows(scopes, found.host.name):
         raise forbidden(scopes, resource)
     return found
 

@@ -278,9 +278,8 @@ class Service(Surroundings):
         chat = checked.kind == "chat"
         if session is None or (chat and (template.continued or template.special_tokens)):
             return None
-        return History(
-            self.kept.trees, session, self.info.eos_token_ids, policy, records, held, begins=begins
-        )
+        own = (self.kept.trees, session, self.info.eos_token_ids)
+        return History(*own, policy, records, held, begins=begins, model=self.names.model)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
@@ -431,6 +430,7 @@ class Service(Surroundings):
                 reproducible=checked.seed is not None,
                 grammar=answer,
                 priority=checked.priority,
+                policy=self.policy,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -447,7 +447,9 @@ class Service(Surroundings):
             return os.urandom(16)
         isolation = checked.isolation_key or headers.get(HEADER_ISOLATION, "")
         namespace = self.kept.namespaces.admit(session)
-        return cache_salt(namespace, headers.get(HEADER_TENANT, ""), isolation, self.names.model)
+        return cache_salt(
+            namespace, headers.get(HEADER_TENANT, ""), isolation, self.salted or self.names.model
+        )
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,11 +19,8 @@ import torch
 from midstream.engine.adapter import LowRank, LowRanks
 from midstream.engine.cpu.build import KernelsUnavailable
 from midstream.engine.cpu.memory import big, give_back
-from midstream.engine.cpu.packing import LANES, PANEL, Mlp, gate_up_order
+from midstream.engine.cpu.packing import LANES, PANEL, HeadLayout, gate_up_order
 from midstream.engine.step import StepBatch
-
-if TYPE_CHECKING:
-    from midstream.engine.cpu.decoder import CpuDecoder
 
 #: The pieces of a layer, in the order of the table, by the map of the decoder that they add to.
 QKV, OUT, GATE_UP, DOWN = slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)
@@ -32,6 +30,18 @@ FIELDS = 6
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(\d+)\.)?(gate_proj|up_proj|down_proj|gate_up_proj)")
 _ALIGNED = 64
+
+
+class Shapes(Protocol):
+    """What an adapter has to know of its decoder. dense: of each layer, whether its feed-forward map has no experts."""
+
+    kernels: SimpleNamespace
+    head_layout: HeadLayout
+    heads: int
+    kv_heads: int
+    head_dim: int
+    num_experts: int
+    dense: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -62,12 +72,12 @@ def padded(size: int) -> int:
 class PackedAdapter:
     """pieces: [layers, PIECES, FIELDS]; head: [1, FIELDS]. experts: by layer [experts, 3, FIELDS], where any is adapted."""
 
-    def __init__(self, decoder: CpuDecoder, maps: LowRanks) -> None:
+    def __init__(self, decoder: Shapes, maps: LowRanks) -> None:
         """Raises KernelsUnavailable, naming a map that these kernels do not adapt."""
         self._decoder = decoder
         size = sum(self._bytes(low) for low in maps.values())
         self._arena = _Arena(size)
-        self.pieces = np.zeros((len(decoder.layers), PIECES, FIELDS), np.int64)
+        self.pieces = np.zeros((len(decoder.dense), PIECES, FIELDS), np.int64)
         self.head = np.zeros((1, FIELDS), np.int64)
         self.experts: dict[int, np.ndarray] = {}
         for path, low in maps.items():
@@ -90,10 +100,10 @@ class PackedAdapter:
             return
         layer = _LAYER.fullmatch(path)
         number, rest = (int(layer[1]), layer[2]) if layer else (-1, "")
-        if not 0 <= number < len(self._decoder.layers):
+        if not 0 <= number < len(self._decoder.dense):
             raise KernelsUnavailable(f"an adapter of {path}")
         expert = _EXPERT.fullmatch(rest)
-        dense = isinstance(self._decoder.layers[number].feed_forward, Mlp)
+        dense = self._decoder.dense[number]
         if expert is not None and not dense:
             self._add_experts(number, expert[1], expert[2], low)
             return

@@ -123,6 +123,7 @@ class CpuDecoder:
         self._pieces = pieces
         self._embedding = copied(base.embed_tokens.weight.data)
         self.layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
+        self.dense = tuple(isinstance(layer.feed_forward, Mlp) for layer in self.layers)
         self._norm = _floats(base.norm.weight)
         self._lm_head = self._packer.linear([module.lm_head])
         moe = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, _Experts)]
