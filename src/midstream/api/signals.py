@@ -48,6 +48,8 @@ class SignalBody(msgspec.Struct, frozen=True):
     reset_prompt_cache: Literal["all", "new_session", "none"] | bool | MaxAge | None = None
     incremental_snapshot_metadata: Metadata | None = None
     validation: Validation | None = None
+    # Whose snapshot it is; None: the deployment's own.
+    policy: str | None = None
 
     @property
     def reset(self) -> ResetPromptCache:

@@ -180,7 +180,8 @@ class DesiredState:
         except LedgerUnavailable as error:
             logger.warning("going on with the deployments known: %s", error)
             return
-        await self._look_at_policies({row.name: row for row in policies})
+        own = {row.name: row for row in policies}
+        await self._end_policies(own)
         for row in rows.values():
             known = self._deployments.known(row.name)
             if known not in (None, self._deployments.default) and self._created[row.name] != row.created_at:
@@ -198,29 +199,31 @@ class DesiredState:
                 deployment.name not in rows or (deployment.deleting and gone)
             ):
                 await self._end(deployment, rows.get(deployment.name))
-        for row in policies:
+        for row in own.values():
             self._take_up_policy(row)
         self._say(tuple(wanted))
 
-    async def _look_at_policies(self, rows: Mapping[str, DeploymentRow]) -> None:
-        """End those that are gone, before their deployments are."""
+    async def _end_policies(self, rows: dict[str, DeploymentRow]) -> None:
+        """End those that are gone or have to go, before their deployments do. Takes the rows that it removes out of `rows`."""
         for policy in self._deployments.policies():
             row = rows.get(policy.name)
             if row is None or self._created[policy.name] != row.created_at:
                 await self._end(policy, None)
-            elif row.deleting and policy.deleting:
-                await self._end_on_replicas(policy, row)
+            elif row.deleting and policy.deleting and await self._end_on_replicas(policy, row):
+                del rows[policy.name]
 
-    async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow) -> None:
-        """The row goes once no replica has the policy, so that one of the same name cannot be taken for it."""
+    async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow) -> bool:
+        """Whether it is gone. The row goes once no replica has the policy: one of the same name is not taken for it."""
         assert isinstance(policy.replicas, PolicyReplicas)
         try:
             await policy.replicas.send_end()
         except ReplicaUnavailable as error:
             logger.info("%s is ended later: %s", policy.name, error)
-            return
+            return False
         if not policy.replicas.held:
             await self._end(policy, row)
+            return True
+        return False
 
     def _take_up_policy(self, row: DeploymentRow) -> None:
         name, own = split_name(row.name)

@@ -156,6 +156,7 @@ def _served_api(
             deployments,
             allowed_buckets=spec.settings.allowed_buckets,
             chain_max=spec.settings.chain_max,
+            changed=desired_state.changed,
         ),
     ]
 

@@ -65,6 +65,7 @@ class _Said(msgspec.Struct):
     """What is told of a body. Any JSON value fits: the endpoint judges it."""
 
     identity: Any = None
+    policy: Any = None
     baseModel: Any = None
     minReplicaCount: Any = None
     maxReplicaCount: Any = None
