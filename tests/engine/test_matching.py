@@ -246,6 +246,20 @@ def test_the_longest_chain_is_found_and_of_equally_long_ones_the_youngest() -> N
     assert epochs(matched(scheduler, range(8), age_max=0)) == []
 
 
+def test_a_request_pinned_to_a_resident_snapshot_finds_no_kv_of_later_weights() -> None:
+    scheduler = new_scheduler(65)
+    computed(scheduler, range(4))
+    scheduler.track.commit(1)
+    computed(scheduler, range(8), age_max=0)
+    pinned = sequence(range(8), track=scheduler.track.fixed_at(0))
+    assert epochs(scheduler._match(pinned)) == [0, 0]
+    assert epochs(matched(scheduler, range(8))) == [1, 1, 1, 1]
+    other = new_scheduler(65)
+    other.track.commit(1)
+    computed(other, range(8))
+    assert other._match(sequence(range(8), track=Track(0, fixed=True))) == []
+
+
 @pytest.mark.parametrize(("bound", "found"), [(1, 63), (4, 64)])
 def test_the_search_for_a_longer_chain_is_bounded(
     monkeypatch: pytest.MonkeyPatch, bound: int, found: int
