@@ -105,10 +105,10 @@ def test_the_cpu_kernels_are_fenced() -> None:
     users = {name: targets & kernels for name, targets in GRAPH.items() if name not in kernels}
     assert {name: targets for name, targets in users.items() if targets} == {
         f"midstream.engine.embedded.{name}": {"midstream.engine.cpu"}
-        for name in ("core", "loading", "sampler")
+        for name in ("loading", "sampler", "weights")
     }
     used = set().union(*(GRAPH[name] for name in kernels)) - kernels
-    assert used == {"midstream.engine.step", "midstream.snapshots.layout"}
+    assert used == {"midstream.engine.adapter", "midstream.engine.step", "midstream.snapshots.layout"}
 
 
 def test_the_folders_of_a_replica_stand_in_order() -> None:

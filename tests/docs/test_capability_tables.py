@@ -84,6 +84,6 @@ def test_what_is_refused_is_what_the_tables_say() -> None:
 
 def test_what_is_not_refused_is_said_to_be_less_exact() -> None:
     _, rows = table("What is only less exact without a feature", "feature")
-    # A pause needs `freeze` (tests/hotload/test_trainer_calls_api.py).
-    refused = {need.feature for need in (*REQUEST_NEEDS, *signals.SIGNAL_NEEDS)} | {"freeze"}
+    # A pause needs `freeze` (tests/hotload/test_trainer_calls_api.py), and a signal's policy `policies`.
+    refused = {need.feature for need in (*REQUEST_NEEDS, *signals.SIGNAL_NEEDS)} | {"freeze", "policies"}
     assert {row[0].strip("`") for row in rows} == ENGINE_FEATURES.keys() - refused

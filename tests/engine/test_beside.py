@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -177,7 +178,7 @@ def test_what_is_dropped_while_it_loads_is_answered_and_its_model_handed_over() 
     stager = Stager(lambda path: path, jobs.append, unwanted.append)  # type: ignore[arg-type, return-value]
     first, second = m.StageSnapshot(1, "a", "/a"), m.StageSnapshot(2, "b", "/b")
     assert stager.submit(first) == stager.submit(second) == []
-    assert stager.drop() == [(second, DROPPED)]
+    assert stager.drop("") == [(second, DROPPED)]
     jobs.pop()()
     assert stager.take() == [(first, DROPPED)]
     assert unwanted == [Path("/a")]
@@ -194,14 +195,12 @@ class Steps:
         self.log: list[object] = []
         self.busy = True
         self.retired: list[Any] = []
+        self.store = SimpleNamespace(drop=None)
 
     def stage(self, directory: Path) -> Any:
         return None
 
-    def set_staged(self, model: object) -> None:
-        pass
-
-    def commit(self, snapshot: str) -> SwapTiming:
+    def commit(self, snapshot: str, policy: str) -> SwapTiming:
         self.log.append("commit")
         self.retired.append("old")
         return SwapTiming(snapshot=snapshot, pause_ms=0.0, streams_crossed=1)
@@ -213,8 +212,8 @@ class Steps:
         retired, self.retired = self.retired, []
         return retired
 
-    def weights(self) -> list[Any]:
-        return []
+    def weights(self, policy: str) -> list[Any]:
+        return ["weights"]
 
     def step(self) -> list[Any]:
         self.log.append("step")
@@ -232,14 +231,14 @@ def test_after_a_switch_some_steps_run_before_anything_else_does(monkeypatch: py
     core = Steps()
     worker = EngineLoop(core, core)  # type: ignore[arg-type]
     monkeypatch.setattr(worker._background, "submit", lambda job: core.log.append("job"))
-    worker._staged = "new"
+    worker._staged = {"": "new"}
     worker._handle(m.Commit(1, "new"))
     worker._handle(m.DigestWeights(2))
     for _ in range(CALM_STEPS + 1):
         worker._begin_jobs()
         worker._step()
     assert core.log == ["commit", "step", "done", *["step"] * (CALM_STEPS - 1), "job", "job", "step"]
-    worker._staged = "newer"
+    worker._staged = {"": "newer"}
     worker._handle(m.Commit(3, "newer"))
     # Nobody waits for a step.
     core.busy = False

@@ -370,7 +370,7 @@ def test_staging_leaves_the_default_dtype_alone_and_gives_the_serving_dtypes(
         torch.float32,
     }
     for model in models:
-        assert model.shapes == core.runner.model.shapes
+        assert model.model.shapes == core.runner.model.shapes
 
 
 def test_sampling_does_not_depend_on_the_default_dtype(tiny_model: Callable[..., Path]) -> None:

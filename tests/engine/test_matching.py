@@ -18,6 +18,7 @@ from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded import scheduler as module
 from midstream.engine.embedded.blocks import HISTORIES_MAX, BlockPool, Prefix
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
+from midstream.engine.embedded.track import Track
 
 SIZE = 2
 # The chain before, token, epoch.
@@ -30,13 +31,18 @@ def new_scheduler(blocks: int, *, batch: int = 64) -> Scheduler:
         max_batch_tokens=batch,
         max_prefill_tokens=batch,
         max_running=4,
-        scored=lambda block, offset: False,
+        scored=lambda block, offset, epoch: False,
         on_allocate=lambda block: None,
     )
 
 
 def sequence(
-    prompt: SequenceOf[int], *, max_tokens: int = 1, age_max: int | None = None, salt: bytes = b""
+    prompt: SequenceOf[int],
+    *,
+    max_tokens: int = 1,
+    age_max: int | None = None,
+    salt: bytes = b"",
+    track: Track | None = None,
 ) -> Sequence:
     request = GenerateRequest(
         request_id="r",
@@ -45,14 +51,14 @@ def sequence(
         kv_age_max=age_max,
         salt=salt,
     )
-    return Sequence(request, 0)
+    return Sequence(request, 0, track=track)
 
 
 def best_chain(scheduler: Scheduler, seq: Sequence) -> list[Prefix]:
     """What a sequence should find, by looking at every chain there is: the longest, then the youngest."""
     size = scheduler.pool.block_size
     age = seq.request.kv_age_max
-    oldest = 0 if age is None else scheduler.epoch - age
+    track = seq.track or scheduler.track
 
     def chains(prefix: Prefix, number: int) -> list[list[Prefix]]:
         tokens = seq.tokens[number * size : (number + 1) * size]
@@ -60,7 +66,8 @@ def best_chain(scheduler: Scheduler, seq: Sequence) -> list[Prefix]:
         for child in (
             prefix.children.get(module.array("i", tokens).tobytes(), ()) if len(tokens) == size else ()
         ):
-            if number or child.epochs[0] >= oldest:
+            young = number or age is None or track.age(child.epochs[0]) <= age
+            if young and child.epochs[-1] <= track.epoch:
                 found += [[child, *rest] for rest in chains(child, number + 1)]
         return found
 
@@ -79,22 +86,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Which chain each holds the end of.
         self.slots: dict[int, int] = {}
         self.asked: list[Sequence] = []
+        # By policy. Each has a salt of its own, and a track; "" has the scheduler's.
+        self.policies = {"": self.scheduler.track, "other": Track(0)}
+        # The newest commit, and whose it is.
+        self.newest = 0
+        self.owner = {0: {"", "other"}}
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),
         max_tokens=st.integers(1, 6),
         age_max=st.sampled_from([None, None, 0, 1]),
-        salt=st.sampled_from([b"", b"", b"other"]),
+        policy=st.sampled_from(["", "", "other"]),
+        pinned=st.booleans(),
     )
-    def ask(self, prompt: list[int], max_tokens: int, age_max: int | None, salt: bytes) -> None:
-        seq = sequence(prompt, max_tokens=max_tokens, age_max=age_max, salt=salt)
+    def ask(self, prompt: list[int], max_tokens: int, age_max: int | None, policy: str, pinned: bool) -> None:
+        track = self.policies[policy]
+        if pinned:
+            track = track.fixed_at(track.epoch)
+        seq = sequence(prompt, max_tokens=max_tokens, age_max=age_max, salt=policy.encode(), track=track)
         if self.scheduler.check_fits(seq.request) is None:
             self.asked.append(seq)
             self.scheduler.add(seq)
 
-    @rule()
-    def swap(self) -> None:
-        self.scheduler.epoch += 1
+    @rule(policy=st.sampled_from(["", "other"]))
+    def swap(self, policy: str) -> None:
+        self.newest += 1
+        self.policies[policy].commit(self.newest)
+        self.owner[self.newest] = {policy}
 
     @rule(steps=st.integers(1, 6), sampled=st.integers(0, 1))
     def step(self, steps: int, sampled: int) -> None:
@@ -115,9 +133,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             seq = self.asked.pop(which % len(self.asked))
             self.scheduler.remove(seq)
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=2, max_size=12), age_max=st.sampled_from([None, 0, 1]))
-    def match(self, prompt: list[int], age_max: int | None) -> None:
-        seq = sequence(prompt, age_max=age_max)
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=2, max_size=12),
+        age_max=st.sampled_from([None, 0, 1]),
+        policy=st.sampled_from(["", "other"]),
+        back=st.integers(0, 2),
+    )
+    def match(self, prompt: list[int], age_max: int | None, policy: str, back: int) -> None:
+        track = self.policies[policy]
+        if back:
+            own = [epoch for epoch, owners in self.owner.items() if policy in owners]
+            track = track.fixed_at(own[-min(back, len(own))])
+        seq = sequence(prompt, age_max=age_max, salt=policy.encode(), track=track)
         assert self.scheduler._match(seq) == best_chain(self.scheduler, seq)
 
     @invariant()
@@ -130,6 +157,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     "KV on other KV than it was computed on"
                 )
                 before = chain
+                epoch = self.chains[chain][2]
+                assert seq.request.salt.decode() in self.owner[epoch], "KV of another policy's weights"
+                if seq.track is not None and seq.track.fixed:
+                    assert epoch <= seq.track.epoch, "KV of later weights than a pinned request has"
 
     @invariant()
     def the_tree_says_what_is_in_its_blocks(self) -> None:
@@ -158,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def compute(self, seq: Sequence, first: int, last: int) -> None:
         for position in range(first, last):
             before = self.slots[self.slot(seq, position - 1)] if position else None
-            key = (before, seq.tokens[position], self.scheduler.epoch)
+            key = (before, seq.tokens[position], seq.now)
             if key not in self.ids:
                 self.ids[key] = len(self.chains)
                 self.chains.append(key)
@@ -195,6 +226,10 @@ def computed(scheduler: Scheduler, prompt: SequenceOf[int], *, age_max: int | No
     return seq
 
 
+def matched(scheduler: Scheduler, prompt: SequenceOf[int], *, age_max: int | None = None) -> list[Prefix]:
+    return scheduler._match(sequence(prompt, age_max=age_max, track=scheduler.track))
+
+
 def epochs(found: SequenceOf[Prefix]) -> list[int]:
     return [prefix.epochs[0] for prefix in found]
 
@@ -202,13 +237,27 @@ def epochs(found: SequenceOf[Prefix]) -> list[int]:
 def test_the_longest_chain_is_found_and_of_equally_long_ones_the_youngest() -> None:
     scheduler = new_scheduler(65)
     computed(scheduler, range(8))
-    scheduler.epoch = 1
+    scheduler.track.commit(1)
     computed(scheduler, range(4), age_max=0)
-    scheduler.epoch = 2
-    assert epochs(scheduler._match(sequence(range(8)))) == [0, 0, 0, 0]
-    assert epochs(scheduler._match(sequence(range(5)))) == [1, 1]
-    assert epochs(scheduler._match(sequence(range(8), age_max=1))) == [1, 1]
-    assert epochs(scheduler._match(sequence(range(8), age_max=0))) == []
+    scheduler.track.commit(2)
+    assert epochs(matched(scheduler, range(8))) == [0, 0, 0, 0]
+    assert epochs(matched(scheduler, range(5))) == [1, 1]
+    assert epochs(matched(scheduler, range(8), age_max=1)) == [1, 1]
+    assert epochs(matched(scheduler, range(8), age_max=0)) == []
+
+
+def test_a_request_pinned_to_a_resident_snapshot_finds_no_kv_of_later_weights() -> None:
+    scheduler = new_scheduler(65)
+    computed(scheduler, range(4))
+    scheduler.track.commit(1)
+    computed(scheduler, range(8), age_max=0)
+    pinned = sequence(range(8), track=scheduler.track.fixed_at(0))
+    assert epochs(scheduler._match(pinned)) == [0, 0]
+    assert epochs(matched(scheduler, range(8))) == [1, 1, 1, 1]
+    other = new_scheduler(65)
+    other.track.commit(1)
+    computed(other, range(8))
+    assert other._match(sequence(range(8), track=Track(0, fixed=True))) == []
 
 
 @pytest.mark.parametrize(("bound", "found"), [(1, 63), (4, 64)])
@@ -219,9 +268,10 @@ def test_the_search_for_a_longer_chain_is_bounded(
     monkeypatch.setattr(module, "SEARCH_MAX", bound)
     scheduler = new_scheduler(513, batch=1000)
     for epoch, blocks in enumerate((64, 63, 62)):
-        scheduler.epoch = epoch
+        if epoch:
+            scheduler.track.commit(epoch)
         computed(scheduler, range(blocks * SIZE), age_max=0)
-    match = scheduler._match(sequence(range(64 * SIZE)))
+    match = matched(scheduler, range(64 * SIZE))
     assert len(match) == found
 
 
@@ -244,7 +294,7 @@ def test_blocks_behind_one_that_was_evicted_are_offered_again_with_it() -> None:
         for work in scheduler.plan():
             scheduler.advance(work)
     assert [place.block for place in stream.path] == stream.blocks
-    assert [place.block for place in scheduler._match(sequence(range(6)))] == stream.blocks
+    assert [place.block for place in matched(scheduler, range(6))] == stream.blocks
     scheduler.pool.check()
 
 
@@ -255,7 +305,7 @@ def test_a_stream_whose_first_block_is_older_than_all_that_are_kept_offers_nothi
     (work,) = scheduler.plan()
     scheduler.advance(work)
     for epoch in range(1, HISTORIES_MAX + 1):
-        scheduler.epoch = epoch
+        scheduler.track.commit(epoch)
         computed(scheduler, range(2), age_max=0)
     assert not stream.path[0].kept
     for token in (2, 3, 4, 5):
@@ -263,5 +313,5 @@ def test_a_stream_whose_first_block_is_older_than_all_that_are_kept_offers_nothi
         for work in scheduler.plan():
             assert scheduler.advance(work) == []
     assert not any(place.kept for place in stream.path)
-    assert epochs(scheduler._match(sequence(range(6)))) == [HISTORIES_MAX]
+    assert epochs(matched(scheduler, range(6))) == [HISTORIES_MAX]
     scheduler.pool.check()

@@ -15,7 +15,7 @@ def make_scheduler(
         max_batch_tokens=max_batch_tokens,
         max_prefill_tokens=max_prefill_tokens,
         max_running=8,
-        scored=lambda block, offset: False,
+        scored=lambda block, offset, epoch: False,
         on_allocate=lambda block: None,
     )
 

@@ -13,8 +13,9 @@ from gateway_harness import NAMES, Message, MockReplica, Peer, Stage, post, reco
 
 from midstream.api.app import control_app
 from midstream.core.config import GatewaySettings
+from midstream.core.headers import HEADER_SESSION, HEADER_TENANT
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
-from midstream.core.types import HEADER_SESSION, HEADER_TENANT, ReplicaReport
+from midstream.core.types import ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.proxy.metrics import GatewayMetrics

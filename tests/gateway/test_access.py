@@ -248,6 +248,9 @@ CASES += [
      READS | ON_OTHER | {"publish:other", "observe:other"}),
     ("/v1/accounts/{account}/deployments/{name}/replicas", "GET", f"{OTHER}/replicas", None, "",
      OPERATES | ON_OTHER | {"observe", "observe:other"}),
+    *(("/v1/accounts/{account}/deployments/{name}" + route, "GET", OTHER + path, None, "",
+       READS | ON_OTHER | {"publish:other", "observe:other"})
+      for route, path in (("/policies", "/policies"), ("/policies/{policy}", "/policies/mine"))),
     # what changes something, the deletions last
     *of_each_deployment(HOT_LOAD_PATH, "POST", HOT_LOAD_PATH, {"identity": "s1"}, PUBLISHES, "publish"),
     *of_each_deployment(f"{HOT_LOAD_PATH}/hint", "POST", f"{HOT_LOAD_PATH}/hint",
@@ -267,6 +270,10 @@ CASES += [
      {"drain": False}, "", OPERATES | ON_OTHER),
     ("/v1/accounts/{account}/deployments/{name}/replicas/{replica}", "DELETE", f"{OTHER}/replicas/other-replica-0", None, "",
      OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployments/{name}/policies", "POST", f"{OTHER}/policies", {"policy": "mine"}, "",
+     PUBLISHES | ON_OTHER | {"publish:other"}),
+    ("/v1/accounts/{account}/deployments/{name}/policies/{policy}", "DELETE", f"{OTHER}/policies/mine", None, "",
+     PUBLISHES | ON_OTHER | {"publish:other"}),
     ("/v1/accounts/{account}/deployments/{name}/ledger", "DELETE", f"{ONE}/ledger", None, "", OPERATES),
     ("/v1/accounts/{account}/deployments/{name}/ledger", "DELETE", f"{OTHER}/ledger", None, "", OPERATES | ON_OTHER),
     ("/v1/accounts/{account}/deployments/{name}", "DELETE", ONE, None, "", OPERATES),
@@ -315,6 +322,8 @@ def test_every_kind_of_key_on_every_route() -> None:
                         answer.status < 400
                         or method in ("POST", "PATCH", "DELETE")
                         or "/sessions/" in path
+                        # Nobody takes up what the ledger has of policies here.
+                        or path.endswith("/policies/mine")
                         # Of several deployments they want one named.
                         or (path in (*TRAINER_READS, *TRAINER_CHANGES_BY_GET) and not headers)
                     )

@@ -10,7 +10,7 @@ import pytest
 
 from midstream.api.signals import overwrites, parse_hint, parse_signal, source_url
 from midstream.core.errors import InvalidRequest, UnknownField
-from midstream.core.types import HEADER_OVERWRITE
+from midstream.core.headers import HEADER_OVERWRITE
 
 DELTA = {"previous_snapshot_identity": "p", "compression_format": "arc_v2", "checksum_format": "alder32"}
 

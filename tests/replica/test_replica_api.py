@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT
+from midstream.core.headers import HEADER_BOOT
 from midstream.core.text import sse_event
 from midstream.core.types import (
-    HEADER_BOOT,
     NEAR_ROUTER,
     NEAR_TOP_P,
     GenerateRequest,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from midstream.replica.replica import BEAT_S, KEPT_S, Pulse
+from midstream.replica.pulse import BEAT_S, KEPT_S, Pulse
 
 
 def test_a_stall_is_told_for_a_while_and_a_beat_in_time_is_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running, sse
 
-from midstream.core.types import HEADER_TOKEN
+from midstream.core.headers import HEADER_TOKEN
 from midstream.http.http1 import ClientConnection
 from midstream.replica.exchange import Outbox
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
-from midstream.core.types import HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
+from midstream.core.headers import HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
 from midstream.replica import app
 
 

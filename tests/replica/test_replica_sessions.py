@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from midstream.core.headers import HEADER_PLACED
 from midstream.core.sessions import TURN_MEASURES, SessionsReport
-from midstream.core.types import HEADER_PLACED, Session
+from midstream.core.types import Session
 from midstream.replica import sessions as module
 from midstream.replica.sessions import Feed, Sessions, stamp_of
 

@@ -21,8 +21,8 @@ from starlette.routing import BaseRoute, Route
 from midstream.api import resource
 from midstream.api.status import loading_state
 from midstream.core.errors import ConfigError, InvalidRequest, NotFound
+from midstream.core.headers import HEADER_MADE
 from midstream.core.scopes import OBSERVE, OPERATE, PUBLISH, forbidden
-from midstream.core.types import HEADER_MADE
 from midstream.fleet.access import grant_of
 from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments

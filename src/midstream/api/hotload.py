@@ -11,7 +11,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.api.deployments import lies_in
+from midstream.api.policies import PolicyApi
 from midstream.api.signals import (
     SOURCE_URL_HEADER,
     Place,
@@ -55,21 +56,27 @@ TRANSITIONS_SHOWN_MAX = 100_000
 LOOKED_FOR_AT_ONCE = 16
 
 
+async def _nothing() -> None:
+    pass
+
+
 def hotload_routes(
     ledger: Ledger,
     deployments: Deployments,
     *,
     allowed_buckets: Sequence[str] = (),
     chain_max: int = CHAIN_MAX,
+    changed: Callable[[], Awaitable[None]] = _nothing,
 ) -> list[BaseRoute]:
     """Routes for the control app; the ledger has every deployment.
 
     allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
-    many incremental snapshots may stand on one full one. Raises ConfigError on an allowed bucket that is none.
+    many incremental snapshots may stand on one full one. changed: takes up a change of the ledger: a policy was made or
+    ended. Raises ConfigError on an allowed bucket that is none.
     """
     for bucket in allowed_buckets:
         check_bucket(bucket)
-    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max)
+    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max, changed)
     of_one = "/v1/accounts/{account}/deployments/{name}"
     return [
         Route(HOT_LOAD_PATH, api.signal, methods=["POST"]),
@@ -77,22 +84,31 @@ def hotload_routes(
         Route(f"{HOT_LOAD_PATH}/hint", api.hint, methods=["POST"]),
         Route(f"{of_one}/ledger", api.get_ledger, methods=["GET"]),
         Route(f"{of_one}/ledger", api.reset_ledger, methods=["DELETE"]),
+        *api.policies.routes(),
         *trainer_routes(ledger, deployments, api.take),
     ]
 
 
 class _Api:
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, allowed_buckets: tuple[str, ...], chain_max: int
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        allowed_buckets: tuple[str, ...],
+        chain_max: int,
+        changed: Callable[[], Awaitable[None]],
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._allowed_buckets = allowed_buckets
         self._chain_max = chain_max
+        self.policies = PolicyApi(ledger, deployments, changed, self.take)
 
     async def signal(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         body = parse_signal(await read_body(request))
+        if body.policy is not None:
+            deployment = await self.policies.ready(deployment, body.policy)
         place = self._place(request)
         result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))
         desired = result.desired
@@ -158,6 +174,9 @@ class _Api:
 
     async def status(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
+        policy = request.query_params.get("policy")
+        if policy is not None:
+            deployment = self.policies.named(deployment, policy)
         state = await self._ledger.state(deployment.name)
         rows = replica_rows(state, deployment.replicas.views, deployment.troubles)
         return JSONResponse({"replicas": rows})
@@ -201,7 +220,9 @@ class _Api:
         grant = grant_of(request)
         if not grant.everywhere((PUBLISH,)):
             buckets = {row.name: row.bucket_url for row in await self._ledger.deployments()}
-            if not any(grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.name,)):
+            if not any(
+                grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.host.name,)
+            ):
                 raise forbidden((PUBLISH,), "the place of this snapshot")
         return url, bucket
 

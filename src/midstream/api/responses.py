@@ -19,8 +19,8 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.api.trajectories import ask_replicas, views_of
 from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
+from midstream.core.headers import HEADER_TENANT
 from midstream.core.responses import ResponseAsked, ResponseFound, holder_of
-from midstream.core.types import HEADER_TENANT
 from midstream.fleet.registry import Deployments
 from midstream.http.bodies import whole_number
 from midstream.proxy.responses_route import view_named

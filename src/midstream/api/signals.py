@@ -13,7 +13,8 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 
 from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
-from midstream.core.types import BASE_SNAPSHOT, HEADER_OVERWRITE, CompressionFormat, ResetPromptCache
+from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
 from midstream.http.bodies import json_object
 from midstream.snapshots.identity import check_checksum_format, check_identity, compression_format
 from midstream.snapshots.layout import is_snapshot_file
@@ -47,6 +48,8 @@ class SignalBody(msgspec.Struct, frozen=True):
     reset_prompt_cache: Literal["all", "new_session", "none"] | bool | MaxAge | None = None
     incremental_snapshot_metadata: Metadata | None = None
     validation: Validation | None = None
+    # Whose snapshot it is; None: the deployment's own.
+    policy: str | None = None
 
     @property
     def reset(self) -> ResetPromptCache:

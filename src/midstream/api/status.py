@@ -42,18 +42,20 @@ _MAX_AGE = Need("max_cache_age", "know how old cached KV is; signal all, new_ses
 _POLICY = Need("cache_policies", "keep cached KV from being reused; signal none")
 # What the fields of reset_prompt_cache need.
 SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
+# What the field policy needs.
+_SEVERAL = Need("policies", "serve a merged checkpoint in a deployment of its own")
 
 
 def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
     """Raises SnapshotRefused, which names the field, the engine and the feature, when a replica's engine cannot do what the
     signal asks for. reports: of the deployment's replicas, None of one that cannot be reached."""
-    need = _need(signal)
-    if need is None:
-        return
+    needs = [("reset_prompt_cache", need) for need in [_need(signal)] if need is not None]
+    if signal.policy is not None:
+        needs.append(("policy", _SEVERAL))
     for card in _cards(reports):
-        if not card.has(need.feature):
-            param = "reset_prompt_cache"
-            raise SnapshotRefused(refusal(param, card, need.feature, need.words), param=param)
+        for param, need in needs:
+            if not card.has(need.feature):
+                raise SnapshotRefused(refusal(param, card, need.feature, need.words), param=param)
 
 
 def _need(signal: SignalBody) -> Need | None:

@@ -296,7 +296,7 @@ class _Calls:
     def _meant(self, request: Request) -> Deployment:
         """The deployment that the headers name, else the only one there is. Raises InvalidRequest, NotFound."""
         headers = request.headers
-        if len(self._deployments) > 1 and not (headers.get(DEPLOYMENT_HEADER) or headers.get(MODEL_HEADER)):
+        if self._deployments.several and not (headers.get(DEPLOYMENT_HEADER) or headers.get(MODEL_HEADER)):
             shown = shown_only(grant_of(request), (PUBLISH, OBSERVE), self._deployments)
             names = ", ".join(one.name for one in shown)
             raise InvalidRequest(

@@ -25,9 +25,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
+from midstream.core.headers import HEADER_TENANT
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
 from midstream.core.traces import RewardAsked, RewardTaken, read_reward
-from midstream.core.types import HEADER_TENANT, Session
+from midstream.core.types import Session
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
 from midstream.http.bodies import read_body, whole_number

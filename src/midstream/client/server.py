@@ -31,7 +31,7 @@ from urllib.parse import quote
 
 import httpx
 
-from midstream.core.types import HEADER_OVERWRITE
+from midstream.core.headers import HEADER_OVERWRITE
 
 
 class PublishError(Exception):

@@ -232,6 +232,10 @@ class AnotherBoot(ReplicaUnavailable):
         return {**super().headers(), HEADER_ANOTHER_BOOT: "1"}
 
 
+class PolicyNotLoaded(ReplicaUnavailable):
+    """A replica has no weights of the policy, or none yet."""
+
+
 class SnapshotError(Exception):
     """A snapshot that cannot be served. The message names the file or tensor and what was expected."""
 

@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.headers import HEADER_RECORDS
 from midstream.core.text import NOT_JSON
-from midstream.core.types import HEADER_RECORDS, FinishReason
+from midstream.core.types import FinishReason
 
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these and its route.
 RecordsKept = Literal["none", "logprobs", "routes"]

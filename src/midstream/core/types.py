@@ -19,38 +19,6 @@ import msgspec
 
 BASE_SNAPSHOT = "base"
 
-#: Internal request headers, set by the gateway (it drops any a client sends) and read by replicas.
-# The session key, percent-encoded. A request without it has no session.
-HEADER_SESSION = "x-midstream-session"
-# The secret between a gateway and its replicas, when they have one.
-HEADER_TOKEN = "x-midstream-token"
-# The owner of the API key. Without it there is a single tenant.
-HEADER_TENANT = "x-midstream-tenant"
-# What the API key may do. Only the control app gets it.
-HEADER_SCOPES = "x-midstream-scopes"
-# The boot that the request was placed on. Another boot may serve other weights, and refuses it.
-HEADER_BOOT = "x-midstream-boot"
-# Stamp of a session that begins, or begins again, on this replica.
-HEADER_PLACED = "x-midstream-placed"
-
-# The control app answers it to the data path: the name of what it made, for the audit log.
-HEADER_MADE = "x-midstream-made"
-
-# Clients send it: a signal's files replace what the identity meant.
-HEADER_OVERWRITE = "x-midstream-overwrite"
-# Clients send it: what follows when a chat template rewrites an earlier answer. exact (the default): its sampled tokens stay;
-# template: they are rendered anew.
-HEADER_HISTORY = "x-midstream-history"
-# Clients send it: what a session's trace keeps of each sampled token: none, logprobs or routes. A session that is named by a
-# path keeps routes if nothing else is said.
-HEADER_RECORDS = "x-midstream-records"
-#: "ignore": body fields that no wire knows are passed over, as the deployment's setting says. Else they are refused.
-HEADER_UNKNOWN_FIELDS = "x-midstream-unknown-fields"
-#: Of a response: the fields that were passed over, percent-encoded, separated by commas.
-HEADER_IGNORED_FIELDS = "x-midstream-ignored-fields"
-# Clients send it: a new session begins where its prompt is known.
-HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
-
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ResetPromptCache = Literal["all", "new_session", "none"]
 TransitionType = Literal["ASYNC", "SYNC"]
@@ -134,6 +102,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     urgent: goes before requests that wait, and beside as many as run already.
     priority: of requests that wait, the one with the lower number goes first; of equal ones, the first that came.
     kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
+    policy: whose weights to take; "" is the deployment's own. snapshot: a resident one of it; None: what the policy serves,
+        also after its next switch.
     emitted: of each choice, the tokens that another engine generated already: it goes on behind them as if it had made them
         itself. None: this choice is over, nothing of it is computed. (): every choice begins at its beginning.
     """
@@ -154,6 +124,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     reproducible: bool = True
     urgent: bool = False
     priority: int = 0
+    policy: str = ""
+    snapshot: str | None = None
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -250,6 +222,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
     ignore_config: top-level fields of config.json that may differ from the served model's.
     hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
+    policy: whose weights; "" is the deployment's own.
     let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
     reload: grows when the replica is to load again what it serves already.
     """
@@ -270,6 +243,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     hold: bool = False
     let_go: int = 0
     reload: int = 0
+    policy: str = ""
 
     @property
     def files(self) -> tuple[SnapshotFiles, ...]:
@@ -390,6 +364,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
     "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
     "freeze": "requests that stand still in a pause and go on with their KV (mode keep)",
+    "policies": "LoRA adapters, many at once, each a policy of its own",
     "short_swap": "a pause that does not grow with the model at a swap",
 }
 
@@ -413,6 +388,28 @@ class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
     durable: int = 0
     lost: int = 0
     waiting_bytes: int = 0
+
+
+class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one policy on a replica, as ReplicaReport has it. sound: what serves did not fail its check."""
+
+    policy: str
+    sound: bool = True
+    # BASE_SNAPSHOT: nothing serves yet.
+    snapshot: str = BASE_SNAPSHOT
+    signalled: int = 0
+    generation: int = 0
+    stage: Stage = Stage.IDLE
+    target: str | None = None
+    error: str | None = None
+    in_flight: int = 0
+    held: bool = False
+    admitting: bool = True
+    pinnable: bool = True
+    check: SnapshotCheck | None = None
+    contents: tuple[SnapshotContent, ...] = ()
+    last_swap: SwapTiming | None = None
+    transitions: tuple[Transition, ...] = ()
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -464,6 +461,10 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     engine_silent_s: int = 0
     # None where no records are kept.
     records: RecordsStats | None = None
+    # Besides the deployment's own.
+    policies: tuple[PolicyReport, ...] = ()
+    # The engine answers, whatever the deployment's own snapshot is like.
+    ready_at_all: bool = True
 
 
 ENGINE_SILENT_FROM_S = 5

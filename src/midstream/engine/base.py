@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
@@ -32,7 +32,45 @@ class StagingFailed(Exception):
     """The staged files could not become a model; what serves is unchanged."""
 
 
-class Engine(abc.ABC):
+class Slot(abc.ABC):
+    """What one policy serves, and what is to take its place. Every engine is the slot of its deployment's own policy."""
+
+    @abc.abstractmethod
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        """Prepare the verified files of `directory` beside the serving weights; steps go on meanwhile.
+
+        One snapshot of a slot is staged at a time: a second stage replaces the first. The files are a checkpoint's or, with
+        the feature `policies`, a LoRA adapter's of the base weights. Raises StagingFailed, EngineDied.
+        """
+
+    def drop_staged(self) -> None:  # noqa: B027 - optional to override
+        """Free what is staged or being staged, if anything is: it will not be committed. Returns at once."""
+
+    @abc.abstractmethod
+    async def commit(self, snapshot: str) -> SwapTiming:
+        """Switch to the staged snapshot at a step boundary; running sequences continue with their KV.
+
+        Every token sampled before the switch is labelled with the old snapshot, every one after it with the new one.
+        Only safe after stage(snapshot) returned; raises StagingFailed when that snapshot is not the one staged,
+        EngineDied. The timing's pause_ms runs from the end of the last step before the switch to the switch.
+        """
+
+    def retain(self, snapshots: Collection[str]) -> None:  # noqa: B027 - optional to override
+        """Besides what serves, keep these of the snapshots that serve or have served (feature `resident_snapshots`).
+
+        The others are freed once no request runs under them. Returns at once.
+        """
+
+    async def weights_digest(self) -> str | None:
+        """Digest of the serving weights, as the engine holds them; None if this engine cannot compute one.
+
+        Equal for equal weights in engines of equal settings. Steps go on meanwhile. Not during commit. Raises EngineDied;
+        StagingFailed when the weights cannot be read.
+        """
+        return None
+
+
+class Engine(Slot):
     @abc.abstractmethod
     async def start(self) -> ModelInfo:
         """Load the base weights and be ready to generate. Safe to call again after EngineDied."""
@@ -60,44 +98,24 @@ class Engine(abc.ABC):
         """
         return None
 
-    def end_choice(self, request_id: str, index: int) -> None:  # noqa: B027 - optional to override
+    def end_choice(self, request_id: str, index: int) -> None:
         """Stop one choice of a running request: no further event of it comes, and its KV is free within a step.
 
         The iterator of `generate` goes on with the other choices and ends when none is left. Unknown ids are ignored.
         """
 
-    def abort(self, request_id: str) -> None:  # noqa: B027 - optional to override
+    def abort(self, request_id: str) -> None:
         """End every choice of a running request with what it has: its last event has the finish `abort`.
 
         Unknown ids are ignored.
         """
 
-    @abc.abstractmethod
-    async def stage(self, snapshot: str, directory: Path) -> None:
-        """Prepare the verified files of `directory` beside the serving weights; steps go on meanwhile.
+    def slot(self, policy: str) -> Slot:
+        """The slot of another policy (feature `policies`). Its first commit makes the policy."""
+        raise NotImplementedError(f"{type(self).__name__} serves one policy")
 
-        One snapshot is staged at a time: a second stage replaces the first. Raises StagingFailed, EngineDied.
-        """
-
-    def drop_staged(self) -> None:  # noqa: B027 - optional to override
-        """Free what is staged or being staged, if anything is: it will not be committed. Returns at once."""
-
-    @abc.abstractmethod
-    async def commit(self, snapshot: str) -> SwapTiming:
-        """Switch to the staged snapshot at a step boundary; running sequences continue with their KV.
-
-        Every token sampled before the switch is labelled with the old snapshot, every one after it with the new one.
-        Only safe after stage(snapshot) returned; raises StagingFailed when that snapshot is not the one staged,
-        EngineDied. The timing's pause_ms runs from the end of the last step before the switch to the switch.
-        """
-
-    async def weights_digest(self) -> str | None:
-        """Digest of the serving weights, as the engine holds them; None if this engine cannot compute one.
-
-        Equal for equal weights in engines of equal settings. Steps go on meanwhile. Not during commit. Raises EngineDied;
-        StagingFailed when the weights cannot be read.
-        """
-        return None
+    def end_policy(self, policy: str) -> None:
+        """Free all that the policy has, once no request runs under it. Returns at once."""
 
     @abc.abstractmethod
     async def pause(self) -> None:
@@ -118,7 +136,7 @@ class Engine(abc.ABC):
     def stats(self) -> EngineStats:
         """The last numbers that the engine reported. Never waits."""
 
-    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:  # noqa: B027 - optional to override
+    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         """Call `callback(reason)` when the engine dies by itself (not by close)."""
 
 

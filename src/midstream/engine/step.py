@@ -44,6 +44,7 @@ class StepBatch:
     ids, positions: [tokens] int64. slots: [tokens] int64, where the KV of each token goes.
     spans: [sequences, 4] int32: first token in the batch, number of tokens, position of the first token, index of the
     sequence's first block in `blocks`. blocks: int32, the block tables one after the other.
+    adapters: of each sequence, the decoder's own form of its LoRA adapter, or None. Empty: no sequence has one.
     """
 
     ids: np.ndarray
@@ -52,6 +53,7 @@ class StepBatch:
     spans: np.ndarray
     blocks: np.ndarray
     block_size: int
+    adapters: tuple[Any, ...] = ()
 
     def table(self, sequence: int) -> np.ndarray:
         """The slots of all positions of a sequence, int64."""

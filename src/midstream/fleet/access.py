@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import Forbidden, InvalidRequest, NotFound
+from midstream.core.headers import HEADER_SCOPES, HEADER_TENANT
 from midstream.core.scopes import (
     EVERYTHING,
     GATEWAY_ROUTES,
@@ -28,7 +29,6 @@ from midstream.core.scopes import (
     need_of,
     parse_grant,
 )
-from midstream.core.types import HEADER_SCOPES, HEADER_TENANT
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def meant(
         if deployment is not None and grant.allows(scopes, deployment.strip().partition("@")[0]):
             raise NotFound(f"{resource} is not served here", param=DEPLOYMENT_HEADER) from None
         raise forbidden(scopes, resource) from None
-    if not grant.allows(scopes, found.name):
+    if not grant.allows(scopes, found.host.name):
         raise forbidden(scopes, resource)
     return found
 

@@ -21,9 +21,10 @@ from types import MappingProxyType
 
 import msgspec
 
-from midstream.core.errors import NotFound
+from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.types import ReplicaEntry
 from midstream.fleet.membership import Resolver, entries_of_row, merged
+from midstream.fleet.policies import PolicyReplicas, split_name
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import Member
 from midstream.fleet.tally import GatewayReport, Siblings
@@ -92,6 +93,8 @@ class DesiredState:
         self._ledger = ledger
         self._deployments = deployments
         self._make = make
+        # The run-time side of a policy, from its row, its deployment and its name.
+        self.make_policy: Callable[[DeploymentRow, Deployment, str], Deployment] | None = None
         self._tell = tell
         self._settings = settings
         self.resolver: Resolver | None = None
@@ -149,7 +152,7 @@ class DesiredState:
             self._tasks = tasks
             if self.resolver is not None:
                 tasks.create_task(self.resolver.run(), name="DNS name of replicas")
-            for deployment in self._deployments:
+            for deployment in (*self._deployments, *self._deployments.policies()):
                 self._start(deployment)
             while True:
                 await self.look_once()
@@ -172,10 +175,13 @@ class DesiredState:
         try:
             account = self._deployments.default.names.account
             found = await self._ledger.deployments()
+            policies = await self._ledger.policies()
             rows = {row.name: row for row in found if row.name.startswith(f"{account}/")}
         except LedgerUnavailable as error:
             logger.warning("going on with the deployments known: %s", error)
             return
+        own = {row.name: row for row in policies}
+        await self._end_policies(own)
         for row in rows.values():
             known = self._deployments.known(row.name)
             if known not in (None, self._deployments.default) and self._created[row.name] != row.created_at:
@@ -193,7 +199,48 @@ class DesiredState:
                 deployment.name not in rows or (deployment.deleting and gone)
             ):
                 await self._end(deployment, rows.get(deployment.name))
+        for row in own.values():
+            self._take_up_policy(row)
         self._say(tuple(wanted))
+
+    async def _end_policies(self, rows: dict[str, DeploymentRow]) -> None:
+        """End those that are gone or have to go, before their deployments do. Takes the rows that it removes out of `rows`."""
+        for policy in self._deployments.policies():
+            row = rows.get(policy.name)
+            if row is None or self._created[policy.name] != row.created_at:
+                await self._end(policy, None)
+            elif row.deleting and policy.deleting and await self._end_on_replicas(policy, row):
+                del rows[policy.name]
+
+    async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow) -> bool:
+        """Whether it is gone. The row goes once no replica has the policy: one of the same name is not taken for it."""
+        assert isinstance(policy.replicas, PolicyReplicas)
+        try:
+            await policy.replicas.send_end()
+        except ReplicaUnavailable as error:
+            logger.info("%s is ended later: %s", policy.name, error)
+            return False
+        if not policy.replicas.held:
+            await self._end(policy, row)
+            return True
+        return False
+
+    def _take_up_policy(self, row: DeploymentRow) -> None:
+        name, own = split_name(row.name)
+        of, policy = self._deployments.known(name), self._deployments.known(row.name)
+        if of is None or of.policy:
+            return
+        if policy is None:
+            if self.make_policy is None:
+                return
+            policy = self.make_policy(row, of, own)
+            self._deployments.add(policy)
+            self._created[row.name] = row.created_at
+            self._start(policy)
+            logger.info("policy %s of %s", own, name)
+        if row.deleting != policy.deleting:
+            policy.deleting = row.deleting
+            self._deployments.renamed()
 
     def report_now(self) -> None:
         """Tell the supervisor what this gateway says of itself, without another look at the ledger."""
@@ -253,7 +300,10 @@ class DesiredState:
         except NotFound:
             # Another gateway was faster.
             pass
-        deployment.replicas.set_members(())
+        if isinstance(deployment.replicas, PolicyReplicas):
+            deployment.replicas.close()
+        else:
+            deployment.replicas.set_members(())
         self._deployments.remove(deployment)
         logger.info("deployment %s is deleted", deployment.name)
 

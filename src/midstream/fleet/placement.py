@@ -43,7 +43,8 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.types import HEADER_FOLLOW_PREFIX, Session
+from midstream.core.headers import HEADER_FOLLOW_PREFIX
+from midstream.core.types import Session
 
 # Share of a prompt's bytes. A shorter common beginning decides nothing.
 FOLLOWED_FROM = 0.5

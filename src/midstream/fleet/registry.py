@@ -52,15 +52,25 @@ class Deployment:
     ignores_fields: bool | None = None
     # Replica to the reason why it cannot be started.
     problems: dict[str, str] = field(default_factory=dict)
+    # This is a policy of the deployment `of`, and runs on its replicas.
+    policy: str = ""
+    of: Deployment | None = None
 
     def __post_init__(self) -> None:
-        self.replicas.on_sessions = self._told
+        if self.of is None:
+            # A policy's sessions are its deployment's.
+            self.replicas.on_sessions = self._told
         self.reconciler.order = self.order
 
     @property
     def name(self) -> str:
-        """accounts/A/deployments/D"""
+        """accounts/A/deployments/D, and for a policy of it /policies/P behind that."""
         return self.names.deployment
+
+    @property
+    def host(self) -> Deployment:
+        """The deployment whose replicas it runs on: itself, but for a policy."""
+        return self.of or self
 
     @property
     def model(self) -> str:
@@ -109,6 +119,8 @@ class Deployments:
         self.default = default
         self._known = {f"{default.names.account}/models/{name}" for name in models} | {default.model}
         self._by_name: dict[str, Deployment] = {}
+        # Policies by the name of their row.
+        self._policies: dict[str, Deployment] = {}
         # Every name, full and bare, to the deployments that have it.
         self._called: dict[str, list[Deployment]] = {}
         self.add(default)
@@ -116,26 +128,38 @@ class Deployments:
     def __repr__(self) -> str:
         return f"Deployments({', '.join(self._by_name)})"
 
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     def __iter__(self) -> Iterator[Deployment]:
-        """The default one first, then in the order they came."""
+        """The default one first, then in the order they came. Policies are not among them."""
         return iter(tuple(self._by_name.values()))
+
+    @property
+    def several(self) -> bool:
+        """Whether there are more deployments than the default one."""
+        return len(self._by_name) > 1
+
+    @property
+    def single(self) -> bool:
+        """Whether every request is for the default deployment itself."""
+        return not self.several and not self._policies
+
+    def policies(self, of: Deployment | None = None) -> list[Deployment]:
+        """Those of one deployment, or all, by name."""
+        return [p for _, p in sorted(self._policies.items()) if of is None or p.of is of]
 
     @property
     def models(self) -> list[str]:
         """Resource names of the models that are served or can be."""
-        return sorted(self._known | {deployment.model for deployment in self})
+        return sorted(self._known | {one.model for one in (*self, *self.policies())})
 
     def add(self, deployment: Deployment) -> None:
-        assert deployment.name not in self._by_name
-        self._by_name[deployment.name] = deployment
+        table = self._policies if deployment.policy else self._by_name
+        assert deployment.name not in table
+        table[deployment.name] = deployment
         self._index()
 
     def remove(self, deployment: Deployment) -> None:
         assert deployment is not self.default
-        del self._by_name[deployment.name]
+        del (self._policies if deployment.policy else self._by_name)[deployment.name]
         self._index()
 
     def renamed(self) -> None:
@@ -152,7 +176,7 @@ class Deployments:
 
     def known(self, name: str) -> Deployment | None:
         """By full name."""
-        return self._by_name.get(name)
+        return self._by_name.get(name) or self._policies.get(name)
 
     def get(self, name: str) -> Deployment:
         """By full name, accounts/A/deployments/D. Raises NotFound."""
@@ -203,8 +227,8 @@ class Deployments:
 
     def _index(self) -> None:
         called: dict[str, list[Deployment]] = {}
-        for deployment in self._by_name.values():
-            if deployment.deleting:
+        for deployment in (*self._by_name.values(), *self._policies.values()):
+            if deployment.deleting or deployment.host.deleting:
                 continue
             for name in deployment.names.accepted():
                 called.setdefault(name, []).append(deployment)

@@ -28,9 +28,10 @@ from typing import NamedTuple
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.headers import HEADER_TOKEN
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.text import NOT_JSON
-from midstream.core.types import HEADER_TOKEN, Desired, Hint, Pause, ReplicaReport
+from midstream.core.types import Desired, Hint, Pause, ReplicaReport
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words
@@ -95,6 +96,8 @@ class ReplicaSet:
         self.learning = learn_s > 0
         # Called with each report of sessions.
         self.on_sessions: Listener = lambda replica, told: None
+        # Called at once with every change, of use or of a report: the sets of policies.
+        self.followers: list[Callable[[], None]] = []
         self._header = token_header(token)
         self._named: dict[str, ReplicaView] = {}
         self._fleet: Fleet[ReplicaView] | None = None
@@ -396,7 +399,12 @@ class ReplicaSet:
         self._fleet = None
         if self.learning and self.views and all(view.usable for view in self.views):
             self.learning = False
+        self._tell_followers()
         self._wake()
+
+    def _tell_followers(self) -> None:
+        for follower in self.followers:
+            follower()
 
     def _learned(self) -> None:
         self.learning = False
@@ -420,6 +428,7 @@ class ReplicaSet:
             callback()
 
     def _changed(self, *, use: bool = True) -> None:
+        self._tell_followers()
         self._wake(use=use)
         if self._notice is None and self._callbacks:
             self._notice = asyncio.get_running_loop().call_soon(self._notify)

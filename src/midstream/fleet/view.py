@@ -82,6 +82,11 @@ class ReplicaView:
         return f"ReplicaView({self.name}, {self.url}, {self.standing}, usable={self.usable}, {self.in_flight} in flight)"
 
     @property
+    def replica(self) -> ReplicaView:
+        """The view that counts the replica's requests and owns the connections to it: this one, but for a policy's."""
+        return self
+
+    @property
     def in_flight(self) -> int:
         return self._in_flight
 

@@ -27,6 +27,7 @@ from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import Resolver, entries_of_settings, membership_routes
+from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
@@ -129,6 +130,7 @@ def _desired_state(
         channel.send,
         settings=entries_of_settings(spec.settings.replicas, spec.settings.replica_weights),
     )
+    desired_state.make_policy = lambda row, of, policy: _policy(ledger, row, of, policy)
     if spec.settings.replicas_dns is not None:
         desired_state.resolver = Resolver(spec.settings.replicas_dns, desired_state.wake)
     return desired_state
@@ -154,6 +156,7 @@ def _served_api(
             deployments,
             allowed_buckets=spec.settings.allowed_buckets,
             chain_max=spec.settings.chain_max,
+            changed=desired_state.changed,
         ),
     ]
 
@@ -253,6 +256,14 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
         SessionTable(spec.settings.max_sessions),
         wanted=replica_count(row),
     )
+
+
+def _policy(ledger: Ledger, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
+    replicas = PolicyReplicas(of.replicas, policy)
+    # Policies switch by themselves, and nobody waits for another replica's turn.
+    reconciler = Reconciler(ledger, replicas, row.name)
+    names = names_of(of.names, policy)
+    return Deployment(names, replicas, reconciler, of.sessions, policy=policy, of=of)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from midstream.launch.engines import engine_fields, make_engine, records_fields,
 from midstream.launch.local import engine_settings, stop_signals, until_stopped
 from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import Listening, ReplicaSpec
-from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
@@ -101,10 +100,9 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
         gc.freeze()
         channel.send(Listening(port=sock.getsockname()[1]))
         await channel.stop_requested()
-        replica.gate.set(Door.DOWN)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
-                await replica.gate.drained()
+                await replica.drained()
     finally:
         await replica.close()
         await server.close()

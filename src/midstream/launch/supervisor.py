@@ -24,7 +24,7 @@ import httpx
 
 from midstream.core.config import Settings, deployment_resource, model_resource, parse_size
 from midstream.core.errors import ConfigError
-from midstream.core.types import HEADER_TOKEN
+from midstream.core.headers import HEADER_TOKEN
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch.channel import STOP_GRACE_S
 from midstream.launch.engines import records_fields

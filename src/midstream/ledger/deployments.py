@@ -59,7 +59,10 @@ class Fresh:
 
 # Statements that are run often are made once: to make one takes longer than to run it.
 _FIND = sa.select(deployments).where(deployments.c.name == sa.bindparam("key"))
-_EVERY = sa.select(deployments).order_by(deployments.c.name)
+#: What the names of policies have, and those of deployments have not (fleet/policies.py).
+_OF_POLICIES = "%/policies/%"
+_EVERY = sa.select(deployments).where(deployments.c.name.not_like(_OF_POLICIES)).order_by(deployments.c.name)
+_POLICIES = sa.select(deployments).where(deployments.c.name.like(_OF_POLICIES)).order_by(deployments.c.name)
 _TOUCH = deployments.update().where(deployments.c.name == sa.bindparam("key"))
 _TOUCH = _TOUCH.values(generation=deployments.c.generation)
 
@@ -84,6 +87,10 @@ def one(db: sa.Connection, name: str) -> DeploymentRow:
 
 def every(db: sa.Connection) -> list[DeploymentRow]:
     return [as_row(row) for row in db.execute(_EVERY)]
+
+
+def policies(db: sa.Connection) -> list[DeploymentRow]:
+    return [as_row(row) for row in db.execute(_POLICIES)]
 
 
 def ensure(
@@ -129,6 +136,9 @@ def update(db: sa.Connection, name: str, change: DeploymentChange, now: float) -
 
 def delete(db: sa.Connection, name: str) -> None:
     row = lock(db, name)
+    own = [policy.name for policy in policies(db) if policy.name.startswith(f"{name}/policies/")]
+    for one_name in own:
+        delete(db, one_name)
     _forget(db, row.id)
     db.execute(deployments.delete().where(deployments.c.id == row.id))
 

@@ -195,8 +195,12 @@ class Ledger:
         return await self._read(deployments.one, name)
 
     async def deployments(self) -> list[DeploymentRow]:
-        """All of them, by name."""
+        """All of them, by name; no policies."""
         return await self._read(deployments.every)
+
+    async def policies(self) -> list[DeploymentRow]:
+        """The policies of all deployments, by name: a policy has the row of a deployment, which no replicas are run for."""
+        return await self._read(deployments.policies)
 
     async def signal(
         self, name: str, signal: Signal, fleet: Fleet = NO_FLEET, *, chain_max: int = CHAIN_MAX

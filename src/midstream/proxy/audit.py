@@ -23,9 +23,9 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from midstream.core.errors import MidstreamError, Unauthorized
+from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.private import private_file
 from midstream.core.text import NOT_JSON
-from midstream.core.types import HEADER_OVERWRITE
 from midstream.core.wires import TRAINER_CHANGES_BY_GET
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
 from midstream.http.bodies import MAX_BODY_BYTES
@@ -65,6 +65,7 @@ class _Said(msgspec.Struct):
     """What is told of a body. Any JSON value fits: the endpoint judges it."""
 
     identity: Any = None
+    policy: Any = None
     baseModel: Any = None
     minReplicaCount: Any = None
     maxReplicaCount: Any = None

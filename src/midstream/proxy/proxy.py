@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Unauthorized
+from midstream.core.headers import HEADER_TOKEN, HEADER_UNKNOWN_FIELDS
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
-from midstream.core.types import HEADER_TOKEN, HEADER_UNKNOWN_FIELDS, Session
+from midstream.core.types import Session
 from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.placement import Decision, Fleet, PrefixTable, Prompt, sticky
 from midstream.fleet.registry import Deployment, Deployments
@@ -141,7 +142,7 @@ class Proxy:
 
     def fields_lines(self, deployment: Deployment) -> list[bytes]:
         """What a replica is told of unknown fields: nothing where they are refused."""
-        own = deployment.ignores_fields
+        own = deployment.host.ignores_fields
         return _IGNORE if own or (own is None and self._ignores_fields) else _REFUSE
 
     def request_id(self) -> bytes:
@@ -154,13 +155,13 @@ class Proxy:
         """
         headers, default = request.first, self.deployments.default
         named = b"fireworks-deployment" in headers or b"fireworks-model" in headers
-        if grant is EVERYTHING and not named and len(self.deployments) == 1:
+        if grant is EVERYTHING and not named and self.deployments.single:
             # Nearly all requests take this branch.
             return default
         deployment = _decoded(headers.get(b"fireworks-deployment"))
         model = _decoded(headers.get(b"fireworks-model"))
         limited = grant is not EVERYTHING and not grant.everywhere((SAMPLE,))
-        in_body = deployment is None and model is None and (limited or len(self.deployments) > 1)
+        in_body = deployment is None and model is None and (limited or not self.deployments.single)
         asked = body_model(request.body) if in_body else None
 
         def find() -> Deployment:

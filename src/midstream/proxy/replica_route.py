@@ -32,8 +32,9 @@ from midstream.core.errors import (
     SnapshotNotServed,
     SnapshotTransition,
 )
+from midstream.core.headers import HEADER_BOOT, HEADER_POLICY
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
-from midstream.core.types import HEADER_BOOT, ReplicaReport, Session
+from midstream.core.types import ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
@@ -78,6 +79,7 @@ LOST_SENDS_MAX = 2
 BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
+_POLICY = HEADER_POLICY.encode()
 _LOST = HEADER_LOST.encode()
 _ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
 _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
@@ -218,10 +220,10 @@ class ReplicaRoute(Route):
     def enter(self, request: AtReplica) -> None:
         view = self._view
         assert view is not None
-        view.in_flight += 1
+        view.replica.in_flight += 1
         if self._prompt is not None:
             self._deployment.prefixes.begin(self._prompt)
-        upstream = self._proxy.upstream(view)
+        upstream = self._proxy.upstream(view.replica)
         upstream.requests[request] = None
         self.pool = upstream.pool
         self._here = request
@@ -233,10 +235,10 @@ class ReplicaRoute(Route):
         here, self._here = self._here, None
         if here is None or self._view is None:
             return
-        self._view.in_flight -= 1
+        self._view.replica.in_flight -= 1
         if self._prompt is not None:
             self._deployment.prefixes.end(self._prompt)
-        self._proxy.upstreams[self._view].requests.pop(here, None)
+        self._proxy.upstreams[self._view.replica].requests.pop(here, None)
 
     def not_connected(self, phase: Phase, error: OSError) -> Judgement:
         assert self._view is not None
@@ -255,6 +257,8 @@ class ReplicaRoute(Route):
         stamp = None if self._placed is None else self._placed.stamp
         lines += session_lines(self._request.first, self._session, stamp, self._in_path is not None)
         lines += self._proxy.fields_lines(self._deployment)
+        if self._deployment.policy:
+            lines.append(b"%b: %b" % (_POLICY, self._deployment.policy.encode()))
         if self._versions is not None:
             assert self._placed_under is not None
             lines += self._versions.lines(self._view, self._placed_under)
@@ -480,7 +484,7 @@ class ReplicaRoute(Route):
         """Note that a replica was lost with this request; the error, if it was probably the cause."""
         view, proxy = self._view, self._proxy
         assert view is not None
-        upstream = proxy.upstreams.get(view)
+        upstream = proxy.upstreams.get(view.replica)
         routes = [] if upstream is None else [one.route for one in upstream.requests]
         beside = [route.losses for route in routes if route is not self and route.losses is not None]
         if self.losses is None:

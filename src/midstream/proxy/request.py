@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
+from midstream.core.headers import HEADER_MADE
 from midstream.core.text import error_event
-from midstream.core.types import HEADER_MADE
 from midstream.http.http1 import ClientConnection
 from midstream.http.reader import Request, error_response
 from midstream.http.upstream import UpstreamConnection

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from midstream.core.errors import EngineFailed, ErrorShape, MidstreamError, ReplicaUnavailable
-from midstream.core.types import (
+from midstream.core.headers import (
     HEADER_HISTORY,
     HEADER_IGNORED_FIELDS,
     HEADER_OVERWRITE,
@@ -27,8 +27,8 @@ from midstream.core.types import (
     HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
-    Session,
 )
+from midstream.core.types import Session
 from midstream.http.reader import HOP_BY_HOP, Request
 from midstream.proxy.request_state import Event, Phase
 

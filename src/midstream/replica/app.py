@@ -19,19 +19,19 @@ from typing import TypeVar
 import msgspec
 
 from midstream.core.errors import (
-    AnotherBoot,
     InvalidRequest,
     MidstreamError,
     NotFound,
     ReplicaUnavailable,
     Unauthorized,
 )
+from midstream.core.headers import HEADER_BOOT, HEADER_IGNORED_FIELDS, HEADER_POLICY, HEADER_TOKEN
 from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
 from midstream.core.traces import RewardAsked
-from midstream.core.types import HEADER_IGNORED_FIELDS, HEADER_TOKEN, Desired, Hint, Pause
+from midstream.core.types import Desired, Hint, Pause
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
@@ -64,6 +64,7 @@ REPORT_AT_LEAST_EVERY_S = 1.0
 SESSIONS_GAP_S = 0.005
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
+_policy = msgspec.json.Decoder(str)
 _asked = msgspec.json.Decoder(SessionsAsked)
 _rewarded = msgspec.json.Decoder(RewardAsked)
 _hinted = msgspec.json.Decoder(Hint)
@@ -107,6 +108,7 @@ class ReplicaApp:
             b"/replica/report": (get, _at_once(lambda _: (200, replica.report()))),
             b"/replica/events": (get, lambda request, client: EventsExchange(request, client, replica)),
             b"/replica/desired": (post, _at_once(lambda request: _desire(replica, request))),
+            b"/replica/policy/end": (post, _at_once(lambda request: _end_policy(replica, request))),
             b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
@@ -182,9 +184,9 @@ class InferenceExchange(TaskExchange):
             self._fixed["request-id"] = self._fixed["x-request-id"]
 
     async def _answer(self) -> None:
-        service = self._replica.service
-        if service is None:
-            raise AnotherBoot("the engine is starting; retry this request")
+        service = self._replica.service_of(
+            self._headers.get(HEADER_POLICY, ""), self._headers.get(HEADER_BOOT)
+        )
         async with self._admitted(service) as generation:
             if generation.ignored:
                 self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)
@@ -240,10 +242,8 @@ class TextExchange(TaskExchange):
         self._replica, self._wire, self._call = replica, wire, call
 
     async def _answer(self) -> None:
-        service = self._replica.service
-        if service is None:
-            raise AnotherBoot("the engine is starting; retry this request")
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in self._request.first.items()}
+        service = self._replica.service_of(headers.get(HEADER_POLICY, ""), headers.get(HEADER_BOOT))
         said = await self._call.answer(service, self._request.body, headers)
         self._whole(200, msgspec.json.encode(said), {})
 
@@ -387,6 +387,10 @@ def _models(replica: Replica) -> Answer:
 def _desire(replica: Replica, request: Request) -> Answer:
     replica.desire(_decoded(request, _desired, "a desired snapshot"))
     return 202, replica.report()
+
+
+def _end_policy(replica: Replica, request: Request) -> Answer:
+    return 200, {"ended": replica.policies.end(_decoded(request, _policy, "the name of a policy"))}
 
 
 def _sessions(replica: Replica, request: Request) -> Answer:

@@ -4,10 +4,6 @@ Owns: the life of the engine (start, death, start again) and the boot id. A swap
 Always holds: a boot starts on the base weights with an empty cache and no accepted target. A report's `ready` is true only
 between a successful engine start and its death, and only while the serving weights have not failed their check. Every change
 of the report wakes its watchers.
-
-Measures whether the replica's event loop stands still. A loop that stands still cannot report it, so the report follows.
-
-Always holds: a stall is reported for KEPT_S after it ended; the log names each.
 """
 
 from __future__ import annotations
@@ -15,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from midstream.core.errors import AnotherBoot, InvalidRequest
 from midstream.core.text import declared
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.types import (
@@ -34,8 +31,11 @@ from midstream.core.types import (
 )
 from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
+from midstream.replica import policies
 from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
 from midstream.replica.journal import Journal
+from midstream.replica.policies import Boot, Parts, Policies
+from midstream.replica.pulse import Pulse
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.stored import StoredResponses
@@ -48,49 +48,6 @@ from midstream.replica.turns.trace import trace_of, traced
 from midstream.replica.turns.tree import BYTES_MAX, Trees, Turn
 
 log = logging.getLogger(__name__)
-
-BEAT_S = 0.25
-#: A beat that is later than this is a stall.
-STALL_S = 0.5
-KEPT_S = 30.0
-
-
-class Pulse:
-    def __init__(
-        self,
-        name: str,
-        on_change: Callable[[], None],
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._name = name
-        self._on_change = on_change
-        self._clock = clock
-        self._sleep = sleep
-        self._until = 0.0
-        self.stalled_s = 0.0
-
-    def __repr__(self) -> str:
-        return f"Pulse({self._name}, stalled {self.stalled_s:g} s)"
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        before = self._clock()
-        while True:
-            await self._sleep(BEAT_S)
-            now = self._clock()
-            self._beat(now, now - before - BEAT_S)
-            before = now
-
-    def _beat(self, now: float, late_s: float) -> None:
-        if late_s >= STALL_S:
-            log.warning("%s: the event loop stood still for %.1f s", self._name, late_s)
-            self.stalled_s, self._until = max(self.stalled_s, round(late_s, 1)), now + KEPT_S
-            self._on_change()
-        elif self.stalled_s and now >= self._until:
-            self.stalled_s = 0.0
-            self._on_change()
-
 
 RESTART_DELAY_MAX_S = 10.0
 
@@ -166,6 +123,7 @@ class Replica:
         self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
+        self.policies = Policies(self._parts(bounds))
         self.driver = self._fresh_driver()
         engine.on_death(self._on_death)
 
@@ -178,6 +136,29 @@ class Replica:
         self.trees.on_turn = self._turn_ended
         # Who keeps records wants all of them, also of clients that cannot ask.
         self._kept = replace(self._kept, records="routes")
+
+    def _parts(self, bounds: Bounds) -> Parts:
+        return Parts(
+            engine=self._engine,
+            text=self._text,
+            names=self.names,
+            files=self._files,
+            kept=lambda: self._kept,
+            outside=self._outside,
+            bounds=policies.Bounds(bounds.requests_max, bounds.session_idle_s, bounds.pin_drain_s),
+            on_change=self._changed,
+            died=self.engine_died,
+        )
+
+    def service_of(self, policy: str, boot: str | None = None) -> Service:
+        """What serves a policy's requests. boot: the one that is meant. Raises AnotherBoot, PolicyNotLoaded."""
+        if self.service is None:
+            raise AnotherBoot("the engine is starting; retry this request")
+        if not policy:
+            return self.service
+        if boot not in (None, self.boot) or not self.ready:
+            raise AnotherBoot("the replica began anew after this request was sent to it; retry this request")
+        return self.policies.named(policy).service
 
     def _kept_over_boots(self) -> Kept:
         return Kept(
@@ -254,6 +235,14 @@ class Replica:
         self.gate.set(Door.OPEN)
         self._changed()
 
+    async def drained(self) -> None:
+        """Take no more requests, and wait until none is inside."""
+        gates = [self.gate, *(policy.gate for policy in self.policies)]
+        for gate in gates:
+            gate.set(Door.DOWN)
+        for gate in gates:
+            await gate.drained()
+
     async def close(self) -> None:
         """Idempotent. Requests inside end with the engine."""
         self.closed = True
@@ -268,7 +257,16 @@ class Replica:
         self._changed()
 
     def desire(self, desired: Desired) -> None:
-        self.driver.desire(desired)
+        """Raises InvalidRequest for a policy that this engine does not serve."""
+        if not desired.policy:
+            self.driver.desire(desired)
+            return
+        info = None if self.service is None else self.service.info
+        if info is None or not self.ready:
+            raise AnotherBoot("the engine is starting; retry this request")
+        if not info.card.has("policies"):
+            raise InvalidRequest("policy: this engine serves one policy", param="policy")
+        self.policies.desire(desired, Boot(self.boot, info, lambda: self.boot))
 
     def pause(self, wanted: Pause) -> None:
         """Pause or go on, unless a newer message said otherwise. The report tells when it is done."""
@@ -280,6 +278,7 @@ class Replica:
             return
         self._to_pause = wanted
         self.gate.pause(wanted.mode is not None)
+        self.policies.pause(wanted.mode is not None)
         if self._pausing is None or self._pausing.done():
             self._pausing = asyncio.create_task(self._carry_out_pause(), name="pause")
             self._pausing.add_done_callback(_log_failure)
@@ -287,8 +286,8 @@ class Replica:
     async def _carry_out_pause(self) -> None:
         while self._pause != self._to_pause:
             wanted = self._to_pause
-            if wanted.mode == "abort" and self.service is not None:
-                self.service.abort()
+            if wanted.mode == "abort":
+                self.abort()
             # A dead engine has nothing that could stand still. Its next boot begins with the gate closed.
             with contextlib.suppress(EngineDied):
                 if wanted.mode == "keep":
@@ -300,10 +299,12 @@ class Replica:
 
     def abort(self, ids: tuple[str, ...] | None = None) -> int:
         """Ends requests with what they have; None: all. Returns how many."""
-        return 0 if self.service is None else self.service.abort(ids)
+        own = 0 if self.service is None else self.service.abort(ids)
+        return own + sum(policy.service.abort(ids) for policy in self.policies)
 
     def reset_cache(self) -> None:
-        self.namespaces.reset()
+        for namespaces in (self.namespaces, *(policy.namespaces for policy in self.policies)):
+            namespaces.reset()
 
     def hint(self, hint: Hint) -> None:
         """Fetch files early that a target will need."""
@@ -311,7 +312,8 @@ class Replica:
 
     def close_session(self, session: Session) -> bool:
         """Whether it was held here. Its next request begins anew; one that runs goes on."""
-        self.namespaces.forget(session)
+        for namespaces in (self.namespaces, *(policy.namespaces for policy in self.policies)):
+            namespaces.forget(session)
         # Its turns outlive the engine, whose end closes the session.
         had = self.trees.of(session) is not None
         self.trees.close(session)
@@ -326,13 +328,15 @@ class Replica:
             replica=self.name,
             boot=self.boot,
             ready=self.ready and machine.sound,
+            ready_at_all=self.ready,
             snapshot=machine.serving,
             signalled=machine.signalled,
             generation=machine.accepted.generation if machine.accepted else 0,
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
             error=self._down if machine.error is None else machine.error,
-            in_flight=self.gate.inside,
+            in_flight=self.gate.inside + sum(policy.gate.inside for policy in self.policies),
+            policies=self.policies.reports(),
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,
             pause=self._pause,
@@ -385,6 +389,7 @@ class Replica:
         try:
             await self._engine.close()
         finally:
+            await self.policies.close()
             if self._driving is not None:
                 await asyncio.wait((self._driving,))
 

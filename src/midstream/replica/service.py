@@ -24,20 +24,18 @@ from urllib.parse import unquote
 from msgspec.structs import replace
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.resumption import HEADER_RESUMABLE, Resume
-from midstream.core.sessions import named_in_body, named_in_headers, session_key
-from midstream.core.traces import RecordsKept, records_kept
-from midstream.core.types import (
+from midstream.core.headers import (
     HEADER_BOOT,
     HEADER_HISTORY,
     HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
     HEADER_UNKNOWN_FIELDS,
-    GenerateRequest,
-    SamplingParams,
-    Session,
 )
+from midstream.core.resumption import HEADER_RESUMABLE, Resume
+from midstream.core.sessions import named_in_body, named_in_headers, session_key
+from midstream.core.traces import RecordsKept, records_kept
+from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.core.versions import (
     HEADER_ADMITTED,
     HEADER_MODEL,
@@ -280,9 +278,8 @@ class Service(Surroundings):
         chat = checked.kind == "chat"
         if session is None or (chat and (template.continued or template.special_tokens)):
             return None
-        return History(
-            self.kept.trees, session, self.info.eos_token_ids, policy, records, held, begins=begins
-        )
+        own = (self.kept.trees, session, self.info.eos_token_ids)
+        return History(*own, policy, records, held, begins=begins, model=self.names.model)
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
@@ -433,6 +430,7 @@ class Service(Surroundings):
                 reproducible=checked.seed is not None,
                 grammar=answer,
                 priority=checked.priority,
+                policy=self.policy,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -449,7 +447,9 @@ class Service(Surroundings):
             return os.urandom(16)
         isolation = checked.isolation_key or headers.get(HEADER_ISOLATION, "")
         namespace = self.kept.namespaces.admit(session)
-        return cache_salt(namespace, headers.get(HEADER_TENANT, ""), isolation, self.names.model)
+        return cache_salt(
+            namespace, headers.get(HEADER_TENANT, ""), isolation, self.salted or self.names.model
+        )
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:

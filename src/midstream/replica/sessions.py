@@ -21,8 +21,9 @@ from heapq import nsmallest
 
 import msgspec
 
+from midstream.core.headers import HEADER_PLACED
 from midstream.core.sessions import TURN_MEASURES, Distribution, SessionsReport, SessionStats, Trajectories
-from midstream.core.types import HEADER_PLACED, Session
+from midstream.core.types import Session
 
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S = 3600.0

@@ -32,6 +32,7 @@ COMPANION_FILES = (
     "chat_template*",
     "generation_config.json",
     CONFIG_FILE,
+    "adapter_config.json",
 )
 SNAPSHOT_FILES = (*WEIGHT_FILES, *COMPANION_FILES)
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -103,7 +104,7 @@ def read_checkpoint(directory: Path) -> tuple[CheckpointSpec, dict[str, FileLayo
     Raises SnapshotMissing when a file is not there, SnapshotCorrupt when one is not whole or the files disagree, SnapshotError
     when one cannot be read. The message names the file.
     """
-    config = _read_json(directory, CONFIG_FILE)
+    config = read_json(directory, CONFIG_FILE)
     present = {p.name for p in directory.glob("model*.safetensors")}
     if (directory / INDEX_FILE).exists():
         files = _read_shards(directory, present)
@@ -146,7 +147,7 @@ def read_weight_map(directory: Path) -> dict[str, str]:
 
     Raises SnapshotMissing, SnapshotCorrupt, SnapshotError.
     """
-    weight_map = _read_json(directory, INDEX_FILE).get("weight_map")
+    weight_map = read_json(directory, INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SnapshotCorrupt(f"{INDEX_FILE}: has no weight_map")
     for name, shard in weight_map.items():
@@ -254,7 +255,8 @@ def _check_ranges(file: str, ranges: list[tuple[int, int, str]], data_bytes: int
         raise SnapshotCorrupt(f"{file}: {data_bytes - position} bytes after the last tensor")
 
 
-def _read_json(directory: Path, name: str) -> dict[str, Any]:
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the directory. Raises SnapshotMissing, SnapshotCorrupt, SnapshotError."""
     path = directory / name
     try:
         if path.stat().st_size > MAX_JSON_BYTES:

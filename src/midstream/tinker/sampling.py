@@ -21,7 +21,8 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.types import BASE_SNAPSHOT, HEADER_FOLLOW_PREFIX
+from midstream.core.headers import HEADER_FOLLOW_PREFIX
+from midstream.core.types import BASE_SNAPSHOT
 from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
 from midstream.tinker import codec
 from midstream.tinker.completion import Answer, Completions, NotServed

@@ -136,7 +136,10 @@ SIGNATURES = {
     "rms_norm": "PPPSSFPI",
     "prepare": "PSSSSPPSFPPSPPPPI",
     "attention": "PSPSSSPPPSPSFI",
-    "moe": "PPPPSSSSSIFPPSPI",
+    "moe": "PPPPSSSSSIFPPSPPPI",
+    "lora": "PSSPPSPSSPSI",
+    "silu_mul": "PSSPI",
+    "add": "PSSPI",
     "sample": "PSSPPPPFPPPPSPPI",
 }
 

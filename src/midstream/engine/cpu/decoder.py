@@ -5,28 +5,37 @@ Always holds:
 - Every output is a sum in one fixed order (kernels/*.h). So a token's numbers depend on its own sequence alone: not on the
   batch, the chunking, the cache or the number of threads.
 - Values are rounded to the model's dtype where transformers rounds them: after each linear map, norm, product and residual.
-- `_Head` fills a head up with zeros to whole vectors. That changes no sum.
+- `packing.HeadLayout` fills a head up with zeros to whole vectors. That changes no sum.
 - KernelsUnavailable refuses a model that differs in anything this module does not know. It then runs as a PyTorch module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from midstream.engine.adapter import LowRanks
+from midstream.engine.cpu.adapters import (
+    DOWN,
+    FIELDS,
+    GATE_UP,
+    OUT,
+    PIECES,
+    QKV,
+    PackedAdapter,
+    StepAdapters,
+)
 from midstream.engine.cpu.build import KernelsUnavailable, kernels
 from midstream.engine.cpu.memory import big, copied, give_back
+from midstream.engine.cpu.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
 from midstream.engine.step import StepBatch, near_tie, route_dtype
 
 #: Tokens that share a group of the KV cache. A block of the cache consists of whole groups.
 GROUP = 16
-#: Outputs of a linear map that are packed side by side.
-PANEL = 32
 STORE, ADD, SILU_MUL = 0, 1, 2
 RENORMALISE, ROUND_WEIGHTS = 1, 2
 SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -61,22 +70,6 @@ class PackedCache:
 
 
 @dataclass(frozen=True)
-class _Map:
-    """The packed weight of a linear map with n outputs and k inputs."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    n: int
-    k: int
-
-
-@dataclass(frozen=True)
-class _Mlp:
-    gate_up: _Map
-    down: _Map
-
-
-@dataclass(frozen=True)
 class _Experts:
     router: torch.Tensor
     gate_up: torch.Tensor
@@ -90,57 +83,13 @@ class _Experts:
 @dataclass(frozen=True)
 class _Layer:
     input_norm: torch.Tensor
-    qkv: _Map
+    qkv: Map
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     window: int
-    out: _Map
+    out: Map
     post_norm: torch.Tensor
-    feed_forward: _Mlp | _Experts
-
-
-class _Head:
-    """Where the kernels find the elements of a head.
-
-    The two rotated halves come first, each filled up to whole vectors with zeros. The rest follows, filled up so that the
-    size of the head is a multiple of 32.
-    """
-
-    def __init__(self, own: int, half: int) -> None:
-        """own: elements of a head in the model. half: elements in each rotated half. Raises KernelsUnavailable."""
-        self.own, self._half = own, half
-        self._wide = -(-half // 16) * 16
-        self.size = -(-(2 * self._wide + own - 2 * half) // 32) * 32
-        if self.size > 256:
-            raise KernelsUnavailable(
-                f"head_dim {own}, which takes more than 256 when it is filled up to whole vectors"
-            )
-        at = torch.arange(own)
-        self._places = at + (at >= half) * (self._wide - half) + (at >= 2 * half) * (self._wide - half)
-
-    def rows(self, heads: int) -> torch.Tensor | None:
-        """For each output of the filled-up map to `heads` heads: the output of the model's map, or -1 for a zero.
-
-        None when the two are the same.
-        """
-        if self.own == self.size:
-            return None
-        rows = torch.full((heads, self.size), -1)
-        rows[:, self._places] = torch.arange(heads * self.own).view(heads, self.own)
-        return rows.reshape(-1)
-
-    def widened(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, with the heads in their last dimension filled up with zeros."""
-        if self.own == self.size:
-            return values
-        heads = values.view(*values.shape[:-1], -1, self.own)
-        wide = heads.new_zeros((*heads.shape[:-1], self.size))
-        wide[..., self._places] = heads
-        return wide.flatten(-2)
-
-    def table(self, values: torch.Tensor) -> torch.Tensor:
-        """A table [positions, half], filled up with zeros."""
-        return torch.nn.functional.pad(values, (0, self._wide - self._half)).contiguous()
+    feed_forward: Mlp | _Experts
 
 
 class CpuDecoder:
@@ -161,7 +110,7 @@ class CpuDecoder:
         self.hidden = int(config.hidden_size)
         _check(module, self.dtype, pieces)
         cos, sin = _rope_tables(module, max_positions, self.dtype)
-        self._head_layout = head = _Head(int(attention.head_dim), cos.shape[1])
+        self.head_layout = head = HeadLayout(int(attention.head_dim), cos.shape[1])
         self.cos, self.sin = head.table(cos), head.table(sin)
         self.head_dim = head.size
         self.heads = attention.q_proj.out_features // head.own
@@ -169,11 +118,12 @@ class CpuDecoder:
         self.scale = float(attention.scaling)
         self.eps = float(config.rms_norm_eps)
         self.vocab = module.lm_head.out_features
-        self._kernels = kernels(SUFFIX[self.dtype])
-        self._packer = _Packer(self._kernels)
+        self.kernels = kernels(SUFFIX[self.dtype])
+        self._packer = Packer(self.kernels)
         self._pieces = pieces
         self._embedding = copied(base.embed_tokens.weight.data)
         self.layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
+        self.dense = tuple(isinstance(layer.feed_forward, Mlp) for layer in self.layers)
         self._norm = _floats(base.norm.weight)
         self._lm_head = self._packer.linear([module.lm_head])
         moe = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, _Experts)]
@@ -198,6 +148,9 @@ class CpuDecoder:
         if tokens > self._scratch.tokens:
             self._scratch = _Scratch(self, tokens)
         scratch = self._scratch
+        adapters = StepAdapters(batch, len(self.layers)) if any(batch.adapters) else None
+        if adapters is not None:
+            scratch.widen(self)
         torch.index_select(self._embedding, 0, torch.from_numpy(batch.ids), out=scratch.residual[:tokens])
         routes = np.empty((tokens, self.moe_layers, self.top_k), self._route_dtype)
         self.router_ties = np.zeros(tokens, np.uint8)
@@ -205,17 +158,22 @@ class CpuDecoder:
         route_bytes = self.top_k * routes.itemsize
         moe_layer = 0
         for number, layer in enumerate(self.layers):
-            self._attend(layer, batch, tokens, cache.keys[number].data_ptr(), cache.values[number].data_ptr())
+            of_layer = None if adapters is None else _LayerAdapters(self, adapters, number)
+            kv = cache.keys[number].data_ptr(), cache.values[number].data_ptr()
+            self._attend(layer, batch, tokens, *kv, of_layer)
             self._normalise(scratch.residual, None, layer.post_norm, tokens, scratch.normed)
-            if isinstance(layer.feed_forward, _Mlp):
-                self._mlp(layer.feed_forward, tokens)
+            if isinstance(layer.feed_forward, Mlp):
+                self._mlp(layer.feed_forward, tokens, of_layer)
             else:
-                self._moe(layer.feed_forward, tokens, routes_at + moe_layer * route_bytes, ties_at)
+                routes_to = routes_at + moe_layer * route_bytes
+                self._moe(layer.feed_forward, tokens, routes_to, ties_at, of_layer)
                 moe_layer += 1
         picked = torch.empty((len(rows), self.hidden), dtype=self.dtype)
         self._normalise(scratch.residual, rows, self._norm, len(rows), picked)
         logits = torch.empty((len(rows), self.vocab), dtype=self.dtype)
         self._linear(self._lm_head, picked.data_ptr(), len(rows), STORE, logits.data_ptr(), self.vocab)
+        if adapters is not None and adapters.any_head:
+            self._adapt_head(adapters, picked, rows, logits)
         return logits, routes if self.moe_layers else None
 
     def new_cache(self, slots: int) -> PackedCache:
@@ -244,14 +202,28 @@ class CpuDecoder:
         """Allocate the scratch memory for the largest step that `serving` has run, so that no step has to."""
         self._scratch = _Scratch(self, serving._scratch.tokens)
 
-    def _attend(self, layer: _Layer, batch: StepBatch, tokens: int, keys: int, values: int) -> None:
-        scratch, call = self._scratch, self._kernels
+    def adapter(self, maps: LowRanks) -> PackedAdapter:
+        """An adapter for this decoder, and for every one of the same shapes. Raises KernelsUnavailable."""
+        return PackedAdapter(self, maps)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        batch: StepBatch,
+        tokens: int,
+        keys: int,
+        values: int,
+        adapters: _LayerAdapters | None,
+    ) -> None:
+        scratch, call = self._scratch, self.kernels
         shape = (self.heads, self.kv_heads, self.head_dim)
         self._normalise(scratch.residual, None, layer.input_norm, tokens, scratch.normed)
         self._linear(layer.qkv, scratch.normed_at, tokens, STORE, scratch.qkv_at, layer.qkv.n)
+        if adapters is not None:
+            adapters.add(QKV, scratch.normed_at, self.hidden, scratch.qkv_at, layer.qkv.n)
         call.prepare(
             *(scratch.qkv_at, tokens, *shape, _pointer(layer.q_norm), _pointer(layer.k_norm)),
-            *(self._head_layout.own, self.eps),
+            *(self.head_layout.own, self.eps),
             *(self.cos.data_ptr(), self.sin.data_ptr(), 2 * self.cos.shape[1]),
             *(batch.positions.ctypes.data, batch.slots.ctypes.data, keys, values, self.threads),
         )
@@ -260,36 +232,66 @@ class CpuDecoder:
             *(batch.spans.ctypes.data, len(batch.spans), batch.blocks.ctypes.data),
             *(layer.window, self.scale, self.threads),
         )
-        self._linear(layer.out, scratch.attended_at, tokens, ADD, scratch.residual_at, self.hidden)
+        self._linear_to_residual(layer.out, scratch.attended_at, tokens, OUT, adapters)
 
-    def _mlp(self, mlp: _Mlp, tokens: int) -> None:
+    def _mlp(self, mlp: Mlp, tokens: int, adapters: _LayerAdapters | None) -> None:
         scratch = self._scratch
-        self._linear(mlp.gate_up, scratch.normed_at, tokens, SILU_MUL, scratch.active_at, mlp.down.k)
-        self._linear(mlp.down, scratch.active_at, tokens, ADD, scratch.residual_at, self.hidden)
+        if adapters is None or not adapters.have(GATE_UP):
+            self._linear(mlp.gate_up, scratch.normed_at, tokens, SILU_MUL, scratch.active_at, mlp.down.k)
+        else:
+            self._linear(mlp.gate_up, scratch.normed_at, tokens, STORE, scratch.wide_at, mlp.gate_up.n)
+            adapters.add(GATE_UP, scratch.normed_at, self.hidden, scratch.wide_at, mlp.gate_up.n)
+            self.kernels.silu_mul(scratch.wide_at, tokens, mlp.down.k, scratch.active_at, self.threads)
+        self._linear_to_residual(mlp.down, scratch.active_at, tokens, DOWN, adapters)
 
-    def _moe(self, moe: _Experts, tokens: int, routes: int, ties: int) -> None:
+    def _linear_to_residual(
+        self, linear: Map, x: int, tokens: int, pieces: slice, adapters: _LayerAdapters | None
+    ) -> None:
+        scratch = self._scratch
+        if adapters is None or not adapters.have(pieces):
+            self._linear(linear, x, tokens, ADD, scratch.residual_at, self.hidden)
+            return
+        self._linear(linear, x, tokens, STORE, scratch.change_at, self.hidden)
+        adapters.add(pieces, x, linear.k, scratch.change_at, self.hidden)
+        self.kernels.add(scratch.change_at, tokens, self.hidden, scratch.residual_at, self.threads)
+
+    def _adapt_head(
+        self, adapters: StepAdapters, picked: torch.Tensor, rows: np.ndarray, logits: torch.Tensor
+    ) -> None:
+        of, starts = adapters.grouped(adapters.of[rows])
+        self.kernels.lora(
+            *(picked.data_ptr(), self.hidden, self.hidden, of.ctypes.data, starts.ctypes.data),
+            *(len(adapters.adapters), adapters.head.ctypes.data, 1, 1),
+            *(logits.data_ptr(), self.vocab, self.threads),
+        )
+
+    def _moe(
+        self, moe: _Experts, tokens: int, routes: int, ties: int, adapters: _LayerAdapters | None
+    ) -> None:
         weights = (moe.router.data_ptr(), moe.gate_up.data_ptr(), moe.down.data_ptr())
         stride = self.moe_layers * self.top_k
         sizes = (tokens, self.hidden, moe.inner, moe.count, moe.top_k)
-        self._kernels.moe(
+        self.kernels.moe(
             *(self._scratch.normed_at, *weights, *sizes, moe.flags, self._tie),
-            *(self._scratch.residual_at, routes, stride, ties, self.threads),
+            *(self._scratch.residual_at, routes, stride, ties),
+            *((None, None) if adapters is None else adapters.of_experts),
+            self.threads,
         )
 
-    def _linear(self, linear: _Map, x: int, tokens: int, mode: int, out: int, width: int) -> None:
+    def _linear(self, linear: Map, x: int, tokens: int, mode: int, out: int, width: int) -> None:
         weight, bias = linear.weight.data_ptr(), _pointer(linear.bias)
-        self._kernels.linear(x, weight, bias, tokens, linear.n, linear.k, mode, out, width, self.threads)
+        self.kernels.linear(x, weight, bias, tokens, linear.n, linear.k, mode, out, width, self.threads)
 
     def _normalise(
         self, x: torch.Tensor, rows: np.ndarray | None, weight: torch.Tensor, count: int, out: torch.Tensor
     ) -> None:
         chosen = None if rows is None else rows.ctypes.data
         args = (x.data_ptr(), chosen, weight.data_ptr(), count, self.hidden, self.eps, out.data_ptr())
-        self._kernels.rms_norm(*args, self.threads)
+        self.kernels.rms_norm(*args, self.threads)
 
     def _layer(self, number: int, layer: Any, config: Any, window_at: str, round_weights: bool) -> _Layer:
         attention, mlp, packer = layer.self_attn, layer.mlp, self._packer
-        head, heads = self._head_layout, self.heads + 2 * self.kv_heads
+        head, heads = self.head_layout, self.heads + 2 * self.kv_heads
         windows = {"none": None, "config": getattr(config, "sliding_window", None)}
         window = windows.get(window_at, getattr(attention, "sliding_window", None))
         dense = hasattr(mlp, "gate_proj")
@@ -308,7 +310,7 @@ class CpuDecoder:
         gate, experts = mlp.gate, mlp.experts
         up, down = experts.gate_up_proj.data, experts.down_proj.data
         inner = up.shape[1] // 2
-        order = _gate_up_order(inner)
+        order = gate_up_order(inner)
         name = f"model.layers.{number}.mlp.experts"
         up_parts = self._pieces.get(f"{name}.gate_up_proj", [up])
         down_parts = self._pieces.get(f"{name}.down_proj", [down])
@@ -324,6 +326,37 @@ class CpuDecoder:
         )
 
 
+class _LayerAdapters:
+    """What the adapters of a batch add in one layer."""
+
+    def __init__(self, decoder: CpuDecoder, step: StepAdapters, layer: int) -> None:
+        self._lora, self._threads = decoder.kernels.lora, decoder.threads
+        self._step = step
+        self._any = step.any[layer]
+        self._pieces_at = step.pieces[layer].ctypes.data
+        self._table = step.tables[layer]
+
+    @property
+    def of_experts(self) -> tuple[int | None, int | None]:
+        if self._table is None:
+            return None, None
+        return self._step.of.ctypes.data, self._table.ctypes.data
+
+    def have(self, pieces: slice) -> bool:
+        return bool(self._any[pieces].any())
+
+    def add(self, pieces: slice, x: int, k: int, out: int, width: int) -> None:
+        """x, out: of the whole batch, with k and `width` elements a row."""
+        if not self.have(pieces):
+            return
+        step, count = self._step, pieces.stop - pieces.start
+        first = self._pieces_at + pieces.start * FIELDS * 8
+        rows, starts = step.rows.ctypes.data, step.starts.ctypes.data
+        self._lora(
+            *(x, k, k, rows, starts, len(step.adapters), first, PIECES, count, out, width, self._threads)
+        )
+
+
 class _Scratch:
     """The memory that a forward pass of up to `tokens` tokens works in."""
 
@@ -333,7 +366,7 @@ class _Scratch:
             return torch.empty((tokens, width), dtype=decoder.dtype).fill_(0)
 
         self.tokens = tokens
-        dense = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, _Mlp)]
+        dense = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, Mlp)]
         inner = max((mlp.down.k for mlp in dense), default=0)
         self.residual, self.normed = rows(decoder.hidden), rows(decoder.hidden)
         self._qkv, self._attended = rows(decoder.layers[0].qkv.n), rows(decoder.heads * decoder.head_dim)
@@ -341,68 +374,22 @@ class _Scratch:
         self.residual_at, self.normed_at = self.residual.data_ptr(), self.normed.data_ptr()
         self.qkv_at, self.attended_at = self._qkv.data_ptr(), self._attended.data_ptr()
         self.active_at = self._active.data_ptr()
+        self._inner = inner
+        self.wide_at = self.change_at = 0
 
-
-class _Packer:
-    def __init__(self, call: SimpleNamespace) -> None:
-        self._call = call
-        self.made: list[torch.Tensor] = []
-
-    def pack(
-        self, parts: Sequence[torch.Tensor], order: torch.Tensor | None = None, experts: int = 1
-    ) -> torch.Tensor:
-        """Pack the rows of `parts` for the kernels.
-
-        parts: [.., k] each. Their rows, one below the other, are those of `experts` experts, which are packed one after the
-        other. order: for each packed output, the row of an expert, or -1 for zeros. The default is all rows in order.
-        """
-        k = parts[0].shape[-1]
-        parts = [part.reshape(-1, k).contiguous() for part in parts]
-        lowest = min(part.data_ptr() for part in parts)
-        step = k * parts[0].element_size()
-        rows = torch.cat([torch.arange(len(p)) * step + (p.data_ptr() - lowest) for p in parts])
-        rows = rows.view(experts, -1)
-        order = torch.arange(rows.shape[1]) if order is None else order
-        width = -(-len(order) // PANEL) * PANEL
-        places = torch.full((experts, width), -1)
-        places[:, : len(order)] = rows[:, order].masked_fill_(order < 0, -1)
-        packed = big(experts * width * step // 4)
-        self._call.pack(lowest, places.data_ptr(), experts * width // PANEL, k, packed.data_ptr())
-        self.made.append(packed)
-        return packed
-
-    def linear(
-        self,
-        modules: list[Any],
-        order: torch.Tensor | None = None,
-        widen: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> _Map:
-        """One map for linear modules of the same input, with their outputs side by side. Raises KernelsUnavailable.
-
-        widen: fills the weights up where the input is filled up.
-        """
-        for module in modules:
-            if type(module) is not torch.nn.Linear:
-                raise KernelsUnavailable(f"{type(module).__name__} is not a plain linear map")
-        weights = [m.weight.data if widen is None else widen(m.weight.data) for m in modules]
-        n, k = sum(map(len, weights)) if order is None else len(order), weights[0].shape[1]
-        bias = None
-        if any(m.bias is not None for m in modules):
-            parts = [torch.zeros(m.out_features) if m.bias is None else m.bias.data.float() for m in modules]
-            bias = torch.zeros(-(-n // PANEL) * PANEL)
-            own = torch.cat(parts)
-            bias[:n] = own if order is None else own[order].masked_fill_(order < 0, 0.0)
-        return _Map(self.pack(weights, order), bias, n, k)
-
-    def mlp(self, mlp: Any) -> _Mlp:
-        order = _gate_up_order(mlp.gate_proj.out_features)
-        return _Mlp(self.linear([mlp.gate_proj, mlp.up_proj], order), self.linear([mlp.down_proj]))
+    def widen(self, decoder: CpuDecoder) -> None:
+        """Room for what adapters add to, from the first batch with one on."""
+        if self.change_at:
+            return
+        self._wide = torch.empty((self.tokens, 2 * self._inner), dtype=decoder.dtype)
+        self._change = torch.empty((self.tokens, decoder.hidden), dtype=decoder.dtype)
+        self.wide_at, self.change_at = self._wide.data_ptr(), self._change.data_ptr()
 
 
 def _tensors_of(name: str, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(part, torch.Tensor):
         yield name, part
-    elif isinstance(part, _Layer | _Map | _Mlp | _Experts):
+    elif isinstance(part, _Layer | Map | Mlp | _Experts):
         for entry in fields(part):
             yield from _tensors_of(f"{name}.{entry.name}", getattr(part, entry.name))
 
@@ -415,12 +402,6 @@ def _in_groups(batch: StepBatch) -> StepBatch:
     spans = batch.spans * np.array([1, 1, 1, per_block], dtype=np.int32)
     groups = (batch.blocks[:, None] * per_block + np.arange(per_block, dtype=np.int32)).reshape(-1)
     return replace(batch, spans=spans, blocks=groups, block_size=GROUP)
-
-
-def _gate_up_order(inner: int) -> torch.Tensor:
-    """The order of the rows of [gate; up] in which a panel holds 16 rows of gate and the matching 16 of up."""
-    pairs = torch.arange(2 * inner).view(2, inner // 16, 16)
-    return pairs.transpose(0, 1).reshape(-1).contiguous()
 
 
 def _check(module: Any, dtype: torch.dtype, pieces: Mapping[str, Any]) -> None:

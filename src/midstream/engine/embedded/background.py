@@ -10,8 +10,9 @@ weights are freed while they are read.
 
 Loads snapshots beside the serving model, one at a time.
 
-Always holds: one load runs at a time. A newer request replaces a waiting one. The result of a load that was overtaken or
-dropped is thrown away. Every request gets exactly one result, and every model has exactly one owner.
+Always holds: one load runs at a time, in the order in which policies asked. A policy's newer request replaces its waiting one.
+The result of a load that was overtaken or dropped is thrown away. Every request gets exactly one result, and every model has
+exactly one owner.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ import torch
 from midstream import __version__
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.device import loading
-from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.protocol import StageSnapshot
+from midstream.engine.embedded.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,10 @@ PIECE_BYTES = 64 * CHUNK_BYTES
 #: Factors are odd, so that every change of a single word is seen. They differ, so that words that change places are seen.
 FACTORS = np.arange(CHUNK_BYTES // 4, dtype=np.uint32) * np.uint32(2 * 2654435761 % 2**32) | np.uint32(1)
 
-Weights = Sequence[tuple[str, torch.Tensor]]
+Tensors = Sequence[tuple[str, torch.Tensor]]
 
 
-def reply(call: int, weights: Weights) -> m.Done:
+def reply(call: int, weights: Tensors) -> m.Done:
     """The reply to a call for the digest. Whatever goes wrong, the call gets one."""
     try:
         with loading(weights[0][1].device if weights else "cpu"):
@@ -100,7 +101,7 @@ def reply(call: int, weights: Weights) -> m.Done:
         return m.Done(call, error=f"{type(error).__name__}: {error}")
 
 
-def kind(weights: Weights) -> str:
+def kind(weights: Tensors) -> str:
     """A hash of everything beside the files that decides how weights lie in memory.
 
     Engines of one kind have the same digest for the same files.
@@ -113,7 +114,7 @@ def kind(weights: Weights) -> str:
     return f"embedded-{whole.hexdigest()}"
 
 
-def digest(weights: Weights) -> str:
+def digest(weights: Tensors) -> str:
     """A hexadecimal digest of the name, dtype, shape and bytes of every tensor. It finds accidents, not forgeries."""
     whole = hashlib.blake2b(digest_size=16)
     for name, tensor in weights:
@@ -137,21 +138,21 @@ def _checksum(data: np.ndarray) -> int:
 SUPERSEDED = "superseded by a newer snapshot"
 DROPPED = "nobody waits for it any more"
 
-#: A request and its model, or the reason why there is none.
-Staged = tuple[StageSnapshot, LoadedModel | str]
+#: A request and its weights, or the reason why there are none.
+Staged = tuple[StageSnapshot, Weights | str]
 
 
 class Stager:
     """Use it from the engine's loop.
 
-    submit: starts a job on the background thread, at some time. unwanted: takes a model that was loaded in vain.
+    submit: starts a job on the background thread, at some time. unwanted: takes weights that were loaded in vain.
     """
 
     def __init__(
         self,
-        load: Callable[[Path], LoadedModel],
+        load: Callable[[Path], Weights],
         submit: Callable[[Job], None],
-        unwanted: Callable[[LoadedModel], None],
+        unwanted: Callable[[Weights], None],
     ) -> None:
         self._load = load
         self._submit = submit
@@ -159,7 +160,8 @@ class Stager:
         self._running: StageSnapshot | None = None
         # The running load was dropped.
         self._dropped = False
-        self._next: StageSnapshot | None = None
+        # By policy.
+        self._waiting: dict[str, StageSnapshot] = {}
         self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
 
     @property
@@ -168,24 +170,25 @@ class Stager:
 
     def submit(self, request: StageSnapshot) -> list[Staged]:
         """Load it as soon as no other load runs. Returns the result of the waiting request that this one replaces, if any."""
-        replaced: list[Staged] = [] if self._next is None else [(self._next, SUPERSEDED)]
-        self._next = request
+        before = self._waiting.pop(request.policy, None)
+        self._waiting[request.policy] = request
         self._start()
-        return replaced
+        return [] if before is None else [(before, SUPERSEDED)]
 
-    def drop(self) -> list[Staged]:
-        """Drop the running and the waiting request. Returns the result of the waiting one, if any."""
-        dropped: list[Staged] = [] if self._next is None else [(self._next, DROPPED)]
-        self._next = None
-        self._dropped = self._running is not None
-        return dropped
+    def drop(self, policy: str) -> list[Staged]:
+        """Drop the policy's running and waiting request. Returns the result of the waiting one, if any."""
+        waiting = self._waiting.pop(policy, None)
+        if self._running is not None and self._running.policy == policy:
+            self._dropped = True
+        return [] if waiting is None else [(waiting, DROPPED)]
 
     def take(self) -> list[Staged]:
         """The results that have become ready since the last call."""
         done: list[Staged] = []
         while not self._finished.empty():
             request, result = self._finished.get()
-            reason = SUPERSEDED if self._next is not None else DROPPED if self._dropped else None
+            newer = request.policy in self._waiting
+            reason = SUPERSEDED if newer else DROPPED if self._dropped else None
             self._running, self._dropped = None, False
             if reason is not None and not isinstance(result, str):
                 self._unwanted(result)
@@ -194,14 +197,13 @@ class Stager:
         return done
 
     def _start(self) -> None:
-        if self._running is None and self._next is not None:
-            request = self._running = self._next
-            self._next = None
+        if self._running is None and self._waiting:
+            request = self._running = self._waiting.pop(next(iter(self._waiting)))
             self._submit(lambda: self._run(request))
 
     def _run(self, request: StageSnapshot) -> None:
         try:
-            result: LoadedModel | str = self._load(Path(request.directory))
+            result: Weights | str = self._load(Path(request.directory))
         except BaseException as error:
             # This includes the panic of a native library: the request must get its result.
             logger.warning("staging %s failed", request.snapshot, exc_info=True)

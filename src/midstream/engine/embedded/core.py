@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -20,10 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
-from midstream.core.config import EngineSettings, parse_size
-from midstream.core.errors import ConfigError
+from midstream.core.config import EngineSettings
 from midstream.core.types import (
-    BASE_SNAPSHOT,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -33,17 +32,23 @@ from midstream.core.types import (
     TokenRecord,
     TopLogprob,
 )
-from midstream.engine.cpu import CpuSampler, KernelsUnavailable
 from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.blocks import NO_SNAPSHOT, BlockPool, ScoreStore
 from midstream.engine.embedded.constraint import Constraints
 from midstream.engine.embedded.limits import Follower, Limits
-from midstream.engine.embedded.loading import LoadedModel, batch_invariant, load_beside, load_model
+from midstream.engine.embedded.loading import (
+    batch_invariant,
+    cache_tokens,
+    load_beside,
+    load_model,
+)
 from midstream.engine.embedded.model_runner import ModelRunner, dispose
 from midstream.engine.embedded.protocol import embedded_card
-from midstream.engine.embedded.sampler import Sampler
+from midstream.engine.embedded.sampler import new_sampler
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
+from midstream.engine.embedded.weights import Retired, Weights, WeightStore, load_adapter_beside
 from midstream.engine.step import Sampled, route_dtype
+from midstream.snapshots.adapter import is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -60,27 +65,30 @@ class EngineCore:
         self._settings = settings
         model = load_model(model_dir, settings)
         decoder = model.decoder
-        num_blocks = _cache_tokens(model, settings) // settings.block_size + 1
-        self.runner = ModelRunner(model, block_size=settings.block_size, num_blocks=num_blocks)
+        num_blocks = cache_tokens(model, settings) // settings.block_size + 1
+        self._model_dir = model_dir
+        self.store = WeightStore(model, self._in_use)
+        self.runner = ModelRunner(self.store, block_size=settings.block_size, num_blocks=num_blocks)
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.scheduler = Scheduler(
             self.pool,
             max_batch_tokens=settings.max_batch_tokens,
             max_prefill_tokens=settings.max_prefill_tokens,
             max_running=settings.max_running,
-            scored=lambda block, offset: self._scores.complete(block, offset, self._ordinal),
+            scored=lambda block, offset, epoch: self._scores.complete(block, offset, epoch),
             on_allocate=lambda block: self._scores.forget(block),
         )
-        # By ordinal; the last one serves.
-        self.snapshots = [BASE_SNAPSHOT]
+        self.scheduler.track = self.store.policies[""]
+        # By commit.
+        self.snapshots = self.store.labels
         routes = (decoder.moe_layers, decoder.top_k, route_dtype(decoder.num_experts))
         self._scores = ScoreStore(num_blocks, settings.block_size, *routes)
-        # Of each slot, the ordinal of the snapshot that computed its KV.
+        # Of each slot, the commit whose weights computed its KV.
         self._kv_snapshot = np.full(num_blocks * settings.block_size, NO_SNAPSHOT, dtype=np.int32)
         self._constraints = Constraints.load(
             model_dir, model.config.vocab_size, self.runner.info(0).eos_token_ids
         )
-        self._sampler = _sampler(settings)
+        self._sampler = new_sampler(settings)
         # Of each request that is not done, its choices.
         self._sequences: dict[str, list[Sequence]] = {}
         self._failed_steps = 0
@@ -89,11 +97,8 @@ class EngineCore:
 
     @property
     def snapshot(self) -> str:
-        return self.snapshots[-1]
-
-    @property
-    def _ordinal(self) -> int:
-        return len(self.snapshots) - 1
+        """What the default policy serves."""
+        return self.store.label("")
 
     @property
     def idle(self) -> bool:
@@ -131,8 +136,9 @@ class EngineCore:
         if problem is not None:
             return [(request.request_id, GenerationEvent(error=problem))]
         first, *others = request.choices
-        leader = Sequence(request, first)
-        followers = [Sequence(request, i, leader) for i in others]
+        track = self.store.track(request.policy, request.snapshot)
+        leader = Sequence(request, first, track=track)
+        followers = [Sequence(request, i, leader, track=track) for i in others]
         sequences = self._sequences[request.request_id] = [leader, *followers]
         ends: list[Output] = []
         for sequence in sequences:
@@ -178,36 +184,53 @@ class EngineCore:
             self.abort(request_id)
         return [(request_id, GenerationEvent(error=message)) for request_id in ids]
 
-    def stage(self, directory: Path) -> LoadedModel:
-        """Load the files of a snapshot, without touching the serving model. May run on another thread.
+    def stage(self, directory: Path) -> Weights:
+        """Load the files of a snapshot, without touching what serves. May run on another thread.
 
-        Frees models that were retired and not taken first, so that there are never three models.
+        Frees what was retired and not taken first, so that there are never three models.
         """
         dispose(self.take_retired())
-        return load_beside(self.runner.model, directory, self._settings)
+        serving = self.runner.model
+        if not is_adapter(directory):
+            return Weights(load_beside(serving, directory, self._settings))
+        base = self.store.base or load_beside(serving, self._model_dir, self._settings)
+        return load_adapter_beside(base, directory, self._model_dir, self._settings)
 
-    def set_staged(self, model: LoadedModel | None) -> None:
-        self.runner.set_staged(model)
+    def set_staged(self, weights: Weights | None, policy: str = "") -> None:
+        self.store.set_staged(weights, policy)
 
-    def take_retired(self) -> list[LoadedModel]:
-        """Models that neither serve nor will. Free them with `dispose`, on another thread, once nothing reads their weights."""
-        return self.runner.take_retired()
+    def take_retired(self) -> list[Retired]:
+        """What neither serves nor will. Free it with `dispose`, on another thread, once nothing reads it."""
+        return self.store.take_retired()
 
-    def commit(self, snapshot: str) -> SwapTiming:
-        """Switch weights between two steps; running sequences keep their KV."""
-        crossed = len(self.scheduler.running)
+    def commit(self, snapshot: str, policy: str = "") -> SwapTiming:
+        """Switch a policy's weights between two steps; its running sequences keep their KV."""
+        track = self.store.policies.get(policy)
+        crossed = sum(seq.track is track for seq in self.scheduler.running)
         # Frozen sequences stood still anyway.
         waited = crossed and not self.scheduler.frozen
         started = self._step_ended if waited else time.perf_counter()
-        self.runner.switch()
-        self.snapshots.append(snapshot)
-        self.scheduler.epoch += 1
+        self.store.commit(snapshot, policy)
         pause_ms = (time.perf_counter() - started) * 1e3
         return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
 
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """The serving weights, for digests. They stay readable after a switch, until the model is disposed of."""
-        return list(self.runner.model.decoder.weights())
+    def retain(self, policy: str, snapshots: Collection[str]) -> None:
+        """See engine.base.Slot."""
+        self.store.retain(policy, snapshots)
+
+    def end_policy(self, policy: str) -> None:
+        self.store.end(policy)
+
+    def _in_use(self) -> set[int]:
+        """The commits that sequences stay with, also when their policy switches or ends."""
+        tracks = {seq.track for choices in self._sequences.values() for seq in choices if not seq.done}
+        policies = set(self.store.policies.values())
+        return {track.epoch for track in tracks if track is not None and track not in policies}
+
+    def weights(self, policy: str = "") -> list[tuple[str, torch.Tensor]]:
+        """The weights that a policy serves, for digests. They stay readable after a switch, until they are disposed of."""
+        track = self.store.policies.get(policy)
+        return [] if track is None else list(self.store.of(track.epoch).tensors())
 
     def check(self) -> None:
         """Assert that the block books balance and that cached blocks were computed by the weights that they are kept under.
@@ -228,6 +251,8 @@ class EngineCore:
             return "the prompt is empty"
         if request.request_id in self._sequences:
             return f"request id {request.request_id} is already running"
+        if self.store.track(request.policy, request.snapshot) is None:
+            return f"{request.policy or 'the default policy'}@{request.snapshot or 'newest'} is not loaded"
         vocab = self.runner.model.config.vocab_size
         for ids in (request.prompt, *filter(None, request.emitted)):
             if not 0 <= min(ids) <= max(ids) < vocab:
@@ -269,7 +294,7 @@ class EngineCore:
     def _run(self, works: list[Work]) -> list[Output]:
         rows = rows_needed(works)
         logits, routes = self.runner.forward(works, rows.packed)
-        self._kv_snapshot[self.runner.written] = self._ordinal
+        self._kv_snapshot[self.runner.written] = self.runner.epochs
         self._steps += 1
         split = len(rows.scores)
         for first in range(0, split, SCORED_ROWS_MAX):
@@ -283,7 +308,7 @@ class EngineCore:
         for work in works:
             if work.seq not in broken:
                 for own, holder in self.scheduler.advance(work):
-                    self._scores.copy(own, holder, self._ordinal)
+                    self._scores.copy(own, holder, work.seq.now)
         return self._report(rows, sampled, broken, routes)
 
     def _keep_scores(
@@ -294,9 +319,10 @@ class EngineCore:
         tops = [work.seq.request.top_logprobs for work, _, _ in scores]
         scored = self._sampler.score(logits, targets, tops)
         slots = np.array([self._slot(work.seq, position + 1) for work, position, _ in scores])
-        taken = None if routes is None else routes[[row for _, _, row in scores]]
-        ties = self.runner.router_ties[[row for _, _, row in scores]]
-        self._scores.write(slots, np.array(scored.logprobs), taken, self._ordinal, ties)
+        at = [row for _, _, row in scores]
+        taken = None if routes is None else routes[at]
+        ties, epochs = self.runner.router_ties[at], self.runner.epochs[at]
+        self._scores.write(slots, np.array(scored.logprobs), taken, epochs, ties)
         for (work, position, _), top in zip(scores, scored.top, strict=True):
             if top:
                 work.seq.prompt_tops[position + 1] = _alternatives(top)
@@ -347,7 +373,9 @@ class EngineCore:
         return outputs
 
     def _end_broken(self, work: Work) -> list[Output]:
-        return self._end_with_error([work], f"snapshot {self.snapshot} gave a logit that is not finite")
+        return self._end_with_error(
+            [work], f"snapshot {self.snapshots[work.seq.now]} gave a logit that is not finite"
+        )
 
     def _event(
         self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None, router_tie: int
@@ -363,13 +391,13 @@ class EngineCore:
                 sampled.tokens[i],
                 sampled.logprobs[i],
                 sampled.sampling_logprobs[i],
-                self.snapshot,
+                self.snapshots[seq.now],
                 route if request.want_routes else None,
                 _alternatives(sampled.top[i]),
                 sampled.near_ties[i] | router_tie,
             )
             tokens, finish = (record,), self._append(seq, record, route, router_tie)
-        kv_reported = not request.want_kv_snapshots or seq.reported_epoch == self.scheduler.epoch
+        kv_reported = not request.want_kv_snapshots or seq.reported_epoch == seq.now
         if announced and finish is None and kv_reported:
             # Nearly all events end here.
             return GenerationEvent(index=seq.index, tokens=tokens)
@@ -390,13 +418,13 @@ class EngineCore:
         self, seq: Sequence, finish: FinishReason | None
     ) -> tuple[tuple[str, int, int], ...] | None:
         """The snapshots that computed the sequence's KV; None when the last report still holds."""
-        if finish is None and seq.reported_epoch == self.scheduler.epoch:
+        if finish is None and seq.reported_epoch == seq.now:
             return None
         size = self.pool.block_size
         slots = np.asarray(seq.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
         ordinals = self._kv_snapshot[slots.reshape(-1)[: seq.computed]]
         # All of the KV may come from the cache. The next position then begins a span that must be reported, too.
-        seq.reported_epoch = self.scheduler.epoch if ordinals[-1] == self._ordinal else -1
+        seq.reported_epoch = seq.now if ordinals[-1] == seq.now else -1
         starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
         ends = [*starts[1:], seq.computed]
         spans = zip(starts, ends, strict=True)
@@ -406,7 +434,7 @@ class EngineCore:
         self, seq: Sequence, record: TokenRecord, route: bytes | None, router_tie: int
     ) -> FinishReason | None:
         seq.tokens.append(record.token_id)
-        seq.last_sampled = (record.logprob, self._ordinal, route, router_tie)
+        seq.last_sampled = (record.logprob, seq.now, route, router_tie)
         self._generated_tokens += 1
         return self._end_after(seq, record.token_id)
 
@@ -436,7 +464,7 @@ class EngineCore:
         records = []
         for position in range(first, seq.prompt_len):
             if position == 0:
-                records.append(TokenRecord(seq.tokens[0], 0.0, None, self.snapshot))
+                records.append(TokenRecord(seq.tokens[0], 0.0, None, self.snapshots[seq.now]))
                 continue
             logprob, ordinal, route, router_tie = self._scores.read(self._slot(seq, position))
             assert ordinal != NO_SNAPSHOT, f"prompt position {position} was not scored"
@@ -457,34 +485,12 @@ class EngineCore:
         self.scheduler.remove(seq)
         if all(s.done for s in self._sequences.get(seq.request.request_id, ())):
             self._sequences.pop(seq.request.request_id, None)
+            if self.store.spare:
+                self.store.sweep()
 
     def _slot(self, seq: Sequence, position: int) -> int:
         size = self.pool.block_size
         return seq.blocks[position // size] * size + position % size
-
-
-def _cache_tokens(model: LoadedModel, settings: EngineSettings) -> int:
-    """How many tokens the KV cache holds. Raises ConfigError when that is less than two blocks."""
-    if settings.kv_cache_memory is None:
-        return settings.kv_cache_tokens
-    per_token: int = model.decoder.new_cache(settings.block_size).bytes_per_token
-    tokens = parse_size("kv_cache_memory", settings.kv_cache_memory) // per_token
-    if tokens < 2 * settings.block_size:
-        raise ConfigError(
-            f"kv_cache_memory {settings.kv_cache_memory}: holds {tokens} tokens of {per_token} bytes, "
-            f"fewer than two blocks of {settings.block_size}"
-        )
-    return tokens
-
-
-def _sampler(settings: EngineSettings) -> Sampler:
-    if settings.kernels == "torch" or settings.device != "cpu":
-        return Sampler()
-    try:
-        return Sampler(CpuSampler(max(1, settings.threads)))
-    except KernelsUnavailable:
-        # The log has the reason already, from loading.py.
-        return Sampler()
 
 
 def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...]:

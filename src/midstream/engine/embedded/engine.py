@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 
 from midstream.core.config import EngineSettings
@@ -22,6 +22,7 @@ from midstream.engine.base import (
     EngineDied,
     RequestEvents,
     SilenceTimer,
+    Slot,
     StagingFailed,
 )
 from midstream.engine.embedded import protocol as m
@@ -50,8 +51,40 @@ class _EngineLink(ipc.Link[m.Reply]):
             self.first.set_result(None)
 
 
+class _PolicySlot(Slot):
+    """call: sends a command with the number it is given, and returns its Done. Raises StagingFailed, EngineDied."""
+
+    def __init__(
+        self,
+        policy: str,
+        call: Callable[[Callable[[int], m.Command]], Awaitable[m.Done]],
+        send: Callable[[m.Command], None],
+    ) -> None:
+        self._policy = policy
+        self._call = call
+        self._send = send
+
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory), self._policy))
+
+    def drop_staged(self) -> None:
+        self._send(m.DropStaged(self._policy))
+
+    async def commit(self, snapshot: str) -> SwapTiming:
+        done = await self._call(lambda call: m.Commit(call, snapshot, self._policy))
+        assert done.timing is not None
+        return done.timing
+
+    def retain(self, snapshots: Collection[str]) -> None:
+        self._send(m.Retain(self._policy, tuple(snapshots)))
+
+    async def weights_digest(self) -> str | None:
+        return (await self._call(lambda call: m.DigestWeights(call, self._policy))).digest
+
+
 class EmbeddedEngine(Engine):
     def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
+        self._own = _PolicySlot("", self._call, self._send)
         self._model_dir = model_dir
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
@@ -129,18 +162,25 @@ class EmbeddedEngine(Engine):
             self._send(m.Abort(request_id))
 
     async def stage(self, snapshot: str, directory: Path) -> None:
-        await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory)))
+        await self._own.stage(snapshot, directory)
 
     def drop_staged(self) -> None:
-        self._send(m.DropStaged())
+        self._own.drop_staged()
 
     async def commit(self, snapshot: str) -> SwapTiming:
-        done = await self._call(lambda call: m.Commit(call, snapshot))
-        assert done.timing is not None
-        return done.timing
+        return await self._own.commit(snapshot)
+
+    def retain(self, snapshots: Collection[str]) -> None:
+        self._own.retain(snapshots)
 
     async def weights_digest(self) -> str | None:
-        return (await self._call(m.DigestWeights)).digest
+        return await self._own.weights_digest()
+
+    def slot(self, policy: str) -> Slot:
+        return _PolicySlot(policy, self._call, self._send)
+
+    def end_policy(self, policy: str) -> None:
+        self._send(m.EndPolicy(policy))
 
     async def pause(self) -> None:
         await self._call(m.Pause)

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from midstream.core.config import EngineSettings
+from midstream.core.config import EngineSettings, parse_size
+from midstream.core.errors import ConfigError
+from midstream.engine.adapter import LowRanks
 from midstream.engine.cpu import GROUP, CpuDecoder, KernelsUnavailable, Pieces, mapped_module
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
@@ -60,6 +62,10 @@ class Decoder(Protocol):
         """Logits [len(rows), vocab] of the batch's tokens `rows` (int64), in the model's dtype; and the routes of all tokens,
         [tokens, moe_layers, top_k] uint8 or uint16, None on a dense model."""
 
+    def adapter(self, maps: LowRanks) -> Any:
+        """A LoRA adapter in the form that a batch has it (StepBatch.adapters), for every model of these shapes. Raises
+        UnsupportedModel, naming a map that this decoder does not adapt."""
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything that a forward pass reads, except the batch and the cache, always in the same order."""
 
@@ -72,6 +78,9 @@ class LoadedModel:
     generation_config: Any
     shapes: Shapes
     decoder: Decoder
+
+    def release(self) -> None:
+        self.decoder.release()
 
 
 def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
@@ -260,3 +269,17 @@ def _shapes(module: Any) -> Shapes:
 
 def _tensors(module: Any) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def cache_tokens(model: LoadedModel, settings: EngineSettings) -> int:
+    """How many tokens the KV cache holds. Raises ConfigError when that is less than two blocks."""
+    if settings.kv_cache_memory is None:
+        return settings.kv_cache_tokens
+    per_token: int = model.decoder.new_cache(settings.block_size).bytes_per_token
+    tokens = parse_size("kv_cache_memory", settings.kv_cache_memory) // per_token
+    if tokens < 2 * settings.block_size:
+        raise ConfigError(
+            f"kv_cache_memory {settings.kv_cache_memory}: holds {tokens} tokens of {per_token} bytes, "
+            f"fewer than two blocks of {settings.block_size}"
+        )
+    return tokens

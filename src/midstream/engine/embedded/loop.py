@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,9 +33,9 @@ from midstream.engine.embedded import background
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.background import Background, Job, Staged, Stager
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.model_runner import dispose
 from midstream.http.ipc import Channel, Disconnected
+from midstream.snapshots.adapter import is_adapter
 
 
 class GrammarQueue:
@@ -88,12 +89,13 @@ class EngineLoop:
     def __init__(self, channel: Channel[m.Command], core: EngineCore) -> None:
         self._channel = channel
         self._core = core
-        self._staged: str | None = None
+        # By policy.
+        self._staged: dict[str, str] = {}
         self._background = Background()
         # Jobs that wait, and the number of steps to run before they begin.
         self._jobs: list[Job] = []
         self._calm = 0
-        self._stager = Stager(core.stage, self._jobs.append, self._retire)
+        self._stager = Stager(core.stage, self._jobs.append, core.store.drop)
         # Calls for a digest without a reply yet, and the replies that background jobs made.
         self._digest_calls = 0
         self._digests: queue.SimpleQueue[m.Done] = queue.SimpleQueue()
@@ -125,19 +127,23 @@ class EngineLoop:
         if outputs or now - self._reported_at >= STATS_INTERVAL_S:
             self._reported_at = now
             self._channel.send(m.Events(outputs, self._core.stats()))
+        self._send_committed()
+
+    def _send_committed(self) -> None:
         if self._committed is not None:
             self._channel.send(self._committed)
             self._committed = None
 
-    def _retire(self, model: LoadedModel) -> None:
-        self._jobs.append(lambda: dispose([model]))
+    def _retire(self) -> None:
+        """The jobs before these may read the weights."""
+        for retired in self._core.take_retired():
+            self._jobs.append(partial(dispose, [retired]))
 
     def _begin_jobs(self) -> None:
         """Begin the waiting jobs, once the steps after a switch are done or there is no step to do."""
         if self._calm > 0 and self._core.busy:
             return
-        for model in self._core.take_retired():
-            self._retire(model)
+        self._retire()
         for job in self._jobs:
             self._background.submit(job)
         self._jobs.clear()
@@ -161,18 +167,24 @@ class EngineLoop:
                 else:
                     self._core.abort(request_id, index)
             case m.StageSnapshot():
-                # There is never more than one snapshot beside the serving one.
-                self._drop_staged()
+                # A policy never has more than one snapshot beside those that serve or are resident.
+                self._drop_staged(command.policy)
+                if is_adapter(Path(command.directory)):
+                    self._core.store.adapter_comes(command.call)
                 self._answer(self._stager.submit(command))
-            case m.DropStaged():
-                self._drop_staged()
-                self._answer(self._stager.drop())
-            case m.Commit(call, snapshot):
-                self._commit(call, snapshot)
-            case m.DigestWeights(call):
-                weights = self._core.weights()
-                self._digest_calls += 1
-                self._jobs.append(lambda: self._digests.put(background.reply(call, weights)))
+            case m.DropStaged(policy):
+                self._drop_staged(policy)
+                self._answer(self._stager.drop(policy))
+            case m.Commit():
+                self._commit(command)
+            case m.Retain(policy, snapshots):
+                self._core.retain(policy, snapshots)
+            case m.EndPolicy(policy):
+                self._drop_staged(policy)
+                self._answer(self._stager.drop(policy))
+                self._core.end_policy(policy)
+            case m.DigestWeights(call, policy):
+                self._digest(call, policy)
             case m.Pause(call):
                 self._core.scheduler.frozen = True
                 self._channel.send(m.Done(call))
@@ -191,27 +203,40 @@ class EngineLoop:
             for index in ended:
                 self._core.abort(request.request_id, index)
 
-    def _drop_staged(self) -> None:
-        self._staged = None
-        self._core.set_staged(None)
-        for model in self._core.take_retired():
-            self._retire(model)
+    def _digest(self, call: int, policy: str) -> None:
+        weights = self._core.weights(policy)
+        if not weights:
+            self._channel.send(m.Done(call, error=f"policy {policy!r} serves nothing"))
+            return
+        self._digest_calls += 1
+        self._jobs.append(lambda: self._digests.put(background.reply(call, weights)))
+
+    def _drop_staged(self, policy: str) -> None:
+        self._staged.pop(policy, None)
+        self._core.set_staged(None, policy)
+        self._retire()
 
     def _answer(self, staged: list[Staged]) -> None:
         for request, result in staged:
             if isinstance(result, str):
+                self._core.store.adapter_came(request.call)
                 self._channel.send(m.Done(request.call, error=result))
                 continue
-            self._core.set_staged(result)
-            self._staged = request.snapshot
+            self._core.set_staged(result, request.policy)
+            self._core.store.adapter_came(request.call)
+            self._staged[request.policy] = request.snapshot
             self._channel.send(m.Done(request.call))
 
-    def _commit(self, call: int, snapshot: str) -> None:
-        if self._staged != snapshot:
-            self._channel.send(m.Done(call, error=f"{snapshot} is not the staged snapshot ({self._staged})"))
+    def _commit(self, command: m.Commit) -> None:
+        call, snapshot = command.call, command.snapshot
+        staged = self._staged.pop(command.policy, None)
+        if staged != snapshot:
+            self._channel.send(m.Done(call, error=f"{snapshot} is not the staged snapshot ({staged})"))
             return
-        self._staged = None
-        self._committed = m.Done(call, timing=self._core.commit(snapshot))
+        timing = self._core.commit(snapshot, command.policy)
+        # The reply to a commit in the step before, of another policy, goes out first.
+        self._send_committed()
+        self._committed = m.Done(call, timing=timing)
         self._calm = CALM_STEPS
 
 

@@ -1,13 +1,13 @@
-"""The serving model, the model staged beside it, and the KV cache that they share.
+"""Forward passes over all weights that an engine holds, and the KV cache that they share.
 
-Always holds: `forward` uses one model object from its first to its last layer. `switch` replaces that reference and nothing
-else, so its cost does not depend on the size of the model. A replaced model waits in `retired` until a thread beside the
-steps disposes of it.
+Always holds: a token's pass uses one model and one adapter from its first to its last layer. Sequences of one model are
+computed together, whatever their adapters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,47 +18,78 @@ from midstream.core.types import ModelInfo
 from midstream.engine.embedded.batch import pack
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.scheduler import Work
+from midstream.engine.embedded.weights import Retired, Weights, WeightStore
 from midstream.http.heap import trim_memory
 
 
 class ModelRunner:
-    def __init__(self, model: LoadedModel, *, block_size: int, num_blocks: int) -> None:
-        self.model = model
+    def __init__(self, weights: WeightStore, *, block_size: int, num_blocks: int) -> None:
+        self.weights = weights
         self.block_size = block_size
-        self.cache = model.decoder.new_cache(num_blocks * block_size)
-        self.staged: LoadedModel | None = None
-        # Models that neither serve nor will.
-        self.retired: list[LoadedModel] = []
-        # The slots whose KV the last forward pass computed, the scratch slot included.
+        self.cache = self.model.decoder.new_cache(num_blocks * block_size)
+        # Of the last forward pass: the slots whose KV it computed, the scratch slot included; for each, the commit of the
+        # weights; and for each token whether a router's choice was a near tie.
         self.written = np.zeros(0, dtype=np.int64)
+        self.epochs = np.zeros(0, dtype=np.int32)
+        self.router_ties = np.zeros(0, dtype=np.uint8)
+
+    @property
+    def model(self) -> LoadedModel:
+        return self.weights.serving.model
 
     @torch.inference_mode()
     def forward(self, works: list[Work], logit_rows: Sequence[int]) -> tuple[torch.Tensor, np.ndarray | None]:
         """Run the tokens of `works`, decodes first; see loading.Decoder. logit_rows: indices of tokens in the batch."""
+        rows = np.array(logit_rows, dtype=np.int64)
+        of_work = [self.weights.of(work.seq.now) for work in works]
+        sizes = np.array([work.size for work in works])
+        self.epochs = np.repeat(np.array([work.seq.now for work in works], dtype=np.int32), sizes)
+        if all(weights.model is of_work[0].model for weights in of_work):
+            logits, routes, self.written, self.router_ties = self._pass(works, of_work, rows)
+            return logits, routes
+        return self._several(works, of_work, rows, sizes)
+
+    def _pass(
+        self, works: list[Work], of_work: list[Weights], rows: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray | None, np.ndarray, np.ndarray]:
+        """One pass of one model: logits, routes, slots, router ties."""
+        decoder = of_work[0].model.decoder
         batch = pack(works, self.block_size)
-        self.written = batch.slots
-        return self.model.decoder.forward(batch, self.cache, np.array(logit_rows, dtype=np.int64))
+        if any(weights.adapter is not None for weights in of_work):
+            batch = replace(batch, adapters=tuple(weights.adapter for weights in of_work))
+        logits, routes = decoder.forward(batch, self.cache, rows)
+        return logits, routes, batch.slots, decoder.router_ties
 
-    @property
-    def router_ties(self) -> np.ndarray:
-        """See loading.Decoder."""
-        return self.model.decoder.router_ties
-
-    def switch(self) -> None:
-        """Serve the staged model from the next forward pass on."""
-        assert self.staged is not None
-        self.retired.append(self.model)
-        self.model, self.staged = self.staged, None
-
-    def set_staged(self, model: LoadedModel | None) -> None:
-        """Set the model that `switch` will serve. The model that was staged before is retired."""
-        if self.staged is not None:
-            self.retired.append(self.staged)
-        self.staged = model
-
-    def take_retired(self) -> list[LoadedModel]:
-        retired, self.retired = self.retired, []
-        return retired
+    def _several(
+        self, works: list[Work], of_work: list[Weights], rows: np.ndarray, sizes: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """A pass for each model; the results in the order of one."""
+        models = {id(weights.model): weights.model for weights in of_work}
+        model_of = np.array([id(weights.model) for weights in of_work])
+        of_token = np.repeat(model_of, sizes)
+        total = len(of_token)
+        self.written = np.zeros(total, dtype=np.int64)
+        self.router_ties = np.zeros(total, dtype=np.uint8)
+        all_logits: torch.Tensor | None = None
+        all_routes: np.ndarray | None = None
+        for model in models:
+            own = np.flatnonzero(model_of == model)
+            tokens = np.flatnonzero(of_token == model)
+            wanted = np.flatnonzero(of_token[rows] == model)
+            # The place of each wanted token among the model's own.
+            inside = np.searchsorted(tokens, rows[wanted])
+            logits, routes, slots, ties = self._pass(
+                [works[i] for i in own], [of_work[i] for i in own], inside
+            )
+            if all_logits is None:
+                all_logits = logits.new_empty((len(rows), logits.shape[-1]))
+                all_routes = None if routes is None else np.empty((total, *routes.shape[1:]), routes.dtype)
+            all_logits[torch.from_numpy(wanted).to(all_logits.device)] = logits
+            self.written[tokens], self.router_ties[tokens] = slots, ties
+            if all_routes is not None and routes is not None:
+                all_routes[tokens] = routes
+        assert all_logits is not None
+        return all_logits, all_routes
 
     def info(self, max_model_len: int) -> ModelInfo:
         model = self.model
@@ -73,16 +104,16 @@ class ModelRunner:
         )
 
 
-def dispose(models: Sequence[LoadedModel]) -> None:
-    """Free models that nothing uses any more. Call it on a thread that does not step.
+def dispose(retired: Sequence[Retired]) -> None:
+    """Free models and adapters that nothing uses any more. Call it on a thread that does not step.
 
     Several threads load a snapshot, in tensors of all sizes. The arenas of glibc keep most of that memory, several models in
     all, until they are told to give it back.
     """
-    if not models:
+    if not retired:
         return
-    for model in models:
-        model.decoder.release()
+    for each in retired:
+        each.release()
     # Other C libraries return large blocks by themselves.
     trim_memory()
 

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from midstream.engine.adapter import LowRanks
 from midstream.engine.embedded.attention import KVCache, PackedBatch, prefill_span, round_up
 from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.blocks import PAD_SLOT
 from midstream.engine.embedded.device import settle
+from midstream.engine.embedded.module_adapters import AdapterHooks, ModuleAdapter
 from midstream.engine.step import StepBatch, near_tie, route_dtype
 
 
@@ -122,8 +124,10 @@ class ModuleDecoder:
         self._chosen_by: list[torch.Tensor] = []
         self.router_ties = np.zeros(0, np.uint8)
         self._routers: Routers | None = None
-        if 0 < self.num_experts <= DENSE_EXPERTS_MAX:
+        dense = 0 < self.num_experts <= DENSE_EXPERTS_MAX
+        if dense:
             module.set_experts_implementation(DENSE_EXPERTS)
+        self._hooks = AdapterHooks(module, dense_experts=dense)
         _check_rotary(module)
         self._hook_routers()
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0) if self.moe_layers else 0
@@ -149,6 +153,7 @@ class ModuleDecoder:
         self._captured.clear()
         self._chosen_by.clear()
         device = self.device
+        self._hooks.begin(batch.adapters, batch.spans[:, 1], rows)
         output = self.module(
             input_ids=torch.from_numpy(batch.ids).to(device).unsqueeze(0),
             position_ids=torch.from_numpy(batch.positions).to(device).unsqueeze(0),
@@ -163,6 +168,13 @@ class ModuleDecoder:
             return output.logits[0], None
         return output.logits[0], self._routes()
 
+    def adapter(self, maps: LowRanks) -> ModuleAdapter:
+        """See loading.Decoder."""
+        for path, low in maps.items():
+            if (why := self._hooks.refuses(path, low)) is not None:
+                raise UnsupportedModel(why)
+        return ModuleAdapter(maps, self.device)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.module.named_parameters()
         yield from self.module.named_buffers()
@@ -174,6 +186,7 @@ class ModuleDecoder:
         self._captured.clear()
         self._chosen_by.clear()
         self.module, self._routers = None, None
+        del self._hooks
 
     def _routes(self) -> np.ndarray:
         assert len(self._captured) == self.moe_layers, "a router did not run in this forward"
@@ -276,7 +289,10 @@ def dense_experts(
 def _every_expert(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
     weight = getattr(experts, name)
     output = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(1, 2))
-    return output + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output
+    if experts.has_bias:
+        output = output + getattr(experts, f"{name}_bias").unsqueeze(1)
+    adapt = getattr(experts, "midstream_adapt", {}).get(name)
+    return output if adapt is None else adapt(inputs, output)
 
 
 ALL_EXPERTS_FUNCTIONS.register(DENSE_EXPERTS, dense_experts)

@@ -48,18 +48,37 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageSnapshot(msgspec.Struct, tag=True, frozen=True):
+    """policy: "" is the deployment's own, here and below."""
+
     call: int
     snapshot: str
     directory: str
+    policy: str = ""
 
 
 class DropStaged(msgspec.Struct, tag=True, frozen=True):
-    """Drop the snapshot that is staged or being staged. No Done answers it."""
+    """Drop what is staged or being staged for the policy. No Done answers it."""
+
+    policy: str = ""
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
     call: int
     snapshot: str
+    policy: str = ""
+
+
+class Retain(msgspec.Struct, tag=True, frozen=True):
+    """The snapshots of the policy that stay resident besides what it serves. No Done answers it."""
+
+    policy: str
+    snapshots: tuple[str, ...]
+
+
+class EndPolicy(msgspec.Struct, tag=True, frozen=True):
+    """No Done answers it."""
+
+    policy: str
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
@@ -72,9 +91,22 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 class DigestWeights(msgspec.Struct, tag=True, frozen=True):
     call: int
+    policy: str = ""
 
 
-Command = Start | Generate | Abort | StageSnapshot | DropStaged | Commit | Pause | Resume | DigestWeights
+Command = (
+    Start
+    | Generate
+    | Abort
+    | StageSnapshot
+    | DropStaged
+    | Commit
+    | Retain
+    | EndPolicy
+    | Pause
+    | Resume
+    | DigestWeights
+)
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

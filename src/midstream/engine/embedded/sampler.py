@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from midstream.core.config import EngineSettings
 from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
-from midstream.engine.cpu import CpuSampler
+from midstream.engine.cpu import CpuSampler, KernelsUnavailable
 from midstream.engine.step import GREEDY_BELOW, SEED_MASK, SUM_ROUNDING, Sampled, SampleRow, near_tie
 
 
@@ -268,3 +269,13 @@ def _inverse_cdf(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     picked = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
     return torch.minimum(picked, last)
+
+
+def new_sampler(settings: EngineSettings) -> Sampler:
+    if settings.kernels == "torch" or settings.device != "cpu":
+        return Sampler()
+    try:
+        return Sampler(CpuSampler(max(1, settings.threads)))
+    except KernelsUnavailable:
+        # The log has the reason already, from loading.py.
+        return Sampler()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from midstream.core.types import GenerateRequest, TopLogprob
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
+from midstream.engine.embedded.track import Track
 
 if TYPE_CHECKING:
     from midstream.engine.embedded.limits import Follower
@@ -48,6 +49,7 @@ class Sequence:
     """One choice of one request.
 
     leader: the first choice of the same request, which is prefilled first so that its blocks can be shared.
+    track: the weights that it runs under; None: those of the scheduler's own track.
     path: the places of its leading full blocks in the prefix cache. written: of its own KV, spans of equal epoch, as (first
     position, epoch). packed: its tokens in the form in which they are matched.
     cursor: the next position to run. It is below `computed` only to get the logits there again.
@@ -60,6 +62,7 @@ class Sequence:
     request: GenerateRequest
     index: int
     leader: Sequence | None = None
+    track: Track | None = None
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     path: list[Prefix] = field(default_factory=list)
@@ -82,6 +85,12 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.emitted_of(self.index)]
         self.prompt_len = len(self.request.prompt)
+
+    @property
+    def now(self) -> int:
+        """The commit whose weights its next step takes."""
+        assert self.track is not None, f"{self.request.request_id} is with no scheduler"
+        return self.track.epoch
 
     @property
     def generated(self) -> int:
@@ -109,7 +118,8 @@ class Work(NamedTuple):
 
 
 class Scheduler:
-    """scored(block, first_offset) says whether the block's prompt scores from that offset on can be reused now."""
+    """scored(block, first_offset, epoch) says whether the block's prompt scores from that offset on can be reused under these
+    weights. track: of sequences that have none of their own."""
 
     def __init__(
         self,
@@ -118,14 +128,13 @@ class Scheduler:
         max_batch_tokens: int,
         max_prefill_tokens: int,
         max_running: int,
-        scored: Callable[[int, int], bool],
+        scored: Callable[[int, int, int], bool],
         on_allocate: Callable[[int], None],
     ) -> None:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        # Raised at every swap.
-        self.epoch = 0
+        self.track = Track(0)
         self.frozen = False
         self._alike = (0,) * pool.block_size
         self._budget = max_batch_tokens
@@ -158,6 +167,8 @@ class Scheduler:
         return f"prompt plus max_tokens is {longest} tokens, but the KV cache holds {capacity}"
 
     def add(self, sequence: Sequence) -> None:
+        if sequence.track is None:
+            sequence.track = self.track
         if sequence.request.urgent:
             self.waiting.appendleft(sequence)
         elif not self.waiting or _rank(self.waiting[-1]) <= _rank(sequence):
@@ -231,8 +242,8 @@ class Scheduler:
         seq, size = work.seq, self.pool.block_size
         seq.cursor = work.last
         if work.last > seq.computed:
-            if not seq.written or seq.written[-1][1] != self.epoch:
-                seq.written.append((seq.computed, self.epoch))
+            if not seq.written or seq.written[-1][1] != seq.now:
+                seq.written.append((seq.computed, seq.now))
             seq.computed = work.last
         duplicates: list[tuple[int, int]] = []
         for number in range(len(seq.path), seq.computed // size):
@@ -295,7 +306,7 @@ class Scheduler:
             return False
         self.waiting.popleft()
         self.running.append(seq)
-        seq.epoch, seq.reported_epoch = self.epoch, -1
+        seq.epoch, seq.reported_epoch = seq.now, -1
         seq.blocks = [prefix.block for prefix in shared] + [self._allocate() for _ in range(needed)]
         seq.path = shared
         seq.computed = len(shared) * self.pool.block_size
@@ -331,13 +342,14 @@ class Scheduler:
         # Branches not walked yet: the number of blocks before the branch, and its first block.
         forks: list[tuple[int, Prefix]] = []
         prefix, left = self.pool.root(seq.request.salt), SEARCH_MAX * levels
+        fixed = seq.track is not None and seq.track.fixed
         while True:
             before = len(path)
             for number in range(before, levels):
                 found = prefix.children.get(packed[number * width : (number + 1) * width])
                 if found is None:
                     break
-                if len(found) > 1 or number == 0 or number >= scored_from:
+                if len(found) > 1 or number == 0 or number >= scored_from or fixed:
                     found = [each for each in found if self._usable(seq, each, number)]
                     if not found:
                         break
@@ -354,13 +366,17 @@ class Scheduler:
 
     def _usable(self, seq: Sequence, prefix: Prefix, number: int) -> bool:
         """Whether `prefix` may be block `number` of the sequence, given that the blocks before it may be used."""
-        age_max = seq.request.kv_age_max
-        if number == 0 and age_max is not None and self.epoch - prefix.epochs[0] > age_max:
+        track, age_max = seq.track, seq.request.kv_age_max
+        assert track is not None
+        if number == 0 and age_max is not None and track.age(prefix.epochs[0]) > age_max:
+            return False
+        if prefix.epochs[-1] > track.epoch:
+            # Later weights computed it, and the sequence stays with its own.
             return False
         size = self.pool.block_size
         wanted = max(seq.first_scored - number * size, 0)
         end = min(seq.prompt_len - number * size, size)
-        return wanted >= end or self._scored(prefix.block, wanted)
+        return wanted >= end or self._scored(prefix.block, wanted, track.epoch)
 
     def _allocate(self) -> int:
         block = self.pool.allocate()
@@ -389,7 +405,7 @@ class Scheduler:
 
         Where there is none, the youngest sequence.
         """
-        current = [seq for seq in self.running if seq.epoch == self.epoch]
+        current = [seq for seq in self.running if seq.epoch == seq.now]
         return (current or self.running)[-1]
 
     def _preempt(self, seq: Sequence) -> None:

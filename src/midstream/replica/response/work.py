@@ -39,6 +39,10 @@ class Surroundings:
     boot: str
     #: The boot that serves now.
     boot_now: Callable[[], str]
+    #: Whose weights the requests take; "" is the deployment's own.
+    policy: str = ""
+    #: What stands for the model in salts of the cache; "": the model's name.
+    salted: str = ""
     #: Held while a resumed stream replays its log: one stream at a time.
     replays: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -36,7 +36,7 @@ from midstream.core.types import (
     SwapTiming,
     TokenRecord,
 )
-from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
 from midstream.replica.gate import Door, Gate, Namespaces, Pins
 from midstream.replica.swap.attempts import Action, Attempts, Phase
 from midstream.replica.swap.source import Files
@@ -53,10 +53,14 @@ class NotSound(Exception):
 
 
 class Checker:
-    """new_id: never the same twice, also between boots."""
+    """new_id: never the same twice, also between boots. slot: of the policy; None: of the deployment's own."""
 
-    def __init__(self, engine: Engine, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, engine: Engine, new_id: Callable[[], str], *, slot: Slot | None = None, policy: str = ""
+    ) -> None:
         self._engine = engine
+        self._slot = engine if slot is None else slot
+        self._policy = policy
         self._new_id = new_id
 
     async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
@@ -68,7 +72,7 @@ class Checker:
 
     async def _digest(self) -> str | None:
         try:
-            return await self._engine.weights_digest()
+            return await self._slot.weights_digest()
         except StagingFailed as error:
             log.warning("the weights could not be read for a digest: %s", error)
             return None
@@ -82,6 +86,7 @@ class Checker:
             salt=f"{CANARY_PREFIX}{self._new_id()}".encode(),
             prompt_records=len(prompt),
             urgent=True,
+            policy=self._policy,
         )
         records: tuple[TokenRecord, ...] = ()
         async for event in self._engine.generate(request):
@@ -130,7 +135,7 @@ class SwapDriver:
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: Slot,
         files: Files,
         entrance: Entrance,
         machine: SwapMachine,

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.core.types import Desired, Hint, SnapshotContent
+from midstream.snapshots.adapter import is_adapter, read_adapter
 from midstream.snapshots.layout import CONFIG_FILE, CheckpointSpec, read_spec
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.verify import check_compatible
@@ -42,6 +43,10 @@ class SnapshotSource(abc.ABC):
     @abc.abstractmethod
     async def verify(self, path: Path, desired: Desired) -> None:
         """Raises SnapshotError unless the files at `path` are a whole snapshot that fits the served model."""
+
+    def of_policy(self, policy: str) -> SnapshotSource:
+        """The source of one policy's snapshots, which keeps files of its own. Raises OSError."""
+        raise NotImplementedError(f"{type(self).__name__} has the deployment's own snapshots only")
 
     async def contents(self, desired: Desired) -> tuple[SnapshotContent, ...]:
         """The content of each link's files that `desired` does not state. Call it after `fetch` or `rebuild`."""
@@ -70,7 +75,8 @@ class Files:
 class CachedSource(SnapshotSource):
     """base: the tensors and the configuration of the served model, which every snapshot must fit.
 
-    A snapshot without a configuration has the served model's: some trainers write weights alone.
+    A LoRA adapter is a snapshot, too. A checkpoint without a configuration has the served model's: some trainers write weights
+    alone.
     """
 
     def __init__(self, chains: ChainFetcher, base: CheckpointSpec) -> None:
@@ -85,6 +91,9 @@ class CachedSource(SnapshotSource):
 
     async def verify(self, path: Path, desired: Desired) -> None:
         try:
+            if is_adapter(path):
+                await asyncio.to_thread(read_adapter, path, self._base)
+                return
             await asyncio.to_thread(self._with_config, path)
             spec = await asyncio.to_thread(read_spec, path)
         except (SnapshotCorrupt, SnapshotMissing):
@@ -92,6 +101,9 @@ class CachedSource(SnapshotSource):
             await self._chains.distrust(path)
             raise
         check_compatible(self._base, spec, frozenset(desired.ignore_config))
+
+    def of_policy(self, policy: str) -> SnapshotSource:
+        return CachedSource(self._chains.of_policy(policy), self._base)
 
     def _with_config(self, path: Path) -> None:
         config = path / CONFIG_FILE

@@ -17,8 +17,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.headers import HEADER_HISTORY
 from midstream.core.traces import RecordsKept
-from midstream.core.types import HEADER_HISTORY, Session
+from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.text.chat import TextModel
@@ -113,11 +114,13 @@ class History:
         held: Callable[[], bool] | None = None,
         *,
         begins: bool = False,
+        model: str = "",
     ) -> None:
         """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open;
         None: always. Nothing is kept of one that was closed meanwhile. begins: there was nothing that it could continue, so
-        it is no branch, whatever answers it has."""
+        it is no branch, whatever answers it has. model: whose snapshots generate."""
         self._begins = begins
+        self._model = model
         self._held = held
         self.records = records
         self._trees = trees
@@ -274,6 +277,7 @@ class History:
             tuple(choice.spans),
             tuple(choice.kv),
             None if self.branch is None else msgspec.to_builtins(self.branch),
+            self._model,
         )
 
 

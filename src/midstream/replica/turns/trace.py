@@ -33,7 +33,7 @@ def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
     return TracedTurn(
         turn=turn.number,
         parent=0 if turn.parent is None else turn.parent.number,
-        model=model,
+        model=record.model or model,
         added=list(turn.added),
         token_ids=list(turn.sampled),
         loss_mask=[0] * len(turn.added) + [1] * count,

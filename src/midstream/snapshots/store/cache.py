@@ -29,6 +29,8 @@ from midstream.snapshots.store.fetch import PARTIAL_PREFIX
 from midstream.snapshots.store.local import TEMPORARY_PREFIX, directory_bytes, temporary_directory
 
 BOOT_FILE = ".boot"
+#: The directory of the policies' caches.
+POLICIES = ".policies"
 #: Snapshots that stay besides those in use, if there is no bound in bytes.
 OTHERS_KEPT = 1
 
@@ -70,6 +72,10 @@ class SnapshotCache:
     def delta(self, link: SnapshotFiles) -> Path:
         """The path for the own files of a delta. Nothing need be there."""
         return self.root / entry_name(f"delta-{link.snapshot}", [link])
+
+    def of_policy(self, policy: str) -> SnapshotCache:
+        """The cache of one policy's snapshots. It is removed when this one is opened again."""
+        return SnapshotCache(self.root / POLICIES / hashlib.sha256(policy.encode()).hexdigest()[:32])
 
     def touch(self, path: Path) -> None:
         """Note that `path` is used now."""
@@ -120,7 +126,7 @@ class SnapshotCache:
         """The least recently used entry first."""
         entries = []
         for path in self.root.iterdir():
-            if path.is_dir() and not path.name.startswith(TEMPORARY_PREFIX):
+            if path.is_dir() and not path.name.startswith((TEMPORARY_PREFIX, POLICIES)):
                 with contextlib.suppress(FileNotFoundError):
                     entries.append(_Entry(path, directory_bytes(path), path.stat().st_mtime_ns))
         return sorted(entries, key=lambda entry: entry.used_ns)

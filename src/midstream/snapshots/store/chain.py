@@ -80,6 +80,10 @@ class ChainFetcher:
         # Whole files that could not be made from files fetched anew either, the latest last.
         self._refuted: list[Path] = []
 
+    def of_policy(self, policy: str) -> ChainFetcher:
+        """A fetcher with a cache of its own, inside this one's directory."""
+        return ChainFetcher(self._cache.of_policy(policy), self._threads)
+
     async def fetch(
         self, chain: Chain, progress: Progress | None = None, *, anew: bool = False
     ) -> Path | None:

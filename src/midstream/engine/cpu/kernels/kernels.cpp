@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "lora.h"
 #include "sample.h"
 
 template <class T>
@@ -15,7 +16,8 @@ static void rms_norm(const typename T::elem *x, const int64_t *rows, const float
 template <class T>
 static void moe(const typename T::elem *x, const uint32_t *router, const uint32_t *gate_up, const uint32_t *down,
                 int64_t m, int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags, float tie,
-                typename T::elem *residual, void *routes, int64_t route_stride, uint8_t *near_tie, int threads) {
+                typename T::elem *residual, void *routes, int64_t route_stride, uint8_t *near_tie,
+                ExpertAdapters adapters, int threads) {
   std::vector<typename T::elem> logits(m * experts);
   std::vector<int32_t> chosen(m * k);
   std::vector<float> weights(m * k);
@@ -28,7 +30,8 @@ static void moe(const typename T::elem *x, const uint32_t *router, const uint32_
       else
         ((uint16_t *)routes)[i * route_stride + j] = (uint16_t)chosen[i * k + j];
   }
-  Experts<T>{x, m, hidden, inner, experts, k, chosen.data(), weights.data(), gate_up, down, residual}.run(threads);
+  Experts<T>{x, m, hidden, inner, experts, k, chosen.data(), weights.data(), gate_up, down, residual,
+             adapters}.run(threads);
 }
 
 template <class T>
@@ -73,9 +76,21 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
   }                                                                                                                    \
   void moe_##NAME(const void *x, const uint32_t *router, const uint32_t *gate_up, const uint32_t *down, int64_t m,     \
                   int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags, float tie, void *residual,     \
-                  void *routes, int64_t route_stride, uint8_t *near_tie, int threads) {                                \
+                  void *routes, int64_t route_stride, uint8_t *near_tie, const int32_t *adapter_of,                    \
+                  const void *adapter_tables, int threads) {                                                           \
     moe<T>((const T::elem *)x, router, gate_up, down, m, hidden, inner, experts, k, flags, tie, (T::elem *)residual,   \
-           routes, route_stride, near_tie, threads);                                                                   \
+           routes, route_stride, near_tie, {adapter_of, (const Piece *const *)adapter_tables}, threads);               \
+  }                                                                                                                    \
+  void lora_##NAME(const void *x, int64_t ldx, int64_t k, const int32_t *rows, const int32_t *starts, int64_t groups,  \
+                   const void *pieces, int64_t stride, int64_t count, void *out, int64_t ldo, int threads) {           \
+    lora<T>((const T::elem *)x, ldx, k, rows, starts, groups, (const Piece *)pieces, stride, count, (T::elem *)out,    \
+            ldo, threads);                                                                                             \
+  }                                                                                                                    \
+  void silu_mul_##NAME(const void *wide, int64_t m, int64_t inner, void *out, int threads) {                           \
+    silu_mul<T>((const T::elem *)wide, m, inner, (T::elem *)out, threads);                                             \
+  }                                                                                                                    \
+  void add_##NAME(const void *from, int64_t m, int64_t width, void *to, int threads) {                                 \
+    add<T>((const T::elem *)from, m, width, (T::elem *)to, threads);                                                   \
   }                                                                                                                    \
   void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const float *filters,     \
                      const uint64_t *counters, const int64_t *wanted, float tie, int32_t *token, float *logprob,       \

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "pool.h"
 #include "vec.h"
@@ -66,6 +68,7 @@ static inline void multiply(const uint32_t *const *x, const vu *w, int64_t units
 
 // ldx: elements from row to row of x. rows: the rows of x to take, or null for all in order.
 // bias: [panels * 32] in packed order, or null. n: outputs that exist, in packed order.
+// out_rows: the rows of out to write, or null for all in order. step: elements from one vector of outputs to the next.
 template <class T>
 struct Linear {
   typedef typename T::elem elem;
@@ -78,6 +81,8 @@ struct Linear {
   Mode mode;
   elem *out;
   int64_t ldo;
+  const int32_t *out_rows = nullptr;
+  int64_t step = LANES;
 
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
   int64_t tiles() const { return (m + TILE_ROWS - 1) / TILE_ROWS; }
@@ -144,7 +149,7 @@ struct Linear {
 
   void put(int64_t row, int64_t column, int64_t width, vf v) const {
     if (column >= width) return;
-    elem *to = out + row * ldo + column;
+    elem *to = out + (out_rows ? out_rows[row] : row) * ldo + column / LANES * step;
     if (column + LANES <= width) {
       T::store16(to, mode == ADD ? T::load16(to) + T::rounded(v) : v);
       return;
@@ -157,4 +162,16 @@ struct Linear {
 template <class T>
 static void linear(const Linear<T> &op, int threads) {
   parallel(threads, op.tasks(), op.work(), [&op](int64_t i) { op.run(i); });
+}
+
+// Several maps side by side. No two may write to the same elements.
+template <class T>
+static void all(const std::vector<Linear<T>> &ops, int threads) {
+  std::vector<std::pair<int32_t, int32_t>> tasks;
+  double work = 0;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    work += ops[i].work();
+    for (int64_t t = 0; t < ops[i].tasks(); ++t) tasks.push_back({(int32_t)i, (int32_t)t});
+  }
+  parallel(threads, (int64_t)tasks.size(), work, [&](int64_t i) { ops[tasks[i].first].run(tasks[i].second); });
 }

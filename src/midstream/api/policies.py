@@ -1,0 +1,190 @@
+"""The policies of a deployment: made, forked, frozen, listed, ended. hotload.py takes the signals for them.
+
+Always holds:
+- A policy's name means nothing else on this server, so that a client can ask for it by name alone.
+- A policy that is being ended takes no signal. One of its name can be made again once no replica has it any more.
+- A frozen policy serves what it serves: a signal for it is refused until it is thawed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.api.signals import Place, SignalBody
+from midstream.api.status import replica_rows
+from midstream.core.errors import Conflict, InvalidRequest, NotFound
+from midstream.core.headers import HEADER_MADE
+from midstream.core.types import BASE_SNAPSHOT
+from midstream.fleet.policies import names_of
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.http.bodies import json_object, read_body
+from midstream.ledger import DeploymentRow, Ledger, SignalResult
+
+OF_ONE = "/v1/accounts/{account}/deployments/{name}"
+POLICIES_MAX = 256
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+#: Field of a policy's row.
+_FROZEN = "frozen"
+
+
+class Take(Protocol):
+    """Makes a snapshot the desired one; see hotload.py."""
+
+    async def __call__(
+        self, request: Request, deployment: Deployment, body: SignalBody, place: Place | None = None
+    ) -> SignalResult: ...
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """policy: its name. from_: the policy whose snapshot it begins with. frozen: it takes no signal."""
+
+    policy: str
+    from_: str | None = msgspec.field(default=None, name="from")
+    frozen: bool | None = None
+
+
+class PolicyApi:
+    """changed: takes up a change of the ledger."""
+
+    def __init__(
+        self, ledger: Ledger, deployments: Deployments, changed: Callable[[], Awaitable[None]], take: Take
+    ) -> None:
+        self._ledger = ledger
+        self._deployments = deployments
+        self._changed = changed
+        self._take = take
+
+    def routes(self) -> list[BaseRoute]:
+        one = f"{OF_ONE}/policies/{{policy}}"
+        return [
+            Route(f"{OF_ONE}/policies", self.list, methods=["GET"]),
+            Route(f"{OF_ONE}/policies", self.make, methods=["POST"]),
+            Route(one, self.get, methods=["GET"]),
+            Route(one, self.delete, methods=["DELETE"]),
+        ]
+
+    async def ready(self, deployment: Deployment, name: str) -> Deployment:
+        """The policy a signal is for; it is made if there is none of this name. Raises InvalidRequest, Conflict."""
+        if deployment.policy:
+            raise InvalidRequest(f"policy: {deployment.name} is a policy itself", param="policy")
+        names = names_of(deployment.names, name)
+        found = self._deployments.known(names.deployment) if NAME.fullmatch(name) else None
+        row = None if found is None else await self._row(found.name)
+        if found is None or row is None:
+            # None, or one that has just been ended.
+            await self._changed()
+            found = await self._made(deployment, name)
+            row = await self._ledger.deployment(found.name)
+        if row.deleting:
+            raise Conflict(f"policy {name!r} is being ended; make it again once it is gone", param="policy")
+        if row.fields.get(_FROZEN):
+            raise Conflict(f"policy {name!r} is frozen: it takes no snapshot", param="policy")
+        return found
+
+    def named(self, deployment: Deployment, name: str) -> Deployment:
+        """Raises NotFound."""
+        found = self._deployments.known(names_of(deployment.names, name).deployment)
+        if found is None or not found.policy:
+            raise NotFound(f"{deployment.name} has no policy {name!r}", param="policy")
+        return found
+
+    async def make(self, request: Request) -> Response:
+        deployment = self._of(request)
+        asked = _asked(await read_body(request))
+        known = self._deployments.known(names_of(deployment.names, asked.policy).deployment)
+        policy = known or await self._made(deployment, asked.policy)
+        if asked.from_ is not None:
+            await self._fork(request, self.named(deployment, asked.from_), policy)
+        if asked.frozen is not None:
+            await self._ledger.update_deployment(policy.name, fields={_FROZEN: asked.frozen or None})
+        row = await self._ledger.deployment(policy.name)
+        return JSONResponse(await self._shown(policy, row), headers={HEADER_MADE: policy.name})
+
+    async def list(self, request: Request) -> Response:
+        rows = {row.name: row for row in await self._ledger.policies()}
+        found = [p for p in self._deployments.policies(self._of(request)) if p.name in rows]
+        return JSONResponse({"policies": [await self._shown(p, rows[p.name]) for p in found]})
+
+    async def get(self, request: Request) -> Response:
+        policy = self.named(self._of(request), request.path_params["policy"])
+        return JSONResponse(await self._shown(policy, await self._ledger.deployment(policy.name)))
+
+    async def delete(self, request: Request) -> Response:
+        policy = self.named(self._of(request), request.path_params["policy"])
+        await self._ledger.update_deployment(policy.name, deleting=True)
+        await self._changed()
+        return JSONResponse({"name": policy.name})
+
+    async def _fork(self, request: Request, source: Deployment, policy: Deployment) -> None:
+        desired = (await self._ledger.state(source.name)).desired
+        if desired is None or desired.url is None:
+            raise Conflict(f"from: {source.policy!r} has no snapshot yet", param="from")
+        if desired.parents:
+            raise InvalidRequest(
+                f"from: {desired.snapshot!r} stands on other snapshots; publish it whole", param="from"
+            )
+        target = await self.ready(source.host, policy.policy)
+        await self._take(request, target, SignalBody(desired.snapshot), Place(desired.url, "from"))
+
+    async def _made(self, deployment: Deployment, name: str) -> Deployment:
+        if NAME.fullmatch(name) is None:
+            raise InvalidRequest(
+                "policy: a name has at most 128 letters, digits and any of . _ -, and begins with no . or -",
+                param="policy",
+            )
+        names = names_of(deployment.names, name)
+        others = [
+            d for d in (*self._deployments, *self._deployments.policies()) if d.name != names.deployment
+        ]
+        if any(name in other.names.accepted() for other in others):
+            raise Conflict(f"policy: {name!r} is the name of something else here", param="policy")
+        if len(self._deployments.policies(deployment)) >= POLICIES_MAX:
+            raise Conflict(f"policy: {deployment.name} has {POLICIES_MAX} policies already", param="policy")
+        row = await self._ledger.deployment(deployment.name)
+        # Another signal may make it meanwhile.
+        with contextlib.suppress(Conflict):
+            await self._ledger.create_deployment(
+                names.deployment, model=names.model, bucket_url=row.bucket_url, transition=row.transition
+            )
+        await self._changed()
+        found = self._deployments.known(names.deployment)
+        if found is None:
+            raise Conflict(f"policy {name!r} is being ended; make it again once it is gone", param="policy")
+        return found
+
+    async def _row(self, name: str) -> DeploymentRow | None:
+        with contextlib.suppress(NotFound):
+            return await self._ledger.deployment(name)
+        return None
+
+    def _of(self, request: Request) -> Deployment:
+        name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
+        return self._deployments.get(name)
+
+    async def _shown(self, policy: Deployment, row: DeploymentRow) -> dict[str, Any]:
+        state = await self._ledger.state(row.name)
+        return {
+            "name": row.name,
+            "policy": policy.policy,
+            "model": row.model,
+            "state": "DELETING" if row.deleting else "READY",
+            "frozen": bool(row.fields.get(_FROZEN)),
+            "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
+            "generation": row.generation,
+            "replicas": replica_rows(state, policy.replicas.views, {}),
+        }
+
+
+def _asked(body: bytes) -> _Asked:
+    try:
+        return msgspec.convert(json_object(body), _Asked)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{error}", param="policy") from error

@@ -1,0 +1,142 @@
+"""How a model's tensors lie in memory for the kernels: panels of outputs, and heads filled up to whole vectors.
+
+Always holds: packing moves numbers and adds zeros. It changes no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from midstream.engine.cpu.build import KernelsUnavailable
+from midstream.engine.cpu.memory import big
+
+#: Outputs of a linear map that are packed side by side, in two vectors.
+PANEL = 32
+LANES = 16
+
+
+@dataclass(frozen=True)
+class Map:
+    """The packed weight of a linear map with n outputs and k inputs."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Mlp:
+    gate_up: Map
+    down: Map
+
+
+class HeadLayout:
+    """Where the kernels find the elements of a head.
+
+    The two rotated halves come first, each filled up to whole vectors with zeros. The rest follows, filled up so that the
+    size of the head is a multiple of 32.
+    """
+
+    def __init__(self, own: int, half: int) -> None:
+        """own: elements of a head in the model. half: elements in each rotated half. Raises KernelsUnavailable."""
+        self.own, self._half = own, half
+        self._wide = -(-half // 16) * 16
+        self.size = -(-(2 * self._wide + own - 2 * half) // 32) * 32
+        if self.size > 256:
+            raise KernelsUnavailable(
+                f"head_dim {own}, which takes more than 256 when it is filled up to whole vectors"
+            )
+        at = torch.arange(own)
+        self._places = at + (at >= half) * (self._wide - half) + (at >= 2 * half) * (self._wide - half)
+
+    def rows(self, heads: int) -> torch.Tensor | None:
+        """For each output of the filled-up map to `heads` heads: the output of the model's map, or -1 for a zero.
+
+        None when the two are the same.
+        """
+        if self.own == self.size:
+            return None
+        rows = torch.full((heads, self.size), -1)
+        rows[:, self._places] = torch.arange(heads * self.own).view(heads, self.own)
+        return rows.reshape(-1)
+
+    def widened(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, with the heads in their last dimension filled up with zeros."""
+        if self.own == self.size:
+            return values
+        heads = values.view(*values.shape[:-1], -1, self.own)
+        wide = heads.new_zeros((*heads.shape[:-1], self.size))
+        wide[..., self._places] = heads
+        return wide.flatten(-2)
+
+    def table(self, values: torch.Tensor) -> torch.Tensor:
+        """A table [positions, half], filled up with zeros."""
+        return torch.nn.functional.pad(values, (0, self._wide - self._half)).contiguous()
+
+
+class Packer:
+    def __init__(self, call: SimpleNamespace) -> None:
+        self._call = call
+        self.made: list[torch.Tensor] = []
+
+    def pack(
+        self, parts: Sequence[torch.Tensor], order: torch.Tensor | None = None, experts: int = 1
+    ) -> torch.Tensor:
+        """Pack the rows of `parts` for the kernels.
+
+        parts: [.., k] each. Their rows, one below the other, are those of `experts` experts, which are packed one after the
+        other. order: for each packed output, the row of an expert, or -1 for zeros. The default is all rows in order.
+        """
+        k = parts[0].shape[-1]
+        parts = [part.reshape(-1, k).contiguous() for part in parts]
+        lowest = min(part.data_ptr() for part in parts)
+        step = k * parts[0].element_size()
+        rows = torch.cat([torch.arange(len(p)) * step + (p.data_ptr() - lowest) for p in parts])
+        rows = rows.view(experts, -1)
+        order = torch.arange(rows.shape[1]) if order is None else order
+        width = -(-len(order) // PANEL) * PANEL
+        places = torch.full((experts, width), -1)
+        places[:, : len(order)] = rows[:, order].masked_fill_(order < 0, -1)
+        packed = big(experts * width * step // 4)
+        self._call.pack(lowest, places.data_ptr(), experts * width // PANEL, k, packed.data_ptr())
+        self.made.append(packed)
+        return packed
+
+    def linear(
+        self,
+        modules: list[Any],
+        order: torch.Tensor | None = None,
+        widen: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Map:
+        """One map for linear modules of the same input, with their outputs side by side. Raises KernelsUnavailable.
+
+        widen: fills the weights up where the input is filled up.
+        """
+        for module in modules:
+            if type(module) is not torch.nn.Linear:
+                raise KernelsUnavailable(f"{type(module).__name__} is not a plain linear map")
+        weights = [m.weight.data if widen is None else widen(m.weight.data) for m in modules]
+        n, k = sum(map(len, weights)) if order is None else len(order), weights[0].shape[1]
+        bias = None
+        if any(m.bias is not None for m in modules):
+            parts = [torch.zeros(m.out_features) if m.bias is None else m.bias.data.float() for m in modules]
+            bias = torch.zeros(-(-n // PANEL) * PANEL)
+            own = torch.cat(parts)
+            bias[:n] = own if order is None else own[order].masked_fill_(order < 0, 0.0)
+        return Map(self.pack(weights, order), bias, n, k)
+
+    def mlp(self, mlp: Any) -> Mlp:
+        order = gate_up_order(mlp.gate_proj.out_features)
+        return Mlp(self.linear([mlp.gate_proj, mlp.up_proj], order), self.linear([mlp.down_proj]))
+
+
+def gate_up_order(inner: int) -> torch.Tensor:
+    """The order of the rows of [gate; up] in which a panel holds 16 rows of gate and the matching 16 of up."""
+    pairs = torch.arange(2 * inner).view(2, inner // 16, 16)
+    return pairs.transpose(0, 1).reshape(-1).contiguous()

@@ -1,0 +1,215 @@
+"""The policies of a replica besides its deployment's own: adapters, and snapshots, that are served side by side.
+
+Owns: of each policy its swap driver, gate, pins, namespaces and names. Sessions, turns and stored responses are the replica's.
+Always holds:
+- A policy serves nothing before its first switch, and no request reaches it until then.
+- What one policy waits for, holds up or fails at changes nothing for another.
+- A policy that is ended and made again shares no cached KV with the one before: its salts have another number.
+- A policy lives for one boot. The gateway says again what it should serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from midstream.core.errors import PolicyNotLoaded
+from midstream.core.types import BASE_SNAPSHOT, Desired, ModelInfo, PolicyReport, Stage
+from midstream.core.versions import ServedNames
+from midstream.engine.base import Engine
+from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
+from midstream.replica.service import Kept, Outside, Service
+from midstream.replica.swap.driver import Checker, Entrance, SwapDriver
+from midstream.replica.swap.source import Files, Hints
+from midstream.replica.swap.table import SwapMachine
+from midstream.replica.text.chat import TextModel
+
+log = logging.getLogger(__name__)
+
+#: Stage changes of a policy that a report has. A report is sent whole, with those of all policies.
+TRANSITIONS_TOLD = 8
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """As replica.Bounds; of each policy."""
+
+    requests_max: int = REQUESTS_MAX
+    session_idle_s: float = 3600.0
+    pin_drain_s: float = PIN_DRAIN_S
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all policies of a replica share. died: takes the boot and why its engine is gone."""
+
+    engine: Engine
+    text: TextModel
+    names: ServedNames
+    files: Files
+    kept: Callable[[], Kept]
+    outside: Outside
+    bounds: Bounds
+    on_change: Callable[[], None]
+    died: Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Boot:
+    """info: of the engine. now: the boot that serves at the moment."""
+
+    id: str
+    info: ModelInfo
+    now: Callable[[], str]
+
+
+class Policy:
+    """One policy in one boot. number: never the same twice in a replica's life."""
+
+    def __init__(self, name: str, number: int, parts: Parts, boot: Boot) -> None:
+        self.name = name
+        outside, bounds, info = parts.outside, parts.bounds, boot.info
+        account = parts.names.account
+        self.names = ServedNames(f"{account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
+        self.gate = Gate(parts.on_change, bounds.requests_max)
+        self.pins = Pins(parts.on_change, bounds.pin_drain_s)
+        self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=outside.monotonic)
+        source = parts.files.source.of_policy(name)
+        self._hints = Hints(source.prefetch)
+        slot = parts.engine.slot(name)
+        self.driver = SwapDriver(
+            engine=slot,
+            files=replace(parts.files, source=source, hints=self._hints),
+            entrance=Entrance(self.gate, self.pins, self.namespaces),
+            machine=SwapMachine(outside.clock),
+            checker=Checker(parts.engine, outside.new_boot, slot=slot, policy=name),
+            monotonic=outside.monotonic,
+            on_change=parts.on_change,
+            on_engine_death=lambda reason: parts.died(boot.id, reason),
+        )
+        self.driver.info = info
+        self.service = Service(
+            engine=parts.engine,
+            info=info,
+            text=parts.text,
+            names=self.names,
+            kept=replace(parts.kept(), pins=self.pins, namespaces=self.namespaces),
+            gate=self.gate,
+            clock=outside.clock,
+            monotonic=outside.monotonic,
+            random_seed=outside.random_seed,
+            boot=boot.id,
+            boot_now=boot.now,
+            serving=lambda: self.driver.machine.serving,
+            on_engine_death=lambda reason: parts.died(boot.id, reason),
+            policy=name,
+            salted=f"{name}#{number}",
+        )
+        self.driving = asyncio.create_task(self.driver.run(), name=f"swap driver of {name}")
+
+    def __repr__(self) -> str:
+        return f"Policy({self.name}, {self.driver.machine!r}, {self.gate!r})"
+
+    @property
+    def serves(self) -> bool:
+        return self.driver.machine.serving != BASE_SNAPSHOT
+
+    def report(self) -> PolicyReport:
+        machine = self.driver.machine
+        idle = machine.stage is Stage.IDLE
+        return PolicyReport(
+            policy=self.name,
+            sound=machine.sound,
+            snapshot=machine.serving,
+            signalled=machine.signalled,
+            generation=machine.accepted.generation if machine.accepted else 0,
+            stage=machine.stage,
+            target=None if idle or machine.target is None else machine.target.snapshot,
+            error=machine.error,
+            in_flight=self.gate.inside,
+            held=machine.stage is Stage.STAGED and machine.held,
+            admitting=self.gate.door is not Door.CLOSED,
+            pinnable=self.pins.coming is None,
+            check=self.driver.check,
+            contents=self.driver.contents,
+            last_swap=self.driver.last_swap,
+            transitions=tuple(machine.transitions)[-TRANSITIONS_TOLD:],
+        )
+
+    async def close(self) -> None:
+        self.gate.set(Door.DOWN)
+        self.driving.cancel()
+        await self._hints.close()
+        await asyncio.wait((self.driving,))
+
+
+class Policies:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._numbers = itertools.count(1)
+        self._policies: dict[str, Policy] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._paused = False
+
+    def __repr__(self) -> str:
+        return f"Policies({', '.join(self._policies)})"
+
+    def __iter__(self) -> Iterator[Policy]:
+        return iter(tuple(self._policies.values()))
+
+    def desire(self, desired: Desired, boot: Boot) -> None:
+        policy = self._policies.get(desired.policy)
+        if policy is None:
+            policy = Policy(desired.policy, next(self._numbers), self._parts, boot)
+            self._policies[desired.policy] = policy
+            policy.gate.pause(self._paused)
+            policy.gate.set(Door.OPEN)
+            policy.driving.add_done_callback(lambda task: self._driver_ended(policy, boot, task))
+        policy.driver.desire(desired)
+
+    def named(self, name: str) -> Policy:
+        """One that serves. Raises PolicyNotLoaded."""
+        policy = self._policies.get(name)
+        if policy is None or not policy.serves:
+            raise PolicyNotLoaded(f"the policy {name!r} is not loaded on this replica; retry this request")
+        return policy
+
+    def end(self, name: str) -> bool:
+        """Forget a policy; requests that run go on to their end. Whether it was here."""
+        policy = self._policies.pop(name, None)
+        if policy is None:
+            return False
+        task = asyncio.create_task(self._end(policy), name=f"end of policy {name}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._parts.on_change()
+        return True
+
+    async def _end(self, policy: Policy) -> None:
+        await policy.close()
+        # A newer policy of this name has the engine's slot by now.
+        if policy.name not in self._policies:
+            self._parts.engine.end_policy(policy.name)
+
+    def pause(self, paused: bool) -> None:
+        self._paused = paused
+        for policy in self:
+            policy.gate.pause(paused)
+
+    def reports(self) -> tuple[PolicyReport, ...]:
+        return tuple(policy.report() for policy in self)
+
+    async def close(self) -> None:
+        """Of a boot that ends."""
+        ended, self._policies = list(self), {}
+        await asyncio.gather(*(policy.close() for policy in ended), *self._closing)
+
+    def _driver_ended(self, policy: Policy, boot: Boot, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            return
+        log.error("the swap driver of policy %s failed", policy.name, exc_info=task.exception())
+        self._parts.died(boot.id, f"the swap driver of policy {policy.name} failed: {task.exception()!r}")

@@ -1,0 +1,350 @@
+"""A LoRA adapter's directory, as PEFT writes it, read from its configuration and its header: no tensor data, no torch.
+
+Always holds: an AdapterSpec fits the base model to the last shape, and leaves no tensor of the file out. What would change
+the numbers and is not served is refused by name. An adapter that a later version of PEFT writes with something new is refused,
+too, if it has a tensor that is not known here.
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from midstream.core.errors import SnapshotIncompatible
+from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_file_layout, read_json
+from midstream.snapshots.messages import and_more, shown, shown_value
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+RANK_MAX = 256
+DTYPES = ("F32", "F16", "BF16")
+
+#: By field of the configuration: the values that change nothing here.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "fan_in_fan_out": (None, False),
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    # The others change the base's weights, too.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+}
+_TENSOR = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+_COPY = re.compile(r"base_model\.model\.(?P<path>lm_head|(?:.+\.)?embed_tokens)(?:\.base_layer)?\.weight")
+_FUSED = re.compile(r"(?P<experts>.+\.experts)(?:\.base_layer)*")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
+_PATTERN = re.compile(r"[\w.|^$]{1,255}")
+_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True)
+class AdaptedMap:
+    """One linear map of the base, and what is added to it: `scaling * b @ a`.
+
+    a, b: names of tensors in the file. With experts == 0 they are [rank, inputs] and [outputs, rank]. Otherwise one pair of
+    tensors holds those of all experts, as PEFT lays them out: [experts * rank, inputs], [outputs, rank * experts].
+    """
+
+    a: str
+    b: str
+    rank: int
+    scaling: float
+    inputs: int
+    outputs: int
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """maps: by the path of the module in the base, such as `model.layers.0.self_attn.q_proj` and
+    `model.layers.0.mlp.experts.gate_up_proj`.
+
+    copies: tensors of the base that PEFT writes again beside an adapted output layer, and their names in the base. Whoever
+    reads the numbers has to find them equal.
+    """
+
+    maps: Mapping[str, AdaptedMap]
+    copies: Mapping[str, str]
+
+    @property
+    def parameters(self) -> int:
+        return sum(m.rank * (m.inputs + m.outputs) * max(1, m.experts) for m in self.maps.values())
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / ADAPTER_CONFIG_FILE).exists()
+
+
+def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:
+    """The adapter in `directory`, which has to fit `base`. The message of every error names the field or the tensor.
+
+    Raises SnapshotIncompatible; SnapshotMissing, SnapshotCorrupt, SnapshotError as read_file_layout does.
+    """
+    config = read_json(directory, ADAPTER_CONFIG_FILE)
+    _check_config(config)
+    tensors = dict(read_file_layout(directory / ADAPTER_WEIGHTS_FILE).tensors)
+    copies = _copies(tensors, base)
+    for name in copies:
+        del tensors[name]
+    shapes = _BaseShapes(base)
+    maps: dict[str, AdaptedMap] = {}
+    for path, (a, b) in sorted(_pairs(tensors).items()):
+        module, found = _map(path, (a, tensors[a]), (b, tensors[b]), shapes)
+        if module in maps:
+            raise SnapshotIncompatible(f"{shown(a)}: {shown(module)} is adapted twice")
+        maps[module] = _scaled(module, found, config)
+    if not maps:
+        raise SnapshotIncompatible(f"{ADAPTER_WEIGHTS_FILE}: adapts nothing")
+    _check_targets(config, maps, base)
+    return AdapterSpec(maps, copies)
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    for field, neutral in _NEUTRAL.items():
+        value = config.get(field)
+        if field == "peft_type" and value is None:
+            raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: peft_type is missing, 'LORA' is expected")
+        # 1 and True are equal in Python.
+        if not any(type(value) is type(each) and value == each for each in neutral):
+            raise SnapshotIncompatible(
+                f"{ADAPTER_CONFIG_FILE}: {field} is {shown_value(value)}, which is not served; "
+                f"{shown_value(neutral[-1] if field == 'peft_type' else neutral[1])} is"
+            )
+    rank: Any = config.get("r")
+    alpha = config.get("lora_alpha")
+    if not _whole(rank) or not 1 <= rank <= RANK_MAX:
+        raise SnapshotIncompatible(
+            f"{ADAPTER_CONFIG_FILE}: r is {shown_value(rank)}, a number from 1 to {RANK_MAX} is expected"
+        )
+    if not _number(alpha):
+        raise SnapshotIncompatible(
+            f"{ADAPTER_CONFIG_FILE}: lora_alpha is {shown_value(alpha)}, a number is expected"
+        )
+    for field in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(field) or {}
+        good = _whole if field == "rank_pattern" else _number
+        if not isinstance(pattern, dict) or not all(good(value) for value in pattern.values()):
+            raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: {field} is not numbers by module")
+        for each in pattern:
+            _compiled(field, each)
+
+
+def _copies(tensors: Mapping[str, TensorSpec], base: CheckpointSpec) -> dict[str, str]:
+    found = {}
+    for name, spec in tensors.items():
+        match = _COPY.fullmatch(name)
+        if match is None:
+            continue
+        own = f"{match['path']}.weight"
+        if own not in base.tensors:
+            # The output layer is tied to the embedding.
+            own = next((n for n in base.tensors if n.endswith("embed_tokens.weight")), own)
+        if own not in base.tensors or base.tensors[own].shape != spec.shape:
+            raise SnapshotIncompatible(
+                f"tensor {shown(name)} has shape {shown_value(list(spec.shape))}, which the base model's has not"
+            )
+        found[name] = own
+    return found
+
+
+def _pairs(tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[str, str]]:
+    """By the path in the file: the names of A and B."""
+    sides: dict[str, dict[str, str]] = {}
+    for name, spec in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise SnapshotIncompatible(
+                f"tensor {shown(name)} is none of a LoRA adapter that is served here"
+                " (base_model.model.<module>.lora_A.weight or .lora_B.weight)"
+            )
+        if spec.dtype not in DTYPES:
+            raise SnapshotIncompatible(
+                f"tensor {shown(name)} has dtype {spec.dtype}, one of {', '.join(DTYPES)} is expected"
+            )
+        if len(spec.shape) != 2:
+            raise SnapshotIncompatible(f"tensor {shown(name)} has {len(spec.shape)} dimensions, not 2")
+        sides.setdefault(match["path"], {})[match["side"]] = name
+    for path, found in sides.items():
+        if len(found) != 2:
+            absent = "AB".replace(next(iter(found)), "")
+            raise SnapshotIncompatible(f"{shown(path)}.lora_{absent}.weight is missing from the adapter")
+    return {path: (found["A"], found["B"]) for path, found in sides.items()}
+
+
+class _BaseShapes:
+    """The linear maps of the base, by the path of their module."""
+
+    def __init__(self, base: CheckpointSpec) -> None:
+        self._tensors = base.tensors
+        # By the path of the experts' module, the shapes of the maps of one expert.
+        self._experts: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._counts: dict[str, int] = {}
+        for name, spec in base.tensors.items():
+            module = _normal(name.removesuffix(".weight"))
+            if match := _EXPERT.fullmatch(module):
+                self._experts.setdefault(match[1], {})[match[3]] = tuple(spec.shape)
+                self._counts[match[1]] = max(self._counts.get(match[1], 0), int(match[2]) + 1)
+            elif ".experts." in name and len(spec.shape) == 3:
+                experts, part = _normal(name).rsplit(".", 1)
+                self._experts.setdefault(experts, {})[part] = tuple(spec.shape[1:])
+                self._counts[experts] = spec.shape[0]
+
+    def linear(self, module: str) -> tuple[int, int] | None:
+        """(outputs, inputs)."""
+        spec = self._tensors.get(f"{module}.weight")
+        if spec is None and module == "lm_head":
+            # It is tied to the embedding.
+            spec = next((s for n, s in self._tensors.items() if n.endswith("embed_tokens.weight")), None)
+        if spec is not None and len(spec.shape) == 2:
+            return spec.shape[0], spec.shape[1]
+        if match := _EXPERT.fullmatch(module):
+            experts, number, part = match[1], int(match[2]), match[3]
+            shape = self._one(experts, part)
+            return shape if number < self._counts.get(experts, 0) else None
+        return None
+
+    def fused(self, experts: str) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of one expert, by the name of the parameter that holds all."""
+        gate, down = self._one(experts, "gate_proj"), self._one(experts, "down_proj")
+        if gate is None or down is None:
+            return {}
+        return {"gate_up_proj": (2 * gate[0], gate[1]), "down_proj": down}
+
+    def count(self, experts: str) -> int:
+        return self._counts.get(experts, 0)
+
+    def _one(self, experts: str, part: str) -> tuple[int, int] | None:
+        shapes = self._experts.get(experts, {})
+        if part in shapes:
+            return shapes[part][0], shapes[part][1]
+        both = shapes.get("gate_up_proj")
+        if both is not None and part in ("gate_proj", "up_proj"):
+            return both[0] // 2, both[1]
+        return None
+
+
+def _normal(path: str) -> str:
+    """The path as transformers' modules have it, with the names that this package uses for the maps of an expert."""
+    path = path.replace(".block_sparse_moe.", ".mlp.")
+    if match := _EXPERT.fullmatch(path):
+        return f"{match[1]}.{match[2]}.{_PARTS.get(match[3], match[3])}"
+    return path
+
+
+def _map(
+    path: str, a: tuple[str, TensorSpec], b: tuple[str, TensorSpec], shapes: _BaseShapes
+) -> tuple[str, AdaptedMap]:
+    """The module that is adapted, and how, without its scaling."""
+    (a_name, a_spec), (b_name, b_spec) = a, b
+    module = _normal(path)
+    if match := _FUSED.fullmatch(module):
+        experts, count = match["experts"], shapes.count(match["experts"])
+        for part, (outputs, inputs) in shapes.fused(experts).items():
+            if (b_spec.shape[0], a_spec.shape[1]) == (outputs, inputs):
+                rows = _rank(a_name, a_spec, b_name, b_spec)
+                if rows % count:
+                    raise SnapshotIncompatible(
+                        f"tensor {shown(a_name)} has {rows} rows, no multiple of the {count} experts"
+                    )
+                found = AdaptedMap(a_name, b_name, rows // count, 1.0, inputs, outputs, count)
+                return f"{experts}.{part}", found
+        raise SnapshotIncompatible(
+            f"tensor {shown(a_name)} has shape {shown_value(list(a_spec.shape))} and {shown(b_name)} "
+            f"{shown_value(list(b_spec.shape))}, which fit no map of the base model's {shown(experts)}"
+        )
+    shape = shapes.linear(module)
+    if shape is None:
+        raise SnapshotIncompatible(f"tensor {shown(a_name)}: the base model has no linear map {shown(path)}")
+    outputs, inputs = shape
+    if a_spec.shape[1] != inputs or b_spec.shape[0] != outputs:
+        raise SnapshotIncompatible(
+            f"tensors {shown(a_name)} {shown_value(list(a_spec.shape))} and {shown(b_name)} "
+            f"{shown_value(list(b_spec.shape))} do not fit the base model's map of {inputs} inputs and {outputs} outputs"
+        )
+    return module, AdaptedMap(a_name, b_name, _rank(a_name, a_spec, b_name, b_spec), 1.0, inputs, outputs)
+
+
+def _rank(a_name: str, a: TensorSpec, b_name: str, b: TensorSpec) -> int:
+    if a.shape[0] != b.shape[1] or not a.shape[0]:
+        raise SnapshotIncompatible(
+            f"tensor {shown(a_name)} has {a.shape[0]} rows, {shown(b_name)} has {b.shape[1]} columns;"
+            " both are the rank"
+        )
+    return a.shape[0]
+
+
+def _scaled(module: str, found: AdaptedMap, config: dict[str, Any]) -> AdaptedMap:
+    rank = _of_pattern(config, "rank_pattern", module, config["r"])
+    alpha = _of_pattern(config, "alpha_pattern", module, config["lora_alpha"])
+    if found.rank != rank or not 1 <= rank <= RANK_MAX:
+        raise SnapshotIncompatible(
+            f"tensor {shown(found.a)} has rank {found.rank}, {ADAPTER_CONFIG_FILE} says {rank}"
+            f" (at most {RANK_MAX} are served)"
+        )
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return AdaptedMap(found.a, found.b, rank, scaling, found.inputs, found.outputs, found.experts)
+
+
+def _of_pattern(config: dict[str, Any], field: str, module: str, default: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the end of the module's path."""
+    for pattern, value in (config.get(field) or {}).items():
+        if _compiled(field, pattern).match(module):
+            return value
+    return default
+
+
+def _compiled(field: str, pattern: str) -> re.Pattern[str]:
+    """Without repetitions, so that no pattern of a stranger takes long."""
+    if _PATTERN.fullmatch(pattern) is None:
+        raise SnapshotIncompatible(
+            f"{ADAPTER_CONFIG_FILE}: {field} has {shown(pattern)}; names, dots, '|', '^' and '$' are served"
+        )
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def _check_targets(config: dict[str, Any], maps: Mapping[str, AdaptedMap], base: CheckpointSpec) -> None:
+    """Every module that the configuration names by the end of its path is there. A file that was cut lacks some."""
+    targets = config.get("target_modules")
+    limited = any(config.get(field) for field in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    if not isinstance(targets, list) or limited:
+        return
+    for target in targets:
+        if not isinstance(target, str):
+            raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: target_modules has {shown_value(target)}")
+    absent = [m for m in _linear_modules(base) if m not in maps and _ends_in(m, targets)]
+    if absent:
+        raise SnapshotIncompatible(
+            f"target_modules has {shown(absent[0].rsplit('.', 1)[-1])}, but the adapter has nothing for "
+            f"{shown(absent[0])}{and_more(len(absent) - 1)}"
+        )
+
+
+def _linear_modules(base: CheckpointSpec) -> Iterator[str]:
+    """Experts are tensors of one module in transformers, so PEFT does not find them by name."""
+    for name, spec in base.tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and len(spec.shape) == 2 and ".experts." not in name:
+            yield module
+
+
+def _ends_in(module: str, targets: list[str]) -> bool:
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,271 @@
+"""Many policies on one server: adapters published, sampled side by side, switched under streams, forked, ended, lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from serving import Server, serve
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from adapter_helpers import ATTENTION, EXPERTS, adapted, write_adapter
+
+torch.set_num_threads(1)
+HOT_LOAD = "/hot_load/v1/models/hot_load"
+DEADLINE_S = 60.0
+
+
+class Adapters:
+    """PEFT's models over the served one, and their directories in the server's bucket."""
+
+    def __init__(self, base: Path) -> None:
+        self.module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        self.made: dict[str, Any] = {}
+
+    def put(self, server: Server, identity: str, seed: int, **config: Any) -> None:
+        asked = {
+            "target_modules": ATTENTION,
+            "target_parameters": EXPERTS,
+            "r": 8,
+            "lora_alpha": 16,
+            **config,
+        }
+        self.made[identity] = adapted(self.module, seed, **asked)
+        write_adapter(self.made[identity], server.bucket / identity)
+
+    def logprobs(self, identity: str, ids: list[int]) -> torch.Tensor:
+        """[tokens - 1]: of each token after the first."""
+        model = self.made.get(identity, self.module)
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> Adapters:
+    return Adapters(base)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Server]:
+    place = tmp_path_factory.mktemp("policies")
+    with serve(place / "state", "--model", str(base), "--replicas", "2") as running:
+        yield running
+
+
+def signalled(server: Server, identity: str, policy: str | None = None, **more: Any) -> httpx.Response:
+    body = {"identity": identity, **({} if policy is None else {"policy": policy}), **more}
+    return httpx.post(server.url + HOT_LOAD, json=body, timeout=30)
+
+
+def ready(server: Server, identity: str, policy: str) -> None:
+    """Every replica serves it."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        rows = httpx.get(server.url + HOT_LOAD, params={"policy": policy}).json()["replicas"]
+        if all(row["readiness"] and row["current_snapshot_identity"] == identity for row in rows) and rows:
+            return
+        assert time.monotonic() < until, rows
+        time.sleep(0.02)
+
+
+def load(server: Server, identity: str, policy: str) -> None:
+    answer = signalled(server, identity, policy)
+    assert answer.status_code == 200, answer.text
+    ready(server, identity, policy)
+
+
+def sample(server: Server, model: str, prompt: list[int], **more: Any) -> Any:
+    asked = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "logprobs": 0, "return_token_ids": True, **more}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        return client.completions.create(
+            model=model,
+            prompt=prompt,
+            extra_body={"return_token_ids": True},
+            **{k: v for k, v in asked.items() if k != "return_token_ids"},
+        )
+
+
+def checked(adapters: Adapters, answer: Any, identity: str, prompt: list[int]) -> list[int]:
+    """The sampled ids; every log-probability is that of PEFT's model."""
+    choice = answer.choices[0]
+    ids = choice.token_ids
+    expected = adapters.logprobs(identity, [*prompt, *ids])[len(prompt) - 1 :]
+    got = torch.tensor(choice.logprobs.token_logprobs)
+    assert (got - expected).abs().max().item() < 1e-4
+    assert answer.model.partition("@")[2] == identity
+    return list(ids)
+
+
+def test_adapters_are_sampled_side_by_side_and_each_is_itself(server: Server, adapters: Adapters) -> None:
+    for seed in range(3):
+        adapters.put(server, f"side-{seed}", seed)
+        load(server, f"side-{seed}", f"team-{seed}")
+    prompt = list(range(5, 25))
+    found: dict[str, Any] = {}
+
+    def ask(model: str) -> None:
+        found[model] = sample(server, model, prompt)
+
+    full = server.model.rpartition("/")[0] + "/team-0"
+    models = ["team-0", "team-1", "team-2", server.model, full]
+    threads = [threading.Thread(target=ask, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    of = {model: f"side-{model[-1]}" for model in models if model != server.model}
+    sampled = {m: checked(adapters, found[m], of.get(m, "base"), prompt) for m in models}
+    assert sampled["team-0"] == sampled[full]
+    assert len({tuple(ids) for ids in sampled.values()}) == 4
+    assert found["team-0"].model == f"{full}@side-0"
+
+
+def test_a_switch_of_one_policy_crosses_its_own_streams_only(server: Server, adapters: Adapters) -> None:
+    for identity, seed in (("run-a", 11), ("run-b", 12)):
+        adapters.put(server, identity, seed)
+    load(server, "run-a", "moving")
+    load(server, "run-a", "still")
+    labels: dict[str, list[str]] = {}
+    begun = {policy: threading.Event() for policy in ("moving", "still")}
+
+    def stream(policy: str) -> None:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            chunks = client.completions.create(
+                model=policy, prompt=list(range(9)), max_tokens=400, temperature=1.0, seed=1, stream=True
+            )
+            labels[policy] = []
+            for chunk in chunks:
+                labels[policy].append(chunk.model.partition("@")[2])
+                begun[policy].set()
+
+    threads = [threading.Thread(target=stream, args=(policy,)) for policy in begun]
+    for thread in threads:
+        thread.start()
+    for event in begun.values():
+        assert event.wait(DEADLINE_S)
+    load(server, "run-b", "moving")
+    for thread in threads:
+        thread.join()
+    assert set(labels["still"]) == {"run-a"}
+    assert labels["moving"][0] == "run-a"
+    assert labels["moving"] == sorted(labels["moving"])
+    answer = sample(server, "moving", [1, 2, 3])
+    checked(adapters, answer, "run-b", [1, 2, 3])
+
+
+def test_a_policy_is_forked_frozen_and_ended(server: Server, adapters: Adapters) -> None:
+    adapters.put(server, "parent-1", 21)
+    adapters.put(server, "parent-2", 22)
+    load(server, "parent-1", "learner")
+    policies = f"{server.url}/v1/{server.deployment}/policies"
+    made = httpx.post(policies, json={"policy": "opponent", "from": "learner", "frozen": True})
+    assert made.status_code == 200, made.text
+    ready(server, "parent-1", "opponent")
+    load(server, "parent-2", "learner")
+    prompt = [4, 5, 6, 7]
+    checked(adapters, sample(server, "opponent", prompt), "parent-1", prompt)
+    checked(adapters, sample(server, "learner", prompt), "parent-2", prompt)
+    refused = signalled(server, "parent-2", "opponent")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "policy")
+    names = [one["policy"] for one in httpx.get(policies).json()["policies"]]
+    assert {"learner", "opponent"} <= set(names)
+    assert httpx.delete(f"{policies}/opponent").status_code == 200
+    until = time.monotonic() + DEADLINE_S
+    while httpx.get(f"{policies}/opponent").status_code != 404:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    with pytest.raises(openai.NotFoundError):
+        sample(server, "opponent", prompt)
+    # Made again with other weights, it has none of the old KV.
+    load(server, "parent-2", "opponent")
+    checked(adapters, sample(server, "opponent", prompt), "parent-2", prompt)
+
+
+def test_a_replica_that_dies_has_all_policies_again(server: Server, adapters: Adapters) -> None:
+    adapters.put(server, "lives", 31)
+    load(server, "lives", "survivor")
+    engines = [pid for pid in server.children() if _is_engine(pid)]
+    os.kill(engines[0], signal.SIGKILL)
+    prompt = [3, 1, 4, 1, 5]
+    until = time.monotonic() + DEADLINE_S
+    served = set()
+    while len(served) < 2:
+        with contextlib.suppress(openai.InternalServerError):
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+                raw = client.completions.with_raw_response.create(
+                    model="survivor",
+                    prompt=prompt,
+                    max_tokens=4,
+                    logprobs=0,
+                    extra_body={"return_token_ids": True},
+                )
+            checked(adapters, raw.parse(), "lives", prompt)
+            served.add(raw.headers["x-midstream-replica"])
+        assert time.monotonic() < until
+    ready(server, "lives", "survivor")
+
+
+def _is_engine(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"midstream.engine.embedded.loop" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+@pytest.mark.parametrize("case", ["shape", "module", "dora", "escape", "unknown"])
+def test_a_bad_adapter_is_named_and_what_served_goes_on(
+    server: Server, adapters: Adapters, tmp_path: Path, case: str
+) -> None:
+    policy = f"bad-{case}"
+    adapters.put(server, f"good-{case}", 41)
+    load(server, f"good-{case}", policy)
+    directory = server.bucket / f"wrong-{case}"
+    shutil.copytree(server.bucket / f"good-{case}", directory)
+    config = directory / "adapter_config.json"
+    text = config.read_text()
+    expected = ""
+    if case == "shape":
+        config.write_text(text.replace('"r": 8', '"r": 4'))
+        expected = "has rank 8, adapter_config.json says 4"
+    elif case == "module":
+        config.write_text(text.replace('"q_proj"', '"q_proj", "lm_head"'))
+        expected = "the adapter has nothing for lm_head"
+    elif case == "dora":
+        config.write_text(text.replace('"use_dora": false', '"use_dora": true'))
+        expected = "use_dora is True, which is not served"
+    elif case == "escape":
+        answer = signalled(server, "../outside", policy)
+        assert answer.status_code == 400
+        expected = ""
+    else:
+        assert signalled(server, "not-there", policy).status_code == 400
+    if expected:
+        assert signalled(server, f"wrong-{case}", policy).status_code == 200
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            rows = httpx.get(server.url + HOT_LOAD, params={"policy": policy}).json()["replicas"]
+            told = [str(row) for row in rows]
+            if all(expected in one for one in told):
+                break
+            assert time.monotonic() < until, told
+            time.sleep(0.02)
+    prompt = [7, 7, 7]
+    checked(adapters, sample(server, policy, prompt), f"good-{case}", prompt)
