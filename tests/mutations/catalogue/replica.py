@@ -237,6 +237,22 @@ REPLICA = (
         ("replica/test_turns.py::test_what_this_replica_never_sampled_is_said",),
     ),
     Mutation(
+        "a_parent_that_a_resumed_prompt_does_not_begin_with",
+        "replica/turns/history.py",
+        "            if self._prompt[: len(tokens)] == tokens:",
+        "            if tokens:",
+        "A turn that another replica began has a parent only where its prompt begins with the parent's tokens.",
+        ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
+    ),
+    Mutation(
+        "an_answer_is_lost_with_the_turns_before_it",
+        "replica/turns/history.py",
+        "if dropped and not self._trees.forgot(self._session):",
+        "if dropped:",
+        "An answer is a turn also where those before it were dropped for want of memory meanwhile.",
+        ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
+    ),
+    Mutation(
         "a_row_of_routes_too_many",
         "replica/wire/tokenwires.py",
         "own[max(start - prompt_size + 1, 0) :]",
