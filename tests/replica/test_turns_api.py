@@ -249,6 +249,24 @@ def test_a_trace_has_every_turn_with_its_records_though_no_response_told_them(tm
     asyncio.run(main())
 
 
+def test_a_trace_tells_what_earlier_tokens_stood_on_as_the_response_does(tmp_path: Path) -> None:
+    """Preempted behind three tokens, under other weights."""
+
+    async def main() -> None:
+        engine = an_engine()
+        async with running(tmp_path, engine) as here:
+            first = len(ids("<|im_start|>user\nhe said<|im_end|>\n<|im_start|>assistant\n"))
+            engine.tells_kv, engine.kv_with = False, {0: (("s1", 0, first),), 3: (("s2", 0, first + 3),)}
+            records = {"x-midstream-records": "routes"}
+            answer = await turn(here, [USER], headers=records, perf_metrics_in_response=True)
+            (told,), said = (await trace(here))["turns"], answer["choices"][0]
+            assert [one["tokens"] for one in said["earlier_kv_snapshots"]] == [3]
+            for name in ("kv_snapshots", "earlier_kv_snapshots"):
+                assert told[name] == said[name]
+
+    asyncio.run(main())
+
+
 def test_records_nobody_knows_are_refused_by_name(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(tmp_path, an_engine()) as here:

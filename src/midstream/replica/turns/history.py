@@ -273,6 +273,7 @@ class History:
             b"".join(answer.routes) if whole else b"",
             tuple(choice.spans),
             tuple(choice.kv),
+            tuple(choice.earlier_kv),
             None if self.branch is None else msgspec.to_builtins(self.branch),
         )
 

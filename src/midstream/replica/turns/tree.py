@@ -92,7 +92,7 @@ class TurnRecord(NamedTuple):
     """What a trace tells of a turn beside its tokens.
 
     logprobs, sampling_logprobs: of the sampled tokens; NaN where the engine cannot tell; empty where they were not asked for.
-    routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv: as in choice.Choice.
+    routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv, earlier_kv: as in choice.Choice.
     """
 
     finish: FinishReason
@@ -102,6 +102,7 @@ class TurnRecord(NamedTuple):
     routes: bytes
     snapshots: tuple[tuple[str, int, int], ...]
     kv: tuple[tuple[str, int, int], ...]
+    earlier_kv: tuple[tuple[int, Sequence[tuple[str, int, int]]], ...]
     branch: dict[str, Any] | None
 
     @property
