@@ -253,6 +253,17 @@ REPLICA = (
         ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
     ),
     Mutation(
+        "a_trace_without_earlier_kv",
+        "replica/turns/history.py",
+        "            tuple(choice.earlier_kv),",
+        "            (),",
+        "A trace tells what the tokens stood on that were sampled before KV was computed again.",
+        (
+            "replica/test_turns_api.py::test_a_trace_tells_what_earlier_tokens_stood_on_as_the_response_does",
+            "e2e/test_session_storm.py",
+        ),
+    ),
+    Mutation(
         "a_row_of_routes_too_many",
         "replica/wire/tokenwires.py",
         "own[max(start - prompt_size + 1, 0) :]",
