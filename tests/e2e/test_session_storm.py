@@ -26,7 +26,7 @@ import torch
 from recompute import OWN_ROUTE, Passes, Recomputer
 from serving import Server, serve
 from test_exact_sessions import TOOLS
-from test_failover import itself, running
+from test_failover import engine, itself, running
 from test_swap_storm import Trainer, events
 from tiers import of_tier
 
@@ -40,7 +40,8 @@ WORKERS = 24
 LENGTHS = (32, 128, 400)
 #: So few that streams are preempted.
 KV_CACHE = "16MiB"
-KILLS, SWAPS = of_tier(fast=3, test=3, all=12), of_tier(fast=18, test=18, all=60)
+#: Every fourth one is of an engine, which takes no turn with it.
+KILLS, SWAPS = of_tier(fast=4, test=4, all=12), of_tier(fast=18, test=18, all=60)
 #: Between two kills, or two signals, at least.
 KILL_S, SWAP_S = 2.5, 1.0
 #: Of a log-probability.
@@ -225,10 +226,10 @@ class Storm:
 
     async def kills(self) -> None:
         rng = random.Random(0)
-        for _ in range(KILLS):
+        for number in range(KILLS):
             await asyncio.sleep(KILL_S)
             usable = await self._usable(2)
-            pids = running(self._server, itself)
+            pids = running(self._server, engine if number % 4 == 1 else itself)
             victim = rng.choice([name for name in usable if name in pids])
             os.kill(pids[victim], signal.SIGKILL)
             self.counts["kills"] += 1
@@ -417,11 +418,4 @@ def test_a_session_storm_loses_nothing_and_every_number_is_borne_out(
     assert made.counts["kills"] == KILLS
     assert made.counts["resumed"] > 0, "no stream went on elsewhere"
     assert sum(len(set(said.labels)) > 1 for said in made.said) > WORKERS, "the swaps hit no live answers"
-    print(
-        made.counts,
-        len(made.said),
-        len(records),
-        Counter(len(said.parts) for said in made.said),
-        Counter(len(set(said.labels)) for said in made.said),
-        Counter(said.branch and said.branch["why"] for said in made.said),
-    )
+    assert len({label for said in made.said for label in said.labels}) > SWAPS // 3
