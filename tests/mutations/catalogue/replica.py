@@ -258,10 +258,7 @@ REPLICA = (
         "            tuple(choice.earlier_kv),",
         "            (),",
         "A trace tells what the tokens stood on that were sampled before KV was computed again.",
-        (
-            "replica/test_turns_api.py::test_a_trace_tells_what_earlier_tokens_stood_on_as_the_response_does",
-            "e2e/test_session_storm.py",
-        ),
+        ("replica/test_turns_api.py::test_a_trace_tells_what_earlier_tokens_stood_on_as_the_response_does",),
     ),
     Mutation(
         "a_row_of_routes_too_many",
