@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
-from test_resume_pipeline import CHAT, RESUMABLE, by_choice, events, play, resume, units
+from test_resume_pipeline import (
+    CHAT,
+    COMPLETIONS,
+    RESUMABLE,
+    SGLANG,
+    VLLM,
+    by_choice,
+    events,
+    play,
+    resume,
+    units,
+)
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.traces import REWARDS_MAX, Reward
@@ -18,11 +29,13 @@ SESSION = {"x-midstream-session": "s"}
 USER = {"role": "user", "content": "he said"}
 #: As a tokenizer would not cut it: it has a token for "he".
 LETTERS = tuple(b"hello ")
+#: Of two tokens the first one shows nothing.
+HALVES = tuple("ü".encode())
 
 
-def an_engine() -> FakeEngine:
+def an_engine(reply: tuple[int, ...] = LETTERS) -> FakeEngine:
     engine = FakeEngine()
-    engine.reply = LETTERS
+    engine.reply = reply
     engine.tells_kv = True
     return engine
 
@@ -162,6 +175,41 @@ def test_a_continued_turn_is_resumed_on_a_replica_that_never_had_the_session(tmp
             assert by_choice(events("".join(writes[:cut]) + rest.text)) == expected
 
     play(tmp_path, scenario, an_engine)
+
+
+BRANCHES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER], "max_tokens": 5},
+    COMPLETIONS: {"prompt": "else", "max_tokens": 5},
+    "/v1/messages": {"messages": [USER], "max_tokens": 5},
+    "/v1/responses": {"input": "else", "max_output_tokens": 16, "store": False},
+    VLLM: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5}},
+    SGLANG: {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}},
+}
+
+
+@pytest.mark.parametrize("path", BRANCHES)
+def test_whenever_its_replica_is_lost_a_branch_says_so_in_every_api(tmp_path: Path, path: str) -> None:
+    """Cut after every write, also those that show nothing of the answer."""
+    body = {"model": MODEL, "stream": True, **BRANCHES[path]}
+    said = '"branch":{"why":"new"'
+
+    async def scenario(here: Running, there: Running) -> None:
+        await here.http.post(
+            COMPLETIONS, json={"model": MODEL, "prompt": [9], "max_tokens": 2}, headers=SESSION
+        )
+        whole = await here.http.post(path, json=body, headers={**RESUMABLE, **SESSION})
+        plain = await here.http.post(path, json={**body, "stream": False}, headers=SESSION)
+        assert shown(whole.text).count(said) == plain.text.count(said) == 1
+        writes = [": m " + part for part in whole.text.split(": m ")[1:]]
+        for cut in range(1, len(writes)):
+            rest = await resume(there, path, body, writes[:cut])
+            assert rest.status_code == 200, rest.text
+            assert said in shown("".join(writes[:cut]) + rest.text)
+
+    def shown(text: str) -> str:
+        return "".join(line for line in text.split("\n") if not line.startswith(":"))
+
+    play(tmp_path, scenario, lambda: an_engine(HALVES))
 
 
 def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> None:

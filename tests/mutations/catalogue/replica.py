@@ -253,6 +253,14 @@ REPLICA = (
         ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
     ),
     Mutation(
+        "a_branch_is_lost_with_its_replica",
+        "replica/response/resume.py",
+        'branch = {} if self.opening.branch is None else {"branch": self.opening.branch}',
+        "branch: dict[str, Any] = {}",
+        "A branch is told though its replica is lost before it could say so.",
+        ("replica/test_turns_api.py::test_whenever_its_replica_is_lost_a_branch_says_so_in_every_api",),
+    ),
+    Mutation(
         "a_trace_without_earlier_kv",
         "replica/turns/history.py",
         "            tuple(choice.earlier_kv),",
