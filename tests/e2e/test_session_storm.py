@@ -42,7 +42,7 @@ LENGTHS = (32, 128, 400)
 #: So few that streams are preempted.
 KV_CACHE = "16MiB"
 #: Every fourth one is of an engine, which takes no turn with it.
-KILLS, SWAPS = of_tier(fast=4, test=4, all=12), of_tier(fast=18, test=18, all=60)
+KILLS, SWAPS = of_tier(fast=3, test=3, all=12), of_tier(fast=18, test=18, all=60)
 #: Between two kills, or two signals, at least.
 KILL_S, SWAP_S = 2.5, 1.0
 #: What a replica sent before its end is read by then.
