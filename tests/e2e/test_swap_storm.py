@@ -178,10 +178,13 @@ class Trainer:
                 "compression_format": "arc_v2" if step % 2 else "arc_v1",
                 "checksum_format": "alder32",
             }
-        answer = await self.http.post(HOT_LOAD, json=body)
-        assert answer.status_code == 200, answer.text
+        await self._signal(body, whole)
         self.checkpoints[identity], self.previous = whole, identity
         await self._ready(identity)
+
+    async def _signal(self, body: dict[str, Any], whole: Path) -> None:
+        answer = await self.http.post(HOT_LOAD, json=body)
+        assert answer.status_code == 200, answer.text
 
     def _changed(self, identity: str) -> Path:
         whole = self.scratch / identity

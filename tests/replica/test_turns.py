@@ -1,174 +1,202 @@
-"""Exact sessions: whatever the chat template does, a turn that continues another begins with its very tokens."""
+"""Exact sessions: whatever the chat template does, a turn that continues another begins with its very tokens.
+
+And whatever befalls the replicas: sessions of several agents at a time move between replicas that are lost, short of memory, or
+hold some of the turns; answers are cut and go on elsewhere; weights change. A request that its replica cannot continue is a
+branch, for the right reason and from the right turn.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from typing import Any
+from array import array
+from collections import Counter
+from typing import Any, NamedTuple
 
 import pytest
-from chat_templates import STYLES, call_text, text_model, tools_of
+from chat_client import SESSION, Client, Reply
+from chat_templates import STYLES
 from tiers import of_tier
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.types import TokenRecord
 from midstream.replica.request.checked import Prompt
-from midstream.replica.response.choice import CallStage, Choice, Piece, id_maker
-from midstream.replica.text.tools import prepare_history
-from midstream.replica.turns.history import Branch, History, Policy, policy_of
-from midstream.replica.turns.tree import Told, Trees, key_of_answer, keys_of
+from midstream.replica.turns.history import Branch, History, policy_of
+from midstream.replica.turns.trace import trace_of
+from midstream.replica.turns.tree import Told, Trees, Turn, key_of_answer, keys_of
 
-SESSION = ("", "s")
 SESSIONS = of_tier(fast=200, test=1000, all=10_000)
-WORDS = ("hello", "there", "an answer", "in 1100", "ünder", "<b>", " ", "\n", "ring", "{}", "x")
+#: Bytes of a replica's trees: one session fits, two do not.
+ROOM = 2**18
+FILLER = array("I", bytes(ROOM - 1024))
 
 
-class Client:
-    """A harness that talks for several turns, drops thinking, spaces arguments anew, and sometimes edits what was said."""
+class Known(NamedTuple):
+    """A turn as its client was told it. at: of its answer in the messages. place: a replica, and how often its turns went."""
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.rng = random.Random(f"{name} {seed}")
-        self.name, self.style, self.text = name, STYLES[name], text_model(name)
-        self.tools = tools_of(name) if self.rng.random() < 0.6 else None
-        self.trees = Trees()
-        self.ends = self.text.encode_rendered(self.style.end)
-        self.messages: list[dict[str, Any]] = [{"role": "user", "content": self._words()}]
-        self.policy: Policy = "exact"
-        #: Of the last answer.
-        self.finish = ""
+    at: int
+    place: tuple[int, int]
+    tokens: tuple[int, ...]
 
-    def _words(self) -> str:
-        return "".join(self.rng.choices(WORDS, k=self.rng.randrange(1, 6))) or "x"
 
-    def _render(self, messages: list[dict[str, Any]], prompted: bool) -> str:
-        return self.text.render(messages, self.tools, generation_prompt=prompted)
+class Replicas:
+    """Where the turns of a session are, and what befalls them. label: of the weights that serve."""
 
-    def ask(self) -> tuple[Prompt, History]:
-        messages = [message | {"content": message["content"] or ""} for message in self.messages]
-        if any("tool_calls" in message for message in messages):
-            messages = prepare_history(messages, self.text.tools.arguments)
-        history = History(self.trees, SESSION, self.ends, self.policy)
-        prompt = history.prompt(self.text, self._render, messages, self.tools, lambda _: None)
-        if prompt is None:
-            prompt = Prompt(self.text.encode_rendered(self._render(messages, True)))
-        history.settled(prompt)
-        return prompt, history
+    def __init__(self, rng: random.Random, *, troubled: bool) -> None:
+        self._rng, self._troubled = rng, troubled
+        self.trees = [self._started() for _ in range(3)]
+        #: How often the turns of each were lost, or dropped for want of memory.
+        self._gone, self._dropped = [0, 0, 0], [False] * 3
+        self.home, self.label, self._swaps = 0, "base", 0
+        #: Of each tree that lives, all that its turns must tell: tokens in all, records, whether they were replayed, branch.
+        self.turns: dict[tuple[int, int], list[tuple[Any, ...]]] = {}
+        self.journal: list[tuple[Trees, int, Turn]] = []
 
-    def check_added(self, added: tuple[int, ...]) -> None:
-        """Behind the parent's tokens stands what the template writes behind the answer, all of it and nothing twice."""
-        text = self.text.vocabulary.raw_text(list(added))
-        messages = prepare_history(self.messages, self.text.tools.arguments)
-        rendered = self._render(messages, True)
-        assert rendered.endswith(text)
-        behind = len(self.messages) - 1 - self._last_answer()
-        for message in self.messages[-behind:]:
-            said = message["content"]
-            assert said.strip() in text or any(
-                json.dumps(said, ensure_ascii=a) in text for a in (True, False)
-            )
-        # Each answer ends once.
-        end = self.style.end
-        if end in rendered and self.name != "gpt-oss":
-            before = rendered.removesuffix(text).rstrip()
-            assert before.endswith(end) == (self.finish == "stop")
+    def _started(self) -> Trees:
+        trees = Trees(ROOM)
+        trees.on_turn = lambda _, tree, turn: self.journal.append((trees, tree, turn))
+        return trees
 
-    def _last_answer(self) -> int:
-        return max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+    def _chance(self, share: float) -> bool:
+        return self._troubled and self._rng.random() < share
 
-    def answer(self, prompt: Prompt, history: History) -> tuple[int, ...]:
-        """Samples an answer, tokenized in some way, and tells the client what a server would tell."""
-        calls = self.tools is not None and self.rng.random() < 0.5
-        said = "" if self.name == "llama3" and calls else self._words()
-        if self.style.thinks and self.rng.random() < 0.7:
-            said = f"<think>\n{self._words()}\n</think>\n\n{said}"
-        if calls:
-            said += call_text(self.name, {"x": self.rng.randrange(9)}, spaced=self.rng.random() < 0.5)
-        tokens = self._tokenized(said)
-        self.finish = finish = "length" if self.rng.random() < 0.15 else "stop"
-        if finish == "stop":
-            tokens += self.ends
-        pieces = self._pieces(tokens, frozenset(self.ends), finish)
-        history.take(0, pieces)
-        history.end(self.choice, 0.0)
-        self._told(pieces)
-        return tokens
+    def place(self, replica: int) -> tuple[int, int]:
+        return replica, self._gone[replica]
 
-    def say(self, history: History, text: str) -> None:
-        self.say_tokens(history, self.text.encode_rendered(text) + self.ends)
+    def next(self) -> int:
+        """Where the next request goes: home, unless it is lost, or passed over this once."""
+        if self._chance(0.1):
+            self.lose()
+        if self._chance(0.05):
+            self._fill(self.home)
+        return (self.home + 1) % 3 if self._chance(0.15) else self.home
 
-    def say_tokens(self, history: History, tokens: tuple[int, ...]) -> None:
-        pieces = self._pieces(tokens, frozenset(self.ends), "stop")
-        history.take(0, pieces)
-        history.end(self.choice, 0.0)
-        self._told(pieces)
+    def lose(self, replica: int | None = None) -> None:
+        lost = self.home if replica is None else replica
+        self.trees[lost] = self._started()
+        self._forget(lost, dropped=False)
+        self.home = (lost + self._rng.choice((1, 2))) % 3
 
-    def _tokenized(self, text: str) -> tuple[int, ...]:
-        """Cut at random: the tokens of the pieces are seldom those of the whole."""
-        ids: list[int] = []
-        while text:
-            at = self.rng.randrange(1, 6)
-            ids += self.text.encode_rendered(text[:at])
-            text = text[at:]
-        return tuple(ids)
+    def _fill(self, replica: int) -> None:
+        """Another session takes the room of this one."""
+        self.trees[replica].add(("", "other"), None, FILLER, (), Told())
+        self._forget(replica, dropped=self.place(replica) in self.turns or self._dropped[replica])
 
-    def _pieces(self, tokens: tuple[int, ...], silent: frozenset[int], finish: str) -> list[Piece]:
-        shown, stage = frozenset[int](), None
-        if self.tools is not None and (found := self.text.tools.format) is not None:
-            shown = self.text.marker_ids(found.dialect.markers)
-            stage = CallStage(found.dialect.parser({"look": {}}), True, id_maker(None, "s"))
-        choice = self.choice = Choice(0, self.text.vocabulary, (), silent, shown)
-        pieces = [p for t in tokens for p in choice.feed(TokenRecord(t, 0.0, 0.0, "base"))]
-        pieces += choice.end("stop" if finish == "stop" else "length")
-        return pieces if stage is None else [*stage.feed(pieces), *stage.end()]
+    def _forget(self, replica: int, *, dropped: bool) -> None:
+        self.turns.pop(self.place(replica), None)
+        self._gone[replica] += 1
+        self._dropped[replica] = dropped
 
-    def _told(self, pieces: list[Piece]) -> None:
-        content = "".join(piece.text for piece in pieces)
-        if "</think>" in content and self.rng.random() < 0.5:
-            content = content.rpartition("</think>")[2].lstrip()
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        calls = [call for piece in pieces for call in piece.calls]
-        if calls:
-            spacing = self.rng.choice([None, (", ", ": "), (",", ":")])
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": json.dumps(json.loads(call.arguments), separators=spacing),
-                    },
-                }
-                for call in calls
-            ]
-        self.messages.append(message)
-        for call in calls:
-            self.messages.append({"role": "tool", "tool_call_id": call.id, "content": self._words()})
-        if not calls or self.rng.random() < 0.2:
-            self.messages.append({"role": "user", "content": self._words()})
+    def records(self, tokens: tuple[int, ...], first: int) -> list[TokenRecord]:
+        """Their numbers follow from place and label. Weights change between two tokens."""
+        made = []
+        for at, token in enumerate(tokens, first):
+            if self._chance(0.03):
+                self._swaps += 1
+                self.label = f"step-{self._swaps}"
+            made.append(TokenRecord(token, -at - self._swaps / 64, -at / 2, self.label, bytes([at % 256])))
+        return made
+
+    def expected(self, replica: int, client: Client, turns: list[Known]) -> tuple[str | None, Known | None]:
+        """What a request must say that has these turns of a client: why it is a branch, and the turn that it begins with."""
+        here = self.place(replica)
+        last = next((turn for turn in reversed(turns) if turn.place == here), None)
+        answers = [at for at, message in enumerate(client.messages) if message["role"] == "assistant"]
+        if last is not None:
+            return None if last.at == answers[-1] else "edited", last
+        if here in self.turns:
+            return "edited" if answers else "new", None
+        return ("forgotten" if self._dropped[replica] else "unknown") if answers else None, None
+
+    def sampled(self, replica: int, client: Client, prompt: Prompt, history: History) -> Known | None:
+        """The answer, which another replica may have to end; None: nobody can."""
+        finished, tokens = client.finish, client.draw()
+        records = self.records(tokens, len(prompt.token_ids))
+        reply, replayed = Reply(client, history), 0
+        if self._chance(0.12):
+            replayed = self._rng.randrange(len(records))
+            reply.take(records[:replayed])
+            self.lose(replica)
+            replica = self.home
+            if len({record.snapshot for record in records[: replayed + 1]}) > 1:
+                client.finish = finished
+                return None
+            client.trees = self.trees[replica]
+            history = client.resume(prompt, history)
+            reply = Reply(client, history)
+            reply.take(records[:replayed], replayed=True)
+        if self._chance(0.05):
+            self._fill(replica)
+        client.told(reply, records[replayed:])
+        whole = prompt.token_ids + tokens
+        branch = None if history.branch is None else history.branch.why
+        self.turns.setdefault(self.place(replica), []).append((whole, records, replayed, branch))
+        return Known(client.last_answer(), self.place(replica), whole)
+
+    def check_traces(self) -> None:
+        """Each replica's trace has the very turns that clients were told, and parents come before their children."""
+        for replica, trees in enumerate(self.trees):
+            told = self.turns.get(self.place(replica), [])
+            trace = trace_of(trees, SESSION, "m", top_k=1, wide_routes=False)
+            turns, tokens = [] if trace is None else trace.turns, {0: ()}
+            for turn, (whole, records, replayed, branch) in zip(turns, told, strict=True):
+                tokens[turn.turn] = (*tokens[turn.parent], *turn.added, *turn.token_ids)
+                assert tokens[turn.turn] == whole
+                assert (turn.branch and turn.branch["why"]) == branch
+                labels = [span.snapshot for span in turn.snapshots for _ in range(span.start, span.end)]
+                assert labels == [record.snapshot for record in records]
+                logprobs = None if replayed else [record.logprob for record in records]
+                assert turn.logprobs == logprobs
+                assert (turn.routing_matrix is None) == bool(replayed)
+        had: dict[tuple[Trees, int], list[Turn | None]] = {}
+        for trees, tree, turn in self.journal:
+            before = had.setdefault((trees, tree), [None])
+            assert turn.parent in before
+            before.append(turn)
 
 
 @pytest.mark.parametrize("name", STYLES)
 def test_a_turn_begins_with_its_parents_tokens_or_is_a_branch(name: str) -> None:
-    turns = 0
+    seen = Counter[str | None]()
     for seed in range(SESSIONS // len(STYLES) + 1):
-        client, before = Client(name, seed), tuple[int, ...]()
-        for turn in range(5):
+        rng = random.Random(f"{name} session {seed}")
+        replicas = Replicas(rng, troubled=rng.random() < 0.7)
+        agents = [(Client(name, 3 * seed + agent), list[Known]()) for agent in range(rng.choice((1, 1, 3)))]
+        for agent, (client, _) in enumerate(agents):
+            client.messages[0]["content"] = f"agent {agent}: {client.messages[0]['content']}"
+        for _ in range(5):
+            client, turns = rng.choice(agents)
+            if turns and rng.random() < 0.08:
+                edited = rng.randrange(len(turns))
+                client.messages[turns[edited].at]["content"] += "!"
+                del turns[edited:]
+            replica = replicas.next()
+            client.trees = replicas.trees[replica]
+            why, parent = replicas.expected(replica, client, turns)
             prompt, history = client.ask()
-            if turn:
-                turns += 1
+            branch = history.branch
+            seen[branch and branch.why] += 1
+            assert (branch and branch.why) == why
+            if parent is not None:
                 # Of the styles here every turn can be continued exactly.
-                assert history.branch is None
-                assert prompt.token_ids[: len(before)] == before
-                client.check_added(prompt.token_ids[len(before) :])
-            else:
-                assert history.branch is None
-            before = prompt.token_ids + client.answer(prompt, history)
-    assert turns
+                assert prompt.token_ids[: len(parent.tokens)] == parent.tokens
+            if branch is not None and parent is not None:
+                (turn,) = (t for t in client.trees.of(SESSION).turns if t.number == branch.turn)
+                assert turn.tokens == parent.tokens
+                assert parent.at < branch.messages <= len(client.messages)
+            elif branch is None and parent is not None:
+                client.check_added(prompt.token_ids[len(parent.tokens) :])
+            known = replicas.sampled(replica, client, prompt, history)
+            if known is not None:
+                turns.append(known)
+        replicas.check_traces()
+    assert seen[None] > seen.total() / 2
+    assert {"edited", "unknown"} <= {*seen}
 
 
 def talk(client: Client) -> tuple[int, ...]:
     prompt, history = client.ask()
-    return prompt.token_ids + client.answer(prompt, history)
+    return prompt.token_ids + client.answer(history)
 
 
 def client_of(name: str, seed: int = 0) -> Client:
@@ -191,7 +219,7 @@ def test_an_edited_answer_is_a_branch_that_begins_with_the_turn_before_it(name: 
     prompt, history = client.ask()
     assert history.branch == Branch("edited", 0)
     # And both go on as turns of their own.
-    before = prompt.token_ids + client.answer(prompt, history)
+    before = prompt.token_ids + client.answer(history)
     prompt, history = client.ask()
     assert history.branch is None
     assert prompt.token_ids[: len(before)] == before
@@ -204,7 +232,7 @@ def test_a_sub_agent_and_a_compacted_conversation_are_branches_of_their_own() ->
     client.messages = [{"role": "system", "content": "a sub-agent"}, {"role": "user", "content": "do it"}]
     prompt, history = client.ask()
     assert history.branch == Branch("new", 0)
-    sub = prompt.token_ids + client.answer(prompt, history)
+    sub = prompt.token_ids + client.answer(history)
     prompt, history = client.ask()
     assert history.branch is None
     assert prompt.token_ids[: len(sub)] == sub
@@ -336,7 +364,7 @@ def test_a_turn_whose_parent_was_dropped_stands_by_itself() -> None:
     client.trees._bytes_max = 10
     client.trees.add(("", "other"), None, range(100), range(100), Told([b"k"]))
     client.trees._bytes_max = 10_000
-    tokens = prompt.token_ids + client.answer(prompt, history)
+    tokens = prompt.token_ids + client.answer(history)
     tree = client.trees.of(SESSION)
     assert tree is not None
     (turn,) = tree.turns
@@ -346,10 +374,10 @@ def test_a_turn_whose_parent_was_dropped_stands_by_itself() -> None:
 def test_a_session_that_was_closed_and_began_anew_gets_nothing_of_the_old_one() -> None:
     client = client_of("phi")
     talk(client)
-    prompt, history = client.ask()
+    _, history = client.ask()
     client.trees.close(SESSION)
     client.trees.add(SESSION, None, [1], [2], Told([b"k"]))
-    client.answer(prompt, history)
+    client.answer(history)
     tree = client.trees.of(SESSION)
     assert tree is not None
     assert len(tree) == 1

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
-from test_resume_pipeline import CHAT, RESUMABLE, by_choice, events, play, resume, units
+from test_resume_pipeline import (
+    CHAT,
+    COMPLETIONS,
+    RESUMABLE,
+    SGLANG,
+    VLLM,
+    by_choice,
+    events,
+    play,
+    resume,
+    units,
+)
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.traces import REWARDS_MAX, Reward
@@ -18,11 +29,13 @@ SESSION = {"x-midstream-session": "s"}
 USER = {"role": "user", "content": "he said"}
 #: As a tokenizer would not cut it: it has a token for "he".
 LETTERS = tuple(b"hello ")
+#: Of two tokens the first one shows nothing.
+HALVES = tuple("ü".encode())
 
 
-def an_engine() -> FakeEngine:
+def an_engine(reply: tuple[int, ...] = LETTERS) -> FakeEngine:
     engine = FakeEngine()
-    engine.reply = LETTERS
+    engine.reply = reply
     engine.tells_kv = True
     return engine
 
@@ -164,6 +177,41 @@ def test_a_continued_turn_is_resumed_on_a_replica_that_never_had_the_session(tmp
     play(tmp_path, scenario, an_engine)
 
 
+BRANCHES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER], "max_tokens": 5},
+    COMPLETIONS: {"prompt": "else", "max_tokens": 5},
+    "/v1/messages": {"messages": [USER], "max_tokens": 5},
+    "/v1/responses": {"input": "else", "max_output_tokens": 16, "store": False},
+    VLLM: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5}},
+    SGLANG: {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}},
+}
+
+
+@pytest.mark.parametrize("path", BRANCHES)
+def test_whenever_its_replica_is_lost_a_branch_says_so_in_every_api(tmp_path: Path, path: str) -> None:
+    """Cut after every write, also those that show nothing of the answer."""
+    body = {"model": MODEL, "stream": True, **BRANCHES[path]}
+    said = '"branch":{"why":"new"'
+
+    async def scenario(here: Running, there: Running) -> None:
+        await here.http.post(
+            COMPLETIONS, json={"model": MODEL, "prompt": [9], "max_tokens": 2}, headers=SESSION
+        )
+        whole = await here.http.post(path, json=body, headers={**RESUMABLE, **SESSION})
+        plain = await here.http.post(path, json={**body, "stream": False}, headers=SESSION)
+        assert shown(whole.text).count(said) == plain.text.count(said) == 1
+        writes = [": m " + part for part in whole.text.split(": m ")[1:]]
+        for cut in range(1, len(writes)):
+            rest = await resume(there, path, body, writes[:cut])
+            assert rest.status_code == 200, rest.text
+            assert said in shown("".join(writes[:cut]) + rest.text)
+
+    def shown(text: str) -> str:
+        return "".join(line for line in text.split("\n") if not line.startswith(":"))
+
+    play(tmp_path, scenario, lambda: an_engine(HALVES))
+
+
 def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> None:
     async def scenario(here: Running, there: Running) -> None:
         answer = await turn(here, [USER])
@@ -245,6 +293,24 @@ def test_a_trace_has_every_turn_with_its_records_though_no_response_told_them(tm
             assert other["branch"] == {"why": "new", "messages": 0}
             assert other["logprobs"] is other["routing_matrix"] is None
             assert (await trace(here, "other"))["turns"][0]["token_ids"] == list(LETTERS)
+
+    asyncio.run(main())
+
+
+def test_a_trace_tells_what_earlier_tokens_stood_on_as_the_response_does(tmp_path: Path) -> None:
+    """Preempted behind three tokens, under other weights."""
+
+    async def main() -> None:
+        engine = an_engine()
+        async with running(tmp_path, engine) as here:
+            first = len(ids("<|im_start|>user\nhe said<|im_end|>\n<|im_start|>assistant\n"))
+            engine.tells_kv, engine.kv_with = False, {0: (("s1", 0, first),), 3: (("s2", 0, first + 3),)}
+            records = {"x-midstream-records": "routes"}
+            answer = await turn(here, [USER], headers=records, perf_metrics_in_response=True)
+            (told,), said = (await trace(here))["turns"], answer["choices"][0]
+            assert [one["tokens"] for one in said["earlier_kv_snapshots"]] == [3]
+            for name in ("kv_snapshots", "earlier_kv_snapshots"):
+                assert told[name] == said[name]
 
     asyncio.run(main())
 

@@ -14,6 +14,7 @@ Always holds:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -35,7 +36,8 @@ LAST = b"end"
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all choices of a stream have in common. seed: that of the sampler, given by the client or drawn. prompts: a digest
     of the prompts' token ids. ids: the token ids of the only prompt, where the body alone does not give them: it continues
-    a turn that only the lost replica had. nonce: what ids of tool calls follow from, where the client gave the id."""
+    a turn that only the lost replica had. nonce: what ids of tool calls follow from, where the client gave the id. branch: as
+    the response says it; who goes on says it again, as the client may not have got that far."""
 
     id: str
     created: int
@@ -43,6 +45,7 @@ class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
     prompts: str
     ids: tuple[int, ...] | None = None
     nonce: str = ""
+    branch: Any = None
 
 
 class Step(

@@ -29,6 +29,13 @@ class Span(msgspec.Struct, frozen=True):
     end: int
 
 
+class EarlierKv(msgspec.Struct, frozen=True):
+    """What the sampled tokens before number `tokens` stood on, from where the entry before it ends."""
+
+    tokens: int
+    kv_snapshots: list[Span]
+
+
 class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One answer of a session.
 
@@ -38,6 +45,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     routing_matrix: of each sampled token, layers x top-k expert numbers in base64, of the pass that gave its logits; None
     likewise. routing_matrix_shape: [layers, top-k].
     snapshots: over the sampled tokens. kv_snapshots: over all positions, which snapshot computed the KV.
+    earlier_kv_snapshots: of tokens that were sampled before that KV was computed again.
     branch: why the turn continues none, as responses say it. model: without a snapshot.
     """
 
@@ -56,6 +64,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     routing_matrix_shape: list[int] | None
     snapshots: list[Span]
     kv_snapshots: list[Span]
+    earlier_kv_snapshots: list[EarlierKv] = []
     branch: dict[str, Any] | None = None
 
 

@@ -111,7 +111,8 @@ class Generation:
         # Clients may give every turn of a trajectory one id.
         nonce = "" if own is None else drawn
         created = int(self._service.clock())
-        return Opening(f"{self._id_prefix}{own or drawn}", created, work.seed, prompts, ids, nonce)
+        branch = None if self._history is None else self._history.branch
+        return Opening(f"{self._id_prefix}{own or drawn}", created, work.seed, prompts, ids, nonce, branch)
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""

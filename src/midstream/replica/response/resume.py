@@ -85,4 +85,5 @@ class Continued:
 
     def seam(self, tokens: list[int]) -> dict[str, Any]:
         """What the first chunk says; `tokens`: how many of each choice the client had before."""
-        return {"resumed": {"from": self._lost, "tokens": tokens, "exact": self._exact}}
+        branch = {} if self.opening.branch is None else {"branch": self.opening.branch}
+        return {"resumed": {"from": self._lost, "tokens": tokens, "exact": self._exact}, **branch}

@@ -50,7 +50,7 @@ class Branch(msgspec.Struct):
 
     - new: it has no answers in its history; a sub-agent, a compacted conversation, or a prompt that comes again. A prompt of
       text or of token ids is new when it begins with no turn.
-    - edited: it has answers that were not sampled in this session.
+    - edited: it has answers that this replica did not sample in this session. Another one may have, and was lost.
     - unknown: it has answers, and this replica has no turn of the session.
     - forgotten: likewise, as the session's turns were dropped for want of memory.
     - template: the chat template renders the conversation otherwise, and the client wants that, or the template does not let
@@ -276,6 +276,7 @@ class History:
             b"".join(answer.routes) if whole else b"",
             tuple(choice.spans),
             tuple(choice.kv),
+            tuple(choice.earlier_kv),
             None if self.branch is None else msgspec.to_builtins(self.branch),
             self._model,
         )

@@ -92,8 +92,8 @@ class TurnRecord(NamedTuple):
     """What a trace tells of a turn beside its tokens.
 
     logprobs, sampling_logprobs: of the sampled tokens; NaN where the engine cannot tell; empty where they were not asked for.
-    routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv: as in choice.Choice. model: whose
-    snapshots they are; "": the replica's own.
+routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv, earlier_kv: as in choice.Choice.
+    model: whose snapshots they are; "": the replica's own.
     """
 
     finish: FinishReason
@@ -103,6 +103,7 @@ class TurnRecord(NamedTuple):
     routes: bytes
     snapshots: tuple[tuple[str, int, int], ...]
     kv: tuple[tuple[str, int, int], ...]
+    earlier_kv: tuple[tuple[int, Sequence[tuple[str, int, int]]], ...]
     branch: dict[str, Any] | None
     model: str = ""
 

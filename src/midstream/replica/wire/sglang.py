@@ -393,7 +393,8 @@ class SGLangEncoder(RecordEncoder):
             if self._checked.top_logprobs:
                 meta.output_top_logprobs = made.tops
         if self.seam is not UNSET:
-            told.resumed, self.seam = self.seam.get("resumed", UNSET), UNSET
+            told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
+            self.seam = UNSET
         output = Output(text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=told)
         if not details.single:
             output.index = index

@@ -72,6 +72,8 @@ class Told(msgspec.Struct):
     earlier_kv_snapshots: list[EarlierKv] | msgspec.UnsetType = msgspec.UNSET
     perf_metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     resumed: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    #: Why the request continues no turn of its session.
+    branch: Any = msgspec.UNSET
 
 
 def read_sampling(

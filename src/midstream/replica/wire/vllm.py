@@ -316,7 +316,8 @@ class GenerateEncoder(RecordEncoder):
     def _told(self, snapshot: str) -> Told:
         told = Told(snapshot)
         if self.seam is not UNSET:
-            told.resumed, self.seam = self.seam.get("resumed", UNSET), UNSET
+            told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
+            self.seam = UNSET
         return told
 
     def _end(
