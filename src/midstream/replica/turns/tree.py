@@ -92,7 +92,7 @@ class TurnRecord(NamedTuple):
     """What a trace tells of a turn beside its tokens.
 
     logprobs, sampling_logprobs: of the sampled tokens; NaN where the engine cannot tell; empty where they were not asked for.
-routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv, earlier_kv: as in choice.Choice.
+    routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv, earlier_kv: as in choice.Choice.
     model: whose snapshots they are; "": the replica's own.
     """
 
