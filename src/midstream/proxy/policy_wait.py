@@ -20,14 +20,18 @@ class PolicyWait:
     def __init__(self) -> None:
         self._ends: float | None = None
 
-    def judge(self, deployment: Deployment) -> Judgement | None:
-        """NOT_YET, with when to look again; None: there is nothing to wait for."""
+    def judge(self, deployment: Deployment, tried: set[str]) -> Judgement | None:
+        """NOT_YET, with when to look again; None: there is nothing to wait for.
+
+        tried: replicas that failed with the request. After the wait they may be others, and are tried again.
+        """
         now = asyncio.get_running_loop().time()
         views = deployment.replicas.views
-        if not deployment.policy or any(view.usable for view in views):
+        if not deployment.policy or any(view.usable and view.name not in tried for view in views):
             return None
         self._ends = now + POLICY_WAIT_S if self._ends is None else self._ends
         heard = any(view.report is not None for view in views)
         if not heard or now >= self._ends:
             return None
+        tried.clear()
         return Judgement(Event.NOT_YET, until=Until(deployment.replicas, at=self._ends))
