@@ -107,7 +107,9 @@ def write_models(names: list[str], folder: Path, device: str = "cpu") -> list[Mo
     return [replace(model, device=device) for model in found]
 
 
-def measure(endpoint: Endpoint, model: Model, line: Line, seed: int) -> dict[str, float]:
+def measure(
+    endpoint: Endpoint, model: Model, line: Line, seed: int, models: tuple[str, ...] = ()
+) -> dict[str, float]:
     """One burst from a load generator in its own process. Raises RuntimeError with what it said when it fails."""
     load = Load(
         port=endpoint.port,
@@ -122,6 +124,7 @@ def measure(endpoint: Endpoint, model: Model, line: Line, seed: int) -> dict[str
         extra=endpoint.extra,
         late_prompt=line.late_prompt,
         late_after=16,
+        models=models,
     )
     done = subprocess.run(
         [sys.executable, str(HERE / "loadgen.py")],
@@ -144,12 +147,12 @@ def machine_busy_s() -> float:
 
 
 def measure_column(
-    server: Server, endpoint: Endpoint, model: Model, line: Line, seed: int
+    server: Server, endpoint: Endpoint, model: Model, line: Line, seed: int, models: tuple[str, ...] = ()
 ) -> tuple[dict[str, float], float]:
-    """(what the client saw, with the servers' own costs), seconds it took."""
+    """(what the client saw, with the servers' own costs), seconds it took. models: see Load."""
     time.sleep(SETTLE_S)
     started, cpu, busy = time.monotonic(), server.cpu_s(), machine_busy_s()
-    run = measure(endpoint, model, line, seed)
+    run = measure(endpoint, model, line, seed, models)
     seconds = time.monotonic() - started
     spent = server.cpu_s() - cpu
     run["server_cpu_ms_per_token"] = spent / run["tokens"] * 1e3

@@ -50,6 +50,8 @@ class Load:
     late_prompt: int = 0
     late_after: int = 64
     timeout_s: float = 900.0
+    # Stream i asks for the i-th of these, round and round; empty: all ask for `model`.
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +186,12 @@ def token_times(times: list[float], reads: list[bytes]) -> tuple[list[float], in
     return arrived, carrying
 
 
-def request_bytes(load: Load, rng: random.Random, prompt_tokens: int, new_tokens: int) -> bytes:
+def request_bytes(
+    load: Load, rng: random.Random, prompt_tokens: int, new_tokens: int, model: str | None = None
+) -> bytes:
     prompt = [rng.randrange(load.vocabulary) for _ in range(prompt_tokens)]
     wanted = {"max_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True, **load.extra}
-    body: dict[str, Any] = {"model": load.model, "stream": True}
+    body: dict[str, Any] = {"model": model or load.model, "stream": True}
     if load.path == GENERATE:
         body |= {"token_ids": prompt, "sampling_params": wanted}
     else:
@@ -231,8 +235,9 @@ async def run(load: Load) -> Measured:
     if load.late_prompt:
         plans.append((load.late_prompt, 1))
     streams = []
-    for plan in plans:
-        stream = Stream(request_bytes(load, rng, *plan), loop.create_future())
+    for number, plan in enumerate(plans):
+        model = load.models[number % len(load.models)] if load.models else None
+        stream = Stream(request_bytes(load, rng, *plan, model), loop.create_future())
         await loop.create_connection(lambda s=stream: s, load.host, load.port)  # type: ignore[misc]
         streams.append(stream)
     cpu, waited = time.process_time(), waited_s()

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Unauthorized
-from midstream.core.headers import HEADER_TOKEN, HEADER_UNKNOWN_FIELDS
+from midstream.core.headers import HEADER_POLICY, HEADER_TOKEN, HEADER_UNKNOWN_FIELDS
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
 from midstream.core.types import Session
 from midstream.fleet.access import meant, scopes_header
@@ -41,7 +41,7 @@ from midstream.proxy.poison import Suspects
 
 logger = logging.getLogger(__name__)
 
-_TOKEN = HEADER_TOKEN.encode()
+_TOKEN, _POLICY = HEADER_TOKEN.encode(), HEADER_POLICY.encode()
 _IGNORE, _REFUSE = [HEADER_UNKNOWN_FIELDS.encode() + b": ignore"], list[bytes]()
 _SUPERVISOR = Caller("", Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
@@ -140,10 +140,13 @@ class Proxy:
         """For the control app; none where keys are not in use."""
         return [scopes_header(caller.grant)] if self.auth.required else []
 
-    def fields_lines(self, deployment: Deployment) -> list[bytes]:
-        """What a replica is told of unknown fields: nothing where they are refused."""
+    def deployment_lines(self, deployment: Deployment) -> list[bytes]:
+        """What a replica is told of the deployment: its policy, and of unknown fields nothing where they are refused."""
         own = deployment.host.ignores_fields
-        return _IGNORE if own or (own is None and self._ignores_fields) else _REFUSE
+        lines = _IGNORE if own or (own is None and self._ignores_fields) else _REFUSE
+        if deployment.policy:
+            return [*lines, b"%b: %b" % (_POLICY, deployment.policy.encode())]
+        return lines
 
     def request_id(self) -> bytes:
         return f"{self._request_prefix}-{next(self._request_ids):x}".encode()

@@ -32,7 +32,7 @@ from midstream.core.errors import (
     SnapshotNotServed,
     SnapshotTransition,
 )
-from midstream.core.headers import HEADER_BOOT, HEADER_POLICY
+from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
 from midstream.core.types import ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
@@ -42,6 +42,7 @@ from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.reader import Request
 from midstream.proxy.poison import Life, Losses, is_the_largest
+from midstream.proxy.policy_wait import PolicyWait
 from midstream.proxy.request_state import ANSWERED, RESUMING, Event, Phase
 from midstream.proxy.resume import (
     END,
@@ -79,7 +80,6 @@ LOST_SENDS_MAX = 2
 BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
-_POLICY = HEADER_POLICY.encode()
 _LOST = HEADER_LOST.encode()
 _ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
 _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
@@ -133,6 +133,7 @@ class ReplicaRoute(Route):
         self._user_field = wire.user
         self._deployment = proxy.deployments.default
         self._tried: set[str] = set()
+        self._policy_wait = PolicyWait()
         self._view: ReplicaView | None = None
         self._placed: Placed | None = None
         #: That is counted on the view.
@@ -184,7 +185,8 @@ class ReplicaRoute(Route):
             return Judgement(Event.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
         placed = self._choose()
         if placed is None:
-            return self._failed(ReplicaUnavailable("no replica can take the request now"))
+            none = ReplicaUnavailable("no replica can take the request now")
+            return self._policy_wait.judge(self._deployment, self._tried) or self._failed(none)
         self._placed, self._view = placed, placed.view
         return PLACED
 
@@ -256,9 +258,7 @@ class ReplicaRoute(Route):
             lines.append(b"%b: %b" % (_BOOT, self._boot.encode()))
         stamp = None if self._placed is None else self._placed.stamp
         lines += session_lines(self._request.first, self._session, stamp, self._in_path is not None)
-        lines += self._proxy.fields_lines(self._deployment)
-        if self._deployment.policy:
-            lines.append(b"%b: %b" % (_POLICY, self._deployment.policy.encode()))
+        lines += self._proxy.deployment_lines(self._deployment)
         if self._versions is not None:
             assert self._placed_under is not None
             lines += self._versions.lines(self._view, self._placed_under)

@@ -8,7 +8,7 @@ the bits that they get in a batch where nobody has one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Protocol
@@ -181,6 +181,30 @@ class PackedAdapter:
         return experts * (padded(wide * rank * k * item) + padded(wide * outputs * (rank + 1) * item))
 
 
+class LayerAdapters:
+    """What the adapters of a batch add in one layer. The addresses are those of the batch's StepAdapters, which outlives it."""
+
+    __slots__ = ("_common", "_first", "have", "of_experts")
+
+    def __init__(self, step: StepAdapters, layer: int) -> None:
+        # Whether any adapter has pieces for a map of the decoder, by where they begin.
+        self.have = {part.start: bool(step.any[layer, part].any()) for part in (QKV, OUT, GATE_UP, DOWN)}
+        self._first = step.pieces[layer].ctypes.data
+        self._common = (step.rows.ctypes.data, step.starts.ctypes.data, len(step.adapters))
+        table = step.tables[layer]
+        self.of_experts: tuple[int | None, int | None] = (None, None)
+        if table is not None:
+            self.of_experts = step.of.ctypes.data, table.ctypes.data
+
+    def add(
+        self, lora: Callable[..., None], part: slice, x: int, k: int, out: int, width: int, threads: int
+    ) -> None:
+        """x, out: addresses of the whole batch's, with k and `width` elements a row. lora: the kernel."""
+        if self.have[part.start]:
+            first = self._first + part.start * FIELDS * 8
+            lora(x, k, k, *self._common, first, PIECES, part.stop - part.start, out, width, threads)
+
+
 class StepAdapters:
     """The adapters of a batch, and the rows of each.
 
@@ -207,6 +231,12 @@ class StepAdapters:
         self.any = adapted.any(axis=1)
         self.any_head = bool((self.head[..., 0] != 0).any())
         self.tables: list[np.ndarray | None] = [self._table(layer) for layer in range(layers)]
+        self.layers = [LayerAdapters(self, layer) for layer in range(layers)]
+
+    @staticmethod
+    def key(batch: StepBatch) -> tuple[tuple[int, ...], bytes]:
+        """Equal for batches that have the same of everything here. The adapters have to live."""
+        return tuple(map(id, batch.adapters)), batch.spans[:, 1].tobytes()
 
     def grouped(self, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows, starts) of tokens whose adapters have these numbers."""

@@ -21,11 +21,10 @@ import torch
 from midstream.engine.adapter import LowRanks
 from midstream.engine.cpu.adapters import (
     DOWN,
-    FIELDS,
     GATE_UP,
     OUT,
-    PIECES,
     QKV,
+    LayerAdapters,
     PackedAdapter,
     StepAdapters,
 )
@@ -133,6 +132,7 @@ class CpuDecoder:
         self._tie = near_tie(self.dtype)
         self._route_dtype = route_dtype(self.num_experts)
         self._scratch = _Scratch(self, 0)
+        self._last_adapters: tuple[Any, StepAdapters | None, Any] | None = None
         self._pieces = {}
 
     def forward(
@@ -148,7 +148,7 @@ class CpuDecoder:
         if tokens > self._scratch.tokens:
             self._scratch = _Scratch(self, tokens)
         scratch = self._scratch
-        adapters = StepAdapters(batch, len(self.layers)) if any(batch.adapters) else None
+        adapters = self._adapters_of(batch) if batch.adapters else None
         if adapters is not None:
             scratch.widen(self)
         torch.index_select(self._embedding, 0, torch.from_numpy(batch.ids), out=scratch.residual[:tokens])
@@ -158,7 +158,7 @@ class CpuDecoder:
         route_bytes = self.top_k * routes.itemsize
         moe_layer = 0
         for number, layer in enumerate(self.layers):
-            of_layer = None if adapters is None else _LayerAdapters(self, adapters, number)
+            of_layer = None if adapters is None else adapters.layers[number]
             kv = cache.keys[number].data_ptr(), cache.values[number].data_ptr()
             self._attend(layer, batch, tokens, *kv, of_layer)
             self._normalise(scratch.residual, None, layer.post_norm, tokens, scratch.normed)
@@ -213,14 +213,14 @@ class CpuDecoder:
         tokens: int,
         keys: int,
         values: int,
-        adapters: _LayerAdapters | None,
+        adapters: LayerAdapters | None,
     ) -> None:
         scratch, call = self._scratch, self.kernels
         shape = (self.heads, self.kv_heads, self.head_dim)
         self._normalise(scratch.residual, None, layer.input_norm, tokens, scratch.normed)
         self._linear(layer.qkv, scratch.normed_at, tokens, STORE, scratch.qkv_at, layer.qkv.n)
         if adapters is not None:
-            adapters.add(QKV, scratch.normed_at, self.hidden, scratch.qkv_at, layer.qkv.n)
+            self._adapt(adapters, QKV, scratch.normed_at, self.hidden, scratch.qkv_at, layer.qkv.n)
         call.prepare(
             *(scratch.qkv_at, tokens, *shape, _pointer(layer.q_norm), _pointer(layer.k_norm)),
             *(self.head_layout.own, self.eps),
@@ -234,26 +234,38 @@ class CpuDecoder:
         )
         self._linear_to_residual(layer.out, scratch.attended_at, tokens, OUT, adapters)
 
-    def _mlp(self, mlp: Mlp, tokens: int, adapters: _LayerAdapters | None) -> None:
+    def _mlp(self, mlp: Mlp, tokens: int, adapters: LayerAdapters | None) -> None:
         scratch = self._scratch
-        if adapters is None or not adapters.have(GATE_UP):
+        if adapters is None or not adapters.have[GATE_UP.start]:
             self._linear(mlp.gate_up, scratch.normed_at, tokens, SILU_MUL, scratch.active_at, mlp.down.k)
         else:
             self._linear(mlp.gate_up, scratch.normed_at, tokens, STORE, scratch.wide_at, mlp.gate_up.n)
-            adapters.add(GATE_UP, scratch.normed_at, self.hidden, scratch.wide_at, mlp.gate_up.n)
+            self._adapt(adapters, GATE_UP, scratch.normed_at, self.hidden, scratch.wide_at, mlp.gate_up.n)
             self.kernels.silu_mul(scratch.wide_at, tokens, mlp.down.k, scratch.active_at, self.threads)
         self._linear_to_residual(mlp.down, scratch.active_at, tokens, DOWN, adapters)
 
     def _linear_to_residual(
-        self, linear: Map, x: int, tokens: int, pieces: slice, adapters: _LayerAdapters | None
+        self, linear: Map, x: int, tokens: int, part: slice, adapters: LayerAdapters | None
     ) -> None:
         scratch = self._scratch
-        if adapters is None or not adapters.have(pieces):
+        if adapters is None or not adapters.have[part.start]:
             self._linear(linear, x, tokens, ADD, scratch.residual_at, self.hidden)
             return
         self._linear(linear, x, tokens, STORE, scratch.change_at, self.hidden)
-        adapters.add(pieces, x, linear.k, scratch.change_at, self.hidden)
+        self._adapt(adapters, part, x, linear.k, scratch.change_at, self.hidden)
         self.kernels.add(scratch.change_at, tokens, self.hidden, scratch.residual_at, self.threads)
+
+    def _adapt(self, adapters: LayerAdapters, part: slice, x: int, k: int, out: int, width: int) -> None:
+        adapters.add(self.kernels.lora, part, x, k, out, width, self.threads)
+
+    def _adapters_of(self, batch: StepBatch) -> StepAdapters | None:
+        """Steps of the same streams, one after the other, have the same."""
+        key = StepAdapters.key(batch)
+        if self._last_adapters is None or self._last_adapters[0] != key:
+            made = StepAdapters(batch, len(self.layers)) if any(batch.adapters) else None
+            # The batch's adapters are kept with it, so that no other one gets an id of theirs.
+            self._last_adapters = key, made, batch.adapters
+        return self._last_adapters[1]
 
     def _adapt_head(
         self, adapters: StepAdapters, picked: torch.Tensor, rows: np.ndarray, logits: torch.Tensor
@@ -266,7 +278,7 @@ class CpuDecoder:
         )
 
     def _moe(
-        self, moe: _Experts, tokens: int, routes: int, ties: int, adapters: _LayerAdapters | None
+        self, moe: _Experts, tokens: int, routes: int, ties: int, adapters: LayerAdapters | None
     ) -> None:
         weights = (moe.router.data_ptr(), moe.gate_up.data_ptr(), moe.down.data_ptr())
         stride = self.moe_layers * self.top_k
@@ -323,37 +335,6 @@ class CpuDecoder:
             top_k=int(gate.top_k),
             inner=inner,
             flags=renormalise | (ROUND_WEIGHTS if round_weights else 0),
-        )
-
-
-class _LayerAdapters:
-    """What the adapters of a batch add in one layer."""
-
-    def __init__(self, decoder: CpuDecoder, step: StepAdapters, layer: int) -> None:
-        self._lora, self._threads = decoder.kernels.lora, decoder.threads
-        self._step = step
-        self._any = step.any[layer]
-        self._pieces_at = step.pieces[layer].ctypes.data
-        self._table = step.tables[layer]
-
-    @property
-    def of_experts(self) -> tuple[int | None, int | None]:
-        if self._table is None:
-            return None, None
-        return self._step.of.ctypes.data, self._table.ctypes.data
-
-    def have(self, pieces: slice) -> bool:
-        return bool(self._any[pieces].any())
-
-    def add(self, pieces: slice, x: int, k: int, out: int, width: int) -> None:
-        """x, out: of the whole batch, with k and `width` elements a row."""
-        if not self.have(pieces):
-            return
-        step, count = self._step, pieces.stop - pieces.start
-        first = self._pieces_at + pieces.start * FIELDS * 8
-        rows, starts = step.rows.ctypes.data, step.starts.ctypes.data
-        self._lora(
-            *(x, k, k, rows, starts, len(step.adapters), first, PIECES, count, out, width, self._threads)
         )
 
 

@@ -41,9 +41,8 @@ class Weights:
     adapter: Any = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.model.decoder.weights()
-        if self.adapter is not None:
-            yield from self.adapter.weights()
+        """What was loaded for it: of an adapter its own numbers, as the base weights were digested at the start."""
+        yield from (self.model.decoder if self.adapter is None else self.adapter).weights()
 
 
 class WeightStore:

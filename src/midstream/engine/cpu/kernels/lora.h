@@ -18,11 +18,31 @@ struct Piece {
   int64_t rank, n, column, step;
 };
 
+// The sum of each of sixteen vectors, in their order. As sum_lanes: the upper half is added to the lower one, again and again.
+static inline vf sums_of(const vf *v) {
+  typedef int32_t mask __attribute__((vector_size(64)));
+  constexpr mask LOW8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  constexpr mask HIGH8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+  constexpr mask LOW4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+  constexpr mask HIGH4 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
+  constexpr mask LOW2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  constexpr mask HIGH2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+  constexpr mask LOW1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+  constexpr mask HIGH1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
+  vf eight[8], four[4], two[2];
+  for (int i = 0; i < 8; ++i) eight[i] = __builtin_shuffle(v[i], v[i + 8], LOW8) + __builtin_shuffle(v[i], v[i + 8], HIGH8);
+  for (int i = 0; i < 4; ++i)
+    four[i] = __builtin_shuffle(eight[i], eight[i + 4], LOW4) + __builtin_shuffle(eight[i], eight[i + 4], HIGH4);
+  for (int i = 0; i < 2; ++i)
+    two[i] = __builtin_shuffle(four[i], four[i + 2], LOW2) + __builtin_shuffle(four[i], four[i + 2], HIGH2);
+  return __builtin_shuffle(two[0], two[1], LOW1) + __builtin_shuffle(two[0], two[1], HIGH1);
+}
+
 // A piece, and the rows that it is for: x [.., ldx] at `rows` (null: the first m), y [.., ldo] at `out_rows`.
 template <class T>
 struct LowRank {
   typedef typename T::elem elem;
-  static constexpr int ROWS = 4, RANKS = 4;
+  static constexpr int ROWS = 8;
   Piece piece;
   const elem *x;
   int64_t ldx, k;
@@ -35,47 +55,38 @@ struct LowRank {
 
   int64_t width() const { return (piece.rank + T::PER_UNIT - 1) / T::PER_UNIT * T::PER_UNIT; }
   int64_t tiles() const { return (m + ROWS - 1) / ROWS; }
-  double work() const { return (double)m * piece.rank * (k + piece.n); }
+  // As of Linear: with few rows, reading the numbers takes the time.
+  double work() const { return (double)std::max<int64_t>(m, 8) * piece.rank * (k + piece.n); }
 
   void shrink(int64_t tile) const {
     const int64_t first = tile * ROWS, last = std::min(m, first + ROWS);
     for (int64_t r = first; r < last; ++r)
-      for (int64_t q = piece.rank; q < width(); ++q) hidden[r * width() + q] = elem{};
-    for (int64_t q = 0; q < piece.rank; q += RANKS) {
-      const int64_t ranks = std::min<int64_t>(RANKS, piece.rank - q);
-      if (last - first == ROWS && ranks == RANKS)
-        dots<ROWS, RANKS>(first, q);
-      else
-        for (int64_t r = first; r < last; ++r) {
-          if (ranks == RANKS)
-            dots<1, RANKS>(r, q);
-          else
-            for (int64_t i = 0; i < ranks; ++i) dots<1, 1>(r, q + i);
-        }
-    }
+      for (int64_t q = 0; q < width(); q += LANES) dots(r, q);
   }
 
-  template <int R, int Q>
+  // A x of one row, of ranks rank..rank+15; those beyond the last are zeros.
   void dots(int64_t row, int64_t rank) const {
     constexpr int64_t STEP = LANES * T::PER_UNIT;
-    vf acc[R][Q] = {};
-    const elem *from[R], *a[Q];
-    for (int r = 0; r < R; ++r) from[r] = x + (rows ? rows[row + r] : row + r) * ldx;
-    for (int q = 0; q < Q; ++q) a[q] = (const elem *)piece.a + (rank + q) * k;
-    for (int64_t d = 0; d < k; d += STEP) {
-      const int64_t count = std::min(STEP, k - d);
-      vu left[R], right[Q];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) left[r] = take(from[r] + d, count);
-#pragma GCC unroll 4
-      for (int q = 0; q < Q; ++q) right[q] = take(a[q] + d, count);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int q = 0; q < Q; ++q) acc[r][q] = T::dot(acc[r][q], left[r], right[q]);
+    vf acc[LANES] = {};
+    const elem *from = x + (rows ? rows[row] : row) * ldx, *a = (const elem *)piece.a + rank * k;
+    const int64_t ranks = std::min<int64_t>(LANES, piece.rank - rank);
+    // Where there are fewer ranks, the last one is computed again.
+    int64_t at[LANES];
+    for (int64_t q = 0; q < LANES; ++q) at[q] = std::min(q, ranks - 1) * k;
+    int64_t d = 0;
+    for (; d + STEP <= k; d += STEP) {
+      const vu left = take(from + d, STEP);
+#pragma GCC unroll 16
+      for (int q = 0; q < LANES; ++q) acc[q] = T::dot(acc[q], left, take(a + at[q] + d, STEP));
     }
-    for (int r = 0; r < R; ++r)
-      for (int q = 0; q < Q; ++q) hidden[(row + r) * width() + rank + q] = T::down(sum_lanes(acc[r][q]));
+    if (d < k) {
+      const vu left = take(from + d, k - d);
+      for (int q = 0; q < LANES; ++q) acc[q] = T::dot(acc[q], left, take(a + at[q] + d, k - d));
+    }
+    const vf sums = sums_of(acc);
+    elem *to = hidden + row * width() + rank;
+    if (rank + LANES <= width() && ranks == LANES) return T::store16(to, sums);
+    for (int64_t q = 0; q < std::min<int64_t>(LANES, width() - rank); ++q) to[q] = q < ranks ? T::down(sums[q]) : elem{};
   }
 
   // A vector of `count` elements, filled up with zeros.
@@ -102,9 +113,12 @@ static void add_low_ranks(std::vector<LowRank<T>> &ops, int threads) {
     size += op.m * op.width();
     work += op.work();
   }
-  std::vector<typename T::elem> hidden(size);
-  std::vector<std::pair<int32_t, int32_t>> tiles;
-  std::vector<Linear<T>> expands;
+  static thread_local std::vector<typename T::elem> hidden;
+  static thread_local std::vector<std::pair<int32_t, int32_t>> tiles;
+  static thread_local std::vector<Linear<T>> expands;
+  if ((int64_t)hidden.size() < size) hidden.resize(size);
+  tiles.clear();
+  expands.clear();
   int64_t at = 0;
   for (size_t i = 0; i < ops.size(); ++i) {
     ops[i].hidden = hidden.data() + at;
@@ -112,7 +126,9 @@ static void add_low_ranks(std::vector<LowRank<T>> &ops, int threads) {
     for (int64_t t = 0; t < ops[i].tiles(); ++t) tiles.push_back({(int32_t)i, (int32_t)t});
     expands.push_back(ops[i].expand());
   }
-  parallel(threads, (int64_t)tiles.size(), work, [&](int64_t i) { ops[tiles[i].first].shrink(tiles[i].second); });
+  // Other threads would see variables of their own.
+  const auto &ready = tiles;
+  parallel(threads, (int64_t)ready.size(), work, [&](int64_t i) { ops[ready[i].first].shrink(ready[i].second); });
   all<T>(expands, threads);
 }
 

@@ -1,0 +1,237 @@
+"""A storm of policies: signals all the time, deletions, pinned requests and kills, while clients sample all of them.
+
+Every response is judged: its labels are snapshots of its own policy, and its log-probabilities those of the adapter that the
+label names. A request may fail only by an error that says to ask again, or that its policy is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from serving import Server, serve
+from test_failover import engine, itself, running
+from test_policies_served import HOT_LOAD, Adapters
+from tiers import of_tier
+
+torch.set_num_threads(1)
+POLICIES = of_tier(fast=8, test=32, all=32)
+ADAPTERS = 10
+WORKERS = 16
+SECONDS = of_tier(fast=5, test=20, all=120)
+SIGNAL_S, DELETE_S, KILL_S = 0.1, 2.0, 6.0
+RETRYABLE = frozenset((409, 425, 429, 503))
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Answer:
+    policy: str
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    pinned: str | None = None
+    #: What computed the KV that the answer stands on. A prompt may be computed in pieces, before and after a switch.
+    kv: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Storm:
+    server: Server
+    http: httpx.AsyncClient
+    random: random.Random
+    ends: float
+    #: By policy, what was ever signalled for it.
+    signalled: dict[str, set[str]] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def over(self) -> bool:
+        return asyncio.get_running_loop().time() > self.ends
+
+
+async def pause(storm: Storm, seconds: float) -> None:
+    """The pace of a storm; nothing waits for it."""
+    left = storm.ends - asyncio.get_running_loop().time()
+    await asyncio.sleep(max(0.0, min(seconds, left)))
+
+
+async def trainer(storm: Storm) -> None:
+    numbers = itertools.count()
+    while not storm.over():
+        number = next(numbers)
+        policy = f"p{number if number < POLICIES else storm.random.randrange(POLICIES)}"
+        identity = f"v{storm.random.randrange(ADAPTERS)}"
+        storm.signalled.setdefault(policy, set()).add(identity)
+        body = {"identity": identity, "policy": policy}
+        answer = await storm.http.post(HOT_LOAD, json=body)
+        storm.counts[f"signal {answer.status_code}"] += 1
+        if answer.status_code not in (200, *RETRYABLE):
+            storm.wrong.append(f"signal: {answer.status_code} {answer.text}")
+        if number >= POLICIES:
+            await pause(storm, SIGNAL_S)
+
+
+async def deleter(storm: Storm) -> None:
+    path = f"/v1/{storm.server.deployment}/policies"
+    while not storm.over():
+        await pause(storm, DELETE_S)
+        answer = await storm.http.delete(f"{path}/p{storm.random.randrange(POLICIES)}")
+        storm.counts[f"delete {answer.status_code}"] += 1
+        if answer.status_code not in (200, 404, *RETRYABLE):
+            storm.wrong.append(f"delete: {answer.status_code} {answer.text}")
+
+
+async def killer(storm: Storm) -> None:
+    for number in itertools.count():
+        await pause(storm, KILL_S)
+        if storm.over():
+            return
+        find = engine if number % 3 else itself
+        # It may be on its way up from the last one.
+        with contextlib.suppress(ProcessLookupError):
+            if pid := running(storm.server, find).get(f"replica-{number % 2}"):
+                os.kill(pid, signal.SIGKILL)
+                storm.counts["kill"] += 1
+
+
+async def client(storm: Storm) -> None:
+    while not storm.over():
+        policy = f"p{storm.random.randrange(POLICIES)}"
+        prompt = [storm.random.randrange(200) for _ in range(storm.random.randrange(4, 20))]
+        answer = Answer(policy, prompt)
+        if storm.random.random() < 0.15 and storm.signalled.get(policy):
+            answer.pinned = storm.random.choice(sorted(storm.signalled[policy]))
+        try:
+            await ask(storm, answer)
+        except (httpx.TransportError, KeyError) as error:
+            storm.wrong.append(f"{policy}: {error!r}")
+
+
+async def ask(storm: Storm, answer: Answer) -> None:
+    model = answer.policy if answer.pinned is None else f"{answer.policy}@{answer.pinned}"
+    body = {
+        "model": model,
+        "prompt": answer.prompt,
+        "max_tokens": storm.random.choice((6, 12, 60)),
+        "temperature": 1.0,
+        "seed": storm.random.randrange(1000),
+        "logprobs": 0,
+        "return_token_ids": True,
+        "perf_metrics_in_response": True,
+        "stream": storm.random.random() < 0.5,
+    }
+    async with storm.http.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            text = (await response.aread()).decode()
+            storm.counts[f"refused {response.status_code}"] += 1
+            lost = response.status_code == 422 and "lost" in text
+            if response.status_code not in (404, 409, 503) and not lost:
+                storm.wrong.append(f"{model}: {response.status_code} {text}")
+            return
+        async for event in events_of(response, streamed=body["stream"]):
+            if "error" in event:
+                storm.counts["cut"] += 1
+                return
+            take(answer, event)
+    storm.answers.append(answer)
+    storm.counts["answered"] += 1
+
+
+async def events_of(response: httpx.Response, *, streamed: bool) -> AsyncIterator[dict[str, Any]]:
+    if not streamed:
+        yield json.loads(await response.aread())
+        return
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[6:])
+
+
+def take(answer: Answer, event: dict[str, Any]) -> None:
+    label = event["model"]
+    for choice in event.get("choices", ()):
+        ids = choice.get("token_ids") or []
+        answer.ids += ids
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        answer.logprobs += logprobs
+        answer.kv |= {span["snapshot"] for span in choice.get("kv_snapshots") or ()}
+        # Of a whole answer; each chunk of a stream is of one snapshot.
+        spans = choice.get("snapshots") or [
+            {"snapshot": label.partition("@")[2], "start": 0, "end": len(ids)}
+        ]
+        for span in spans:
+            answer.labels += [span["snapshot"]] * (span["end"] - span["start"])
+        assert label.partition("@")[0].rpartition("/")[2] == answer.policy
+
+
+def by_whom(adapters: Adapters, answer: Answer) -> dict[str, list[bool]]:
+    """For each adapter, which of the answer's log-probabilities are its own."""
+    told = torch.tensor(answer.logprobs)
+    ids, start = [*answer.prompt, *answer.ids], len(answer.prompt) - 1
+    return {
+        name: ((told - adapters.logprobs(name, ids)[start:]).abs() < TOLERANCE).tolist()
+        for name in (*adapters.made, "base")
+    }
+
+
+def judge(storm: Storm, adapters: Adapters) -> int:
+    """How many answers were recomputed: those of one snapshot."""
+    checked = 0
+    for answer in storm.answers:
+        labels = {*answer.labels, *answer.kv}
+        assert labels <= storm.signalled[answer.policy], (answer, storm.signalled[answer.policy])
+        if answer.pinned is not None:
+            assert set(answer.labels) <= {answer.pinned}, answer
+        if len(labels) != 1 or len(answer.ids) != len(answer.logprobs) or not answer.ids:
+            storm.counts["crossed"] += len(labels) > 1
+            continue
+        (identity,) = labels
+        expected = adapters.logprobs(identity, [*answer.prompt, *answer.ids])[len(answer.prompt) - 1 :]
+        worst = (torch.tensor(answer.logprobs) - expected).abs().max().item()
+        assert worst < TOLERANCE, (worst, answer, by_whom(adapters, answer))
+        checked += 1
+    return checked
+
+
+def test_a_storm_of_policies_fails_nothing_and_every_label_is_borne_out(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    base = tiny_model(dtype="float32")
+    adapters = Adapters(base)
+
+    async def main(server: Server) -> Storm:
+        for number in range(ADAPTERS):
+            adapters.put(server, f"v{number}", number)
+        limits = httpx.Limits(max_connections=WORKERS + 4)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
+            ends = asyncio.get_running_loop().time() + SECONDS
+            storm = Storm(server, http, random.Random(7), ends)
+            await asyncio.gather(
+                trainer(storm), deleter(storm), killer(storm), *(client(storm) for _ in range(WORKERS))
+            )
+            return storm
+
+    with serve(tmp_path / "state", "--model", str(base), "--replicas", "2") as server:
+        storm = asyncio.run(main(server))
+    assert not storm.wrong, (storm.wrong[:5], len(storm.wrong), storm.counts)
+    checked = judge(storm, adapters)
+    print(dict(storm.counts), f"recomputed={checked}")
+    assert storm.counts["signal 200"] >= 10 * SECONDS / 3
+    assert storm.counts["kill"] >= SECONDS // (2 * KILL_S)
+    assert checked >= 5 * SECONDS
+    # A policy that comes is waited for. These are of moments when both replicas were down, or an engine died with a request.
+    assert storm.counts["refused 503"] <= storm.counts["answered"] / 10
