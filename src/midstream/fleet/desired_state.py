@@ -215,6 +215,9 @@ class DesiredState:
     async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow) -> bool:
         """Whether it is gone. The row goes once no replica has the policy: one of the same name is not taken for it."""
         assert isinstance(policy.replicas, PolicyReplicas)
+        policy.replicas.ending = True
+        # What is on its way arrives before the end does.
+        await policy.reconciler.settle()
         try:
             await policy.replicas.send_end()
         except ReplicaUnavailable as error:

@@ -76,6 +76,8 @@ class PolicyReplicas(ReplicaSet):
         self._of = replicas
         self._policy = policy
         super().__init__()
+        #: The policy is being ended: replicas are told of nothing else any more.
+        self.ending = False
         self.learning = False
         replicas.followers.append(self.follow)
         self.follow()
@@ -104,7 +106,10 @@ class PolicyReplicas(ReplicaSet):
         await asyncio.Event().wait()
 
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
-        await self._of.send_desired(view.replica, msgspec.structs.replace(desired, policy=self._policy))
+        # A replica that has just forgotten the policy would make it again.
+        if not self.ending:
+            own = msgspec.structs.replace(desired, policy=self._policy)
+            await self._of.send_desired(view.replica, own)
 
     async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
         """A pause is the deployment's, with all its policies."""

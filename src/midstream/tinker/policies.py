@@ -81,7 +81,7 @@ class DeploymentPolicies:
             shown = await self._ask("GET", f"/v1/models/{self._deployment}", what, until)
             engines = _json(shown, what).get("midstream")
             if isinstance(engines, dict):
-                return "policies" in (engines.get("features") or ())
+                return "policies" in engines["engine"]["features"]
             # No replica has been heard of yet.
             await self._pause(POLL_S, until, what, "no replica answers")
 
