@@ -5,14 +5,13 @@ These serve one at a time, in the place of what the deployment serves.
 
 Always holds:
 - A checkpoint's row is written after its files are in the bucket, a sampling session's after replicas have served its weights.
-- Of a run's adapters without a name, the newest UNNAMED_KEPT can be sampled. What none of the sessions names any more leaves the
-  bucket, and so does what belonged to sessions that are gone.
+- Of a run's adapters without a name, the newest UNNAMED_KEPT can be sampled. One that no sampling session stands for any more
+  leaves the bucket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ from midstream.trainer.types import Failed, LoraConfig
 
 UNNAMED_KEPT = 64
 BUSY_RETRY_S = 5
-
-logger = logging.getLogger(__name__)
 
 
 class Exported(NamedTuple):
@@ -155,15 +152,10 @@ class Samplers:
     async def _remove_unnamed(self) -> None:
         """The files of adapters that no sampling session names. Never raises: what stays only takes room."""
         for identity in sorted(self._unnamed - self._store.unnamed_adapters()):
-            try:
-                if not await self._adapters.forget(identity):
-                    # A sample that began before still uses it.
-                    continue
-            except Failed as error:
-                logger.warning("the files of %s stay for now: %s", identity, error.message)
-                continue
-            await self._publish.remove(identity)
-            self._unnamed.discard(identity)
+            # A sample that began before may still use it.
+            if await self._adapters.forget(identity):
+                self._unnamed.discard(identity)
+                await self._publish.remove(identity)
 
 
 def checkpoint_row(
