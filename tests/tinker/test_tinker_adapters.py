@@ -1,4 +1,4 @@
-"""Which adapters are loaded: a bound that holds, the least recently used goes, and nobody waits for ever or for another's fault."""
+"""Which adapters are loaded: the bound holds, the least recently used goes, nobody waits for ever or for another's fault."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from training_fakes import FakePolicies
