@@ -23,6 +23,8 @@ READY_S = 600.0
 # Once one replica serves an adapter, the others have so long to do so, too, before samples begin.
 SPREAD_S = 5.0
 POLL_S = 0.05
+# How often a signal may be refused for a policy that is not there: it has just been ended, or its name is something else's.
+ABSENT_MAX = 20
 LAST_PAUSE_S = 4.0
 
 
@@ -125,6 +127,7 @@ class DeploymentPolicies:
 
     async def _signal(self, policy: str, snapshot: str, what: str, until: float) -> None:
         body = {"identity": snapshot, "policy": policy}
+        absent = 0
         while True:
             answer = await self._ask("POST", HOT_LOAD_PATH, what, until, json=body, final=(409,))
             if answer.status_code != 409:
@@ -132,7 +135,9 @@ class DeploymentPolicies:
             # One of its name may be on its way out.
             path = f"{self._policies}/{policy}"
             there = await self._ask("GET", path, what, until, final=(404,))
-            if there.status_code != 404 and _json(there, what).get("state") != "DELETING":
+            absent += there.status_code == 404
+            leaving = there.status_code != 404 and _json(there, what).get("state") == "DELETING"
+            if not leaving and (there.status_code != 404 or absent > ABSENT_MAX):
                 raise Failed(f"{what} failed: {_message(answer)}", "server")
             await self._pause(POLL_S, until, what, _message(answer))
 
