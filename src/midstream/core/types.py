@@ -222,8 +222,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
     ignore_config: top-level fields of config.json that may differ from the served model's.
     hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
-    policy: whose weights; "" is the deployment's own. made: when the policy was made; one of the same name that is made later is
-        another. 0: not told.
+    policy: whose weights; "" is the deployment's own.
+    made: when the policy was made, 0 if that is not told. One of the same name that is made later is another.
     let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
     reload: grows when the replica is to load again what it serves already.
     """
