@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from training_fakes import FakePolicies
+
+from midstream.tinker.adapters import Adapters
 from midstream.tinker.completion import Completions
 from midstream.tinker.futures import Futures
 from midstream.tinker.sampling import Sampling
@@ -136,6 +139,7 @@ class Front:
     futures: Futures
     store: Store
     session_id: str
+    policies: FakePolicies
 
     def sampling_session(self, **weights: Any) -> SamplingSession:
         """A new one, of the base weights if nothing else is said."""
@@ -153,6 +157,7 @@ async def front(
     async def no_pause(_: float) -> None:
         await asyncio.sleep(0)
 
+    policies = FakePolicies()
     store, futures = Store(directory / "tinker.db"), Futures()
     completions = Completions(gateway_url, sleep=no_pause, **limits)
     sampling = Sampling(
@@ -161,11 +166,12 @@ async def front(
         served=served,
         futures=futures,
         store=store,
+        adapters=Adapters(policies, 2),
         completions=completions,
     )
     session = store.create_session(TENANT)
     try:
-        yield Front(sampling, futures, store, session.id)
+        yield Front(sampling, futures, store, session.id, policies)
     finally:
         await sampling.close()
         store.close()

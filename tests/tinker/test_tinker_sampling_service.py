@@ -29,6 +29,7 @@ from midstream.tinker import sampling as module
 from midstream.tinker.futures import Future
 from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import SampleBody, decode
+from midstream.trainer.types import Failed
 
 Scenario = Callable[[Front, FakeGateway], Awaitable[None]]
 
@@ -313,6 +314,73 @@ def test_tokens_of_another_run_never_reach_the_client(tmp_path: Path) -> None:
         assert "'tinker-b-0-1'" in told["error"]
 
     run(tmp_path, lambda asked: completion(asked, 4, snapshot="tinker-b-0-1"), scenario)
+
+
+ADAPTER = "tinker-a-0-7-best"
+
+
+def test_samples_of_adapters_go_to_their_policies_under_their_own_labels(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        snapshots = ["tinker-a-0-7-best", "tinker-a-0-9", "tinker-b-1-2"]
+        requests = []
+        for snapshot in snapshots:
+            session = made.sampling_session(policy="adapter", snapshot=snapshot, run=snapshot[:10])
+            requests.append((await made.sampling.submit(TENANT, None, body(session.id)))[0])
+        for request_id, snapshot in zip(requests, snapshots, strict=True):
+            outcome = (await ended(made, request_id)).outcome
+            assert outcome is not None
+            assert outcome.headers["x-midstream-snapshot"] == snapshot
+        # The fake front has places for two.
+        assert made.policies.most == 2
+        assert {asked.headers["x-midstream-snapshot"] for asked in gateway.asked} == set(snapshots)
+
+    def answers(asked: Asked) -> Reply:
+        asked_for = asked.headers["x-midstream-snapshot"]
+        policy = asked.body["model"].removeprefix(f"{DEPLOYMENT}/policies/")
+        assert policy == asked_for.removesuffix("-best")
+        return completion(asked, 4, snapshot=asked_for)
+
+    run(tmp_path, answers, scenario)
+
+
+@pytest.mark.parametrize("refusal", [error(404, "not served here"), None])
+def test_an_adapter_that_somebody_ended_or_replaced_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Reply | None
+) -> None:
+    monkeypatch.setattr(module, "LOAD_PAUSE_S", 0.0)
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session(policy="adapter", snapshot=ADAPTER, run="tinker-a-0")
+        request_id, _ = await made.sampling.submit(TENANT, None, body(session.id))
+        outcome = (await ended(made, request_id)).outcome
+        assert outcome is not None
+        assert outcome.headers["x-midstream-snapshot"] == ADAPTER
+        assert made.policies.said == [("load", "tinker-a-0-7")] * 3
+
+    refusals = [refusal or not_served("step-4", "step-4")] * 2
+
+    def answers(asked: Asked) -> Reply:
+        return refusals.pop() if refusals else completion(asked, 4, snapshot=ADAPTER)
+
+    run(tmp_path, answers, scenario)
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_sample_in_words(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        def refuse(what: str, policy: str) -> None:
+            if what == "load" and policy == "tinker-a-0-7":
+                raise Failed("replica-0 could not load it: NaN", "unknown")
+
+        made.policies.before = refuse
+        bad = made.sampling_session(policy="adapter", snapshot=ADAPTER, run="tinker-a-0")
+        told = await failure(made, body(bad.id))
+        assert told == {"error": "replica-0 could not load it: NaN", "category": "unknown"}
+        assert gateway.asked == []
+        base = made.sampling_session()
+        request_id, _ = await made.sampling.submit(TENANT, None, body(base.id))
+        assert (await ended(made, request_id)).outcome is not None
+
+    run(tmp_path, lambda asked: completion(asked, 4), scenario)
 
 
 def test_a_server_that_stays_away_is_given_up(tmp_path: Path) -> None:

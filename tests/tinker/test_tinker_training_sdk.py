@@ -78,8 +78,9 @@ def test_what_is_trained_is_what_is_sampled(server: Server, version: str, rank: 
     )
     check_training(told)
     check_states(told)
-    check_serving(server, told)
-    check_errors(told)
+    check_serving(told)
+    check_ledger(server, told, lora=rank > 0)
+    check_errors(told, lora=rank > 0)
 
 
 def check_training(told: dict[str, Any]) -> None:
@@ -105,25 +106,41 @@ def check_states(told: dict[str, Any]) -> None:
     assert told["restored_losses"][0] == pytest.approx(-sum(told["trained"][LEARNED:]), abs=1e-3)
 
 
-def check_serving(server: Server, told: dict[str, Any]) -> None:
+def check_serving(told: dict[str, Any]) -> None:
     """Replicas score as the trainer does, write the target, and label it with this run's snapshots."""
     assert told["greedy"] == TARGET
     assert told["served"] == pytest.approx(told["trained"], abs=2e-3)
     assert told["served_changed"] == pytest.approx(told["changed"], abs=2e-3)
     assert told["saved_scores"] == pytest.approx(told["changed"], abs=2e-3)
-    model = told["named"].removeprefix("tinker://").partition("/")[0]
-    session, _, number = model.removeprefix("session_").split(":")
-    run, restored_run = f"tinker-{session}-{number}-", f"tinker-{session}-{int(number) + 1}-"
+    run, restored_run = runs_of(told)
     assert all(label.startswith(run) for label in told["labels"])
     assert all(label.startswith(restored_run) for label in told["restored_labels"])
     assert all(label.startswith(run) and label.endswith("-final") for label in told["saved_labels"])
-    rows = ledger(server)
-    assert [rows[label]["kind"] for label in told["saved_labels"][:1]] == ["full"]
-    of_run = [row for identity, row in rows.items() if identity.startswith(run)]
-    assert "delta" in {row["kind"] for row in of_run}
 
 
-def check_errors(told: dict[str, Any]) -> None:
+def runs_of(told: dict[str, Any]) -> tuple[str, str]:
+    """What the snapshots of the two runs begin with."""
+    model = told["named"].removeprefix("tinker://").partition("/")[0]
+    session, _, number = model.removeprefix("session_").split(":")
+    return f"tinker-{session}-{number}-", f"tinker-{session}-{int(number) + 1}-"
+
+
+def check_ledger(server: Server, told: dict[str, Any], lora: bool) -> None:
+    """Whole snapshots and deltas go to the deployment; of a LoRA run it has heard nothing."""
+    rows, runs = ledger(server), runs_of(told)
+    of_run = {identity: row for identity, row in rows.items() if identity.startswith(runs)}
+    if lora:
+        assert of_run == {}
+    else:
+        assert [rows[label]["kind"] for label in told["saved_labels"][:1]] == ["full"]
+        assert "delta" in {row["kind"] for row in of_run.values()}
+
+
+def check_errors(told: dict[str, Any], lora: bool) -> None:
     assert "nonsense" in told["unknown_loss"]["text"]
     assert "half-way-not" in told["unknown_state"]["text"]
-    assert "-final" in told["superseded"]["text"]
+    if lora:
+        # The other run's weights are served as before.
+        assert told["superseded"] == {}
+    else:
+        assert "-final" in told["superseded"]["text"]

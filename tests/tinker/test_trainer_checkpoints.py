@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from trainer_helpers import (
     FULL,
     base_of,
@@ -25,18 +27,20 @@ from trainer_helpers import (
 )
 
 from midstream.core.config import EngineSettings
+from midstream.engine.adapter import load_adapter
 from midstream.engine.embedded.loading import load_beside, load_model, logits_alone
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store.verify import check_compatible
 from midstream.trainer import checkpoints
 from midstream.trainer.checkpoints import (
+    export_adapter,
     export_weights,
     load_state,
     read_meta,
     save_state,
     write_directory,
 )
-from midstream.trainer.model import TrainedModel
+from midstream.trainer.model import ADAPTER, LORA_FAMILIES, TrainedModel
 from midstream.trainer.types import AdamParams, Failed, LoraConfig
 
 Models = Callable[..., Path]
@@ -274,3 +278,43 @@ def test_a_state_whose_notes_cannot_be_read_is_refused(meta: bytes, tmp_path: Pa
     (tmp_path / checkpoints.META_FILE).write_bytes(meta)
     with pytest.raises(Failed, match="cannot be read"):
         checkpoints.read_meta(tmp_path)
+
+
+@pytest.mark.parametrize("family", LORA_FAMILIES)
+def test_an_exported_adapter_adds_to_the_base_what_the_run_has_learnt(family: str, tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", family)
+    model = new_model(directory, LORA)
+    data = [text("".join(map(chr, (5, 9, 17, 33, 60, 2, 8))))]
+    for _ in range(3):
+        model.forward_backward(request(data))
+        model.optim_step(AdamParams(learning_rate=1e-2))
+    size = export_adapter(model, tmp_path / "adapter")
+    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert size < sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    deltas = {
+        f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}": (
+            layer.get_delta_weight(ADAPTER)
+        )
+        for name, layer in model.module.named_modules()
+        if isinstance(layer, LoraLinear | ParamWrapper)
+    }
+    read = load_adapter(tmp_path / "adapter", directory, torch.float32)
+    assert {path if low.a.ndim == 3 else f"{path}.weight" for path, low in read.items()} == deltas.keys()
+    for path, low in read.items():
+        served = low.b @ low.a
+        delta = deltas[path if low.a.ndim == 3 else f"{path}.weight"]
+        assert delta.abs().max() > 1e-3
+        assert torch.allclose(served, delta, atol=1e-5), path
+
+
+def test_an_adapter_that_is_not_finite_is_not_exported(tiny_model: Models, tmp_path: Path) -> None:
+    model = new_model(tiny_model(), LORA)
+    name, parameter = next(iter(model.trainable.items()))
+    with torch.no_grad():
+        parameter.view(-1)[0] = float("inf")
+    with pytest.raises(Failed, match=f"{name} is not finite"):
+        export_adapter(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from midstream.tinker.adapters import Adapters
 from midstream.tinker.futures import Future, Futures
 from midstream.tinker.loaded import TrainerPort
+from midstream.tinker.samplers import Samplers
 from midstream.tinker.store import Store
 from midstream.tinker.training import Limits, Training
 from midstream.tinker.types import CreateModelBody, OptimStepBody, Served
@@ -101,6 +103,7 @@ class FakePublish:
     def __init__(self) -> None:
         self.bucket: dict[str, list[str]] = {}
         self.serving: list[tuple[str, str | None]] = []
+        self.adapters: set[str] = set()
         self.gate: asyncio.Event | None = None
         self.failure: Failed | None = None
 
@@ -124,14 +127,60 @@ class FakePublish:
         if self.failure is not None:
             raise self.failure
 
+    async def put_adapter(self, identity: str, directory: Path) -> None:
+        await self.keep(identity, directory)
+        self.adapters.add(identity)
+
+    async def holds_adapter(self, identity: str) -> bool:
+        return identity in self.adapters
+
+    async def remove(self, identity: str) -> None:
+        del self.bucket[identity]
+
+
+class FakePolicies:
+    """loaded: policy to snapshot. said: every load and end, in their order, as (what, policy).
+
+    most: the most that were there at once, ever. before: called with each call before it is carried out; it may wait, or raise.
+    """
+
+    def __init__(self, several: bool = True) -> None:
+        self._several = several
+        self.loaded: dict[str, str] = {}
+        self.said: list[tuple[str, str]] = []
+        self.most = 0
+        self.before: Callable[[str, str], Any] | None = None
+
+    async def several(self) -> bool:
+        return self._several
+
+    async def known(self) -> list[str]:
+        return list(self.loaded)
+
+    async def load(self, policy: str, snapshot: str) -> None:
+        await self._say("load", policy)
+        self.loaded[policy] = snapshot
+        self.most = max(self.most, len(self.loaded))
+
+    async def end(self, policy: str) -> None:
+        await self._say("end", policy)
+        self.loaded.pop(policy, None)
+
+    async def _say(self, what: str, policy: str) -> None:
+        self.said.append((what, policy))
+        if self.before is not None and (waiting := self.before(what, policy)) is not None:
+            await waiting
+
 
 class World:
-    """One server on a disk, which another may find again."""
+    """One server on a disk, which another may find again. several: replicas serve adapters side by side."""
 
     def __init__(self, root: Path, trainer: TrainerPort | None = None, **options: Any) -> None:
         self.root = root
         self.trainer = FakeTrainer()
         self.publish = FakePublish()
+        self.policies = FakePolicies(options.pop("several", False))
+        self.adapters = Adapters(self.policies, options.pop("adapters_max", 2))
         self.futures = Futures()
         self.store = Store(root / "tinker.db", options.get("clock", time.time))
         self.places = Places(root / "tinker")
@@ -141,7 +190,13 @@ class World:
             store=self.store,
             futures=self.futures,
             places=self.places,
-            publish=self.publish,
+            samplers=Samplers(
+                self.store,
+                self.publish,
+                self.adapters,
+                unnamed_kept=options.pop("unnamed_kept", 2),
+                clock=clock,
+            ),
             served=Served(names=("accounts/acme/models/tiny", BASE), directory="/models/tiny"),
             limits=Limits(**options),
             clock=clock,

@@ -180,6 +180,8 @@ class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     trainer_threads: CountOrZero = 0
     # Of a run's snapshots, one in so many is sent whole. The others are sent as deltas.
     full_every: Count = 20
+    # Adapters of LoRA runs that are loaded at once. 0: runs are merged into whole snapshots, which serve one at a time.
+    adapters_max: CountOrZero = 32
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

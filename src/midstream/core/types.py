@@ -223,6 +223,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     ignore_config: top-level fields of config.json that may differ from the served model's.
     hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
     policy: whose weights; "" is the deployment's own.
+    made: when the policy was made, 0 if that is not told. One of the same name that is made later is another.
     let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
     reload: grows when the replica is to load again what it serves already.
     """
@@ -244,6 +245,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     let_go: int = 0
     reload: int = 0
     policy: str = ""
+    made: float = 0.0
 
     @property
     def files(self) -> tuple[SnapshotFiles, ...]:
@@ -390,10 +392,18 @@ class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_bytes: int = 0
 
 
+class PolicyEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway's word to a replica that a policy is ended: the one of this name that was made then."""
+
+    policy: str
+    made: float = 0.0
+
+
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one policy on a replica, as ReplicaReport has it. sound: what serves did not fail its check."""
 
     policy: str
+    made: float = 0.0
     sound: bool = True
     # BASE_SNAPSHOT: nothing serves yet.
     snapshot: str = BASE_SNAPSHOT

@@ -208,19 +208,24 @@ class DesiredState:
         for policy in self._deployments.policies():
             row = rows.get(policy.name)
             if row is None or self._created[policy.name] != row.created_at:
+                # Another gateway ended it. What this one said last may have come after that.
+                await self._end_on_replicas(policy, None)
                 await self._end(policy, None)
             elif row.deleting and policy.deleting and await self._end_on_replicas(policy, row):
                 del rows[policy.name]
 
-    async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow) -> bool:
+    async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow | None) -> bool:
         """Whether it is gone. The row goes once no replica has the policy: one of the same name is not taken for it."""
         assert isinstance(policy.replicas, PolicyReplicas)
+        policy.replicas.ending = True
+        # What is on its way arrives before the end does.
+        await policy.reconciler.settle()
         try:
-            await policy.replicas.send_end()
+            await policy.replicas.send_end(everywhere=row is None)
         except ReplicaUnavailable as error:
             logger.info("%s is ended later: %s", policy.name, error)
             return False
-        if not policy.replicas.held:
+        if row is not None and not policy.replicas.held:
             await self._end(policy, row)
             return True
         return False

@@ -14,7 +14,7 @@ import asyncio
 
 import msgspec
 
-from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, Pause, PolicyReport, ReplicaReport
+from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, Pause, PolicyEnd, PolicyReport, ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.view import ReplicaView
@@ -52,10 +52,10 @@ class PolicyView(ReplicaView):
     def failures(self, failures: int) -> None:
         self.replica.failures = failures
 
-    def follow(self, policy: str) -> bool:
+    def follow(self, policy: str, made: float) -> bool:
         """Take over what is known of the replica. Whether anything changed."""
         replica = self.replica
-        report = None if replica.report is None else report_of(replica.report, policy)
+        report = None if replica.report is None else report_of(replica.report, policy, made)
         boot = None if report is None else report.boot
         before = (self.report, self.standing, self.suspended, self.index, self.weight)
         self.index, self.weight = replica.index, replica.weight
@@ -72,10 +72,15 @@ class PolicyView(ReplicaView):
 
 
 class PolicyReplicas(ReplicaSet):
-    def __init__(self, replicas: ReplicaSet, policy: str) -> None:
+    """made: when the policy was made. What a replica says of another one of this name is not of this policy."""
+
+    def __init__(self, replicas: ReplicaSet, policy: str, made: float = 0.0) -> None:
         self._of = replicas
         self._policy = policy
+        self._made = made
         super().__init__()
+        #: The policy is being ended: replicas are told of nothing else any more.
+        self.ending = False
         self.learning = False
         replicas.followers.append(self.follow)
         self.follow()
@@ -92,7 +97,11 @@ class PolicyReplicas(ReplicaSet):
         known = {view.replica: view for view in (*self.views, *self.leaving)}
         views = tuple(known.get(r) or PolicyView(r, self._use_changed) for r in self._of.views)
         leaving = tuple(known.get(r) or PolicyView(r, self._use_changed) for r in self._of.leaving)
-        changed = [view.follow(self._policy) for view in (*views, *leaving) if isinstance(view, PolicyView)]
+        changed = [
+            view.follow(self._policy, self._made)
+            for view in (*views, *leaving)
+            if isinstance(view, PolicyView)
+        ]
         if any(changed) or (views, leaving) != (self.views, self.leaving):
             self.views, self.leaving = views, leaving
             self._named = {view.name: view for view in views}
@@ -104,7 +113,10 @@ class PolicyReplicas(ReplicaSet):
         await asyncio.Event().wait()
 
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
-        await self._of.send_desired(view.replica, msgspec.structs.replace(desired, policy=self._policy))
+        # A replica that has just forgotten the policy would make it again.
+        if not self.ending:
+            own = msgspec.structs.replace(desired, policy=self._policy, made=self._made)
+            await self._of.send_desired(view.replica, own)
 
     async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
         """A pause is the deployment's, with all its policies."""
@@ -113,13 +125,19 @@ class PolicyReplicas(ReplicaSet):
     def held(self) -> bool:
         """Whether a replica still has the policy."""
         reports = (view.report for view in (*self._of.views, *self._of.leaving))
-        return any(p.policy == self._policy for r in reports if r is not None for p in r.policies)
+        return any(self._has(report) for report in reports)
 
-    async def send_end(self) -> None:
-        """Tell every replica that still has the policy to forget it. Raises ReplicaUnavailable."""
-        body = msgspec.json.encode(self._policy)
+    def _has(self, report: ReplicaReport | None) -> bool:
+        return report is not None and _own(report, self._policy, self._made) is not None
+
+    async def send_end(self, everywhere: bool = False) -> None:
+        """Tell every replica that still has the policy to forget it. Raises ReplicaUnavailable.
+
+        everywhere: those, too, that have it perhaps since their last report.
+        """
+        body = msgspec.json.encode(PolicyEnd(policy=self._policy, made=self._made))
         for view in self._of.views:
-            if view.report is not None and any(p.policy == self._policy for p in view.report.policies):
+            if self._has(view.report) or (everywhere and view.report is not None):
                 await self._of.post(view, "/replica/policy/end", body, 200)
 
     async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
@@ -139,9 +157,13 @@ class PolicyReplicas(ReplicaSet):
         self._of.failed(view.replica)
 
 
-def report_of(report: ReplicaReport, policy: str) -> ReplicaReport:
+def _own(report: ReplicaReport, policy: str, made: float) -> PolicyReport | None:
+    return next((p for p in report.policies if (p.policy, p.made) == (policy, made)), None)
+
+
+def report_of(report: ReplicaReport, policy: str, made: float = 0.0) -> ReplicaReport:
     """What the replica says of one policy, in the form of a whole report."""
-    own = next((p for p in report.policies if p.policy == policy), None) or PolicyReport(policy=policy)
+    own = _own(report, policy, made) or PolicyReport(policy=policy)
     return ReplicaReport(
         replica=report.replica,
         boot=report.boot,

@@ -259,7 +259,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
 
 
 def _policy(ledger: Ledger, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
-    replicas = PolicyReplicas(of.replicas, policy)
+    replicas = PolicyReplicas(of.replicas, policy, row.created_at)
     # Policies switch by themselves, and nobody waits for another replica's turn.
     reconciler = Reconciler(ledger, replicas, row.name)
     names = names_of(of.names, policy)

@@ -83,7 +83,7 @@ class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The Tinker front.
 
     path: of its socket. names: what clients may call the model, its own name first. deployment: accounts/A/deployments/D.
-    threads: of the trainer.
+    threads: of the trainer. key: the server's own, which may publish to the deployment; None where keys are not in use.
     """
 
     path: str
@@ -94,6 +94,7 @@ class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     bucket: str
     state_dir: str
     api_keys: tuple[str | KeySettings, ...]
+    key: str | None = None
     threads: int
     settings: TinkerSettings
     log_level: str

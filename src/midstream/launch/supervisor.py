@@ -21,10 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
-from midstream.core.config import Settings, deployment_resource, model_resource, parse_size
+from midstream.core.config import (
+    GatewaySettings,
+    KeySettings,
+    Settings,
+    deployment_resource,
+    model_resource,
+    parse_size,
+)
 from midstream.core.errors import ConfigError
 from midstream.core.headers import HEADER_TOKEN
+from midstream.core.scopes import PUBLISH
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch.channel import STOP_GRACE_S
 from midstream.launch.engines import records_fields
@@ -112,6 +121,8 @@ class Supervisor:
         self._launcher = launcher
         self._state = Path(settings.state_dir).absolute()
         self._token = settings.replica_token or secrets.token_hex(16)
+        #: What the Tinker front loads adapters with, whoever samples from them. The gateways know it, and nobody else.
+        self._front_key = secrets.token_hex(32) if settings.gateway.api_keys else None
         #: Removes, once, the caches of deployments that went while no server ran.
         self._cleaning: asyncio.Task[None] | None = None
         self.model, self.deployment = model_resource(settings, name), deployment_resource(settings)
@@ -238,10 +249,18 @@ class Supervisor:
             swap_order=settings.swap_order,
             ledger=settings.database or sqlite_url(self._state / "ledger.db"),
             token=self._token,
-            settings=settings.gateway,
+            settings=self._gateway_settings(),
             log_level=settings.log_level,
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
         )
+
+    def _gateway_settings(self) -> GatewaySettings:
+        settings = self._settings.gateway
+        if self._front_key is None or self._sockets is None:
+            return settings
+        scopes = (f"{PUBLISH}:{self.deployment.rpartition('/')[2]}",)
+        own = KeySettings(key=self._front_key, scopes=scopes)
+        return msgspec.structs.replace(settings, api_keys=(*settings.api_keys, own))
 
     def _tinker_spec(self, path: str) -> TinkerSpec:
         settings = self._settings
@@ -258,6 +277,7 @@ class Supervisor:
             bucket=bucket_url(settings),
             state_dir=str(self._state),
             api_keys=settings.gateway.api_keys,
+            key=self._front_key,
             threads=settings.tinker.trainer_threads or engine_settings(settings, settings.replicas).threads,
             settings=settings.tinker,
             log_level=settings.log_level,

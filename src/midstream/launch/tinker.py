@@ -18,9 +18,12 @@ from midstream.launch.channel import Channel, run_child
 from midstream.launch.specs import Listening, TinkerSpec
 from midstream.proxy.appserver import AppServer
 from midstream.proxy.auth import Authenticator
+from midstream.tinker.adapters import Adapters
 from midstream.tinker.app import tinker_app
 from midstream.tinker.futures import Futures
+from midstream.tinker.policies import DeploymentPolicies
 from midstream.tinker.publishing import DeploymentPublisher
+from midstream.tinker.samplers import Samplers
 from midstream.tinker.sampling import Sampling
 from midstream.tinker.store import Store
 from midstream.tinker.training import Training
@@ -43,12 +46,25 @@ async def serve(spec: TinkerSpec, channel: Channel) -> None:
     places = Places(Path(spec.state_dir) / "tinker")
     store = Store(Path(spec.state_dir) / "tinker.db")
     futures = Futures()
+    policies = DeploymentPolicies(
+        gateway_url=spec.gateway_url, deployment=spec.deployment, key=spec.key, tls=tls
+    )
+    adapters = Adapters(policies, spec.settings.adapters_max)
     sampling = Sampling(
         gateway_url=spec.gateway_url,
         deployment=spec.deployment,
         served=served,
         futures=futures,
         store=store,
+        adapters=adapters,
+        tls=tls,
+    )
+    publish = DeploymentPublisher(
+        gateway_url=spec.gateway_url,
+        deployment=spec.deployment,
+        bucket=spec.bucket,
+        work_dir=places.publishing,
+        full_every=spec.settings.full_every,
         tls=tls,
     )
     training = Training(
@@ -56,14 +72,7 @@ async def serve(spec: TinkerSpec, channel: Channel) -> None:
         store=store,
         futures=futures,
         places=places,
-        publish=DeploymentPublisher(
-            gateway_url=spec.gateway_url,
-            deployment=spec.deployment,
-            bucket=spec.bucket,
-            work_dir=places.publishing,
-            full_every=spec.settings.full_every,
-            tls=tls,
-        ),
+        samplers=Samplers(store, publish, adapters),
         served=served,
     )
     app = tinker_app(
@@ -86,6 +95,7 @@ async def serve(spec: TinkerSpec, channel: Channel) -> None:
         await server.stop()
         await sampling.close()
         await training.close()
+        await policies.close()
         store.close()
 
 

@@ -31,7 +31,7 @@ from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
 from midstream.core.traces import RewardAsked
-from midstream.core.types import Desired, Hint, Pause
+from midstream.core.types import Desired, Hint, Pause, PolicyEnd
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
@@ -64,7 +64,7 @@ REPORT_AT_LEAST_EVERY_S = 1.0
 SESSIONS_GAP_S = 0.005
 _TOKEN = HEADER_TOKEN.encode()
 _desired = msgspec.json.Decoder(Desired)
-_policy = msgspec.json.Decoder(str)
+_policy_end = msgspec.json.Decoder(PolicyEnd)
 _asked = msgspec.json.Decoder(SessionsAsked)
 _rewarded = msgspec.json.Decoder(RewardAsked)
 _hinted = msgspec.json.Decoder(Hint)
@@ -390,7 +390,8 @@ def _desire(replica: Replica, request: Request) -> Answer:
 
 
 def _end_policy(replica: Replica, request: Request) -> Answer:
-    return 200, {"ended": replica.policies.end(_decoded(request, _policy, "the name of a policy"))}
+    end = _decoded(request, _policy_end, "the end of a policy")
+    return 200, {"ended": replica.policies.end(end.policy, end.made)}
 
 
 def _sessions(replica: Replica, request: Request) -> Answer:

@@ -5,6 +5,7 @@ Always holds:
 - A policy serves nothing before its first switch, and no request reaches it until then.
 - What one policy waits for, holds up or fails at changes nothing for another.
 - A policy that is ended and made again shares no cached KV with the one before: its salts have another number.
+- One that was ended stays so: a message of a gateway that has not heard of its end does not make it again.
 - A policy lives for one boot. The gateway says again what it should serve.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 #: Stage changes of a policy that a report has. A report is sent whole, with those of all policies.
 TRANSITIONS_TOLD = 8
+#: Policies that were ended and are remembered, so that a late message does not make them again.
+ENDED_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,11 @@ class Boot:
 
 
 class Policy:
-    """One policy in one boot. number: never the same twice in a replica's life."""
+    """One policy in one boot. made: as Desired has it. number: never the same twice in a replica's life."""
 
-    def __init__(self, name: str, number: int, parts: Parts, boot: Boot) -> None:
+    def __init__(self, name: str, made: float, number: int, parts: Parts, boot: Boot) -> None:
         self.name = name
+        self.made = made
         outside, bounds, info = parts.outside, parts.bounds, boot.info
         account = parts.names.account
         self.names = ServedNames(f"{account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
@@ -123,6 +128,7 @@ class Policy:
         idle = machine.stage is Stage.IDLE
         return PolicyReport(
             policy=self.name,
+            made=self.made,
             sound=machine.sound,
             snapshot=machine.serving,
             signalled=machine.signalled,
@@ -152,6 +158,8 @@ class Policies:
         self._parts = parts
         self._numbers = itertools.count(1)
         self._policies: dict[str, Policy] = {}
+        # (name, made) of those that were ended last.
+        self._ended: deque[tuple[str, float]] = deque(maxlen=ENDED_KNOWN)
         self._closing: set[asyncio.Task[None]] = set()
         self._paused = False
 
@@ -162,9 +170,14 @@ class Policies:
         return iter(tuple(self._policies.values()))
 
     def desire(self, desired: Desired, boot: Boot) -> None:
+        if (desired.policy, desired.made) in self._ended:
+            return
         policy = self._policies.get(desired.policy)
+        if policy is not None and policy.made != desired.made:
+            self.end(policy.name, policy.made)
+            policy = None
         if policy is None:
-            policy = Policy(desired.policy, next(self._numbers), self._parts, boot)
+            policy = Policy(desired.policy, desired.made, next(self._numbers), self._parts, boot)
             self._policies[desired.policy] = policy
             policy.gate.pause(self._paused)
             policy.gate.set(Door.OPEN)
@@ -178,11 +191,14 @@ class Policies:
             raise PolicyNotLoaded(f"the policy {name!r} is not loaded on this replica; retry this request")
         return policy
 
-    def end(self, name: str) -> bool:
+    def end(self, name: str, made: float) -> bool:
         """Forget a policy; requests that run go on to their end. Whether it was here."""
-        policy = self._policies.pop(name, None)
-        if policy is None:
+        if made:
+            self._ended.append((name, made))
+        policy = self._policies.get(name)
+        if policy is None or policy.made != made:
             return False
+        del self._policies[name]
         task = asyncio.create_task(self._end(policy), name=f"end of policy {name}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

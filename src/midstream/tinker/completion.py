@@ -65,6 +65,10 @@ class NotServed(Exception):
         return [snapshot for snapshot in found if isinstance(snapshot, str)]
 
 
+class NotThere(Failed):
+    """The model that was asked for is not known to the server."""
+
+
 class Completions:
     def __init__(
         self,
@@ -130,6 +134,8 @@ class Completions:
             if comes_back(not_served):
                 return message
             raise not_served
+        if answer.status == 404:
+            raise NotThere(message)
         raise Failed(message.removesuffix(_HINT), "user" if 400 <= answer.status < 500 else "server")
 
     async def _send(self, body: bytes, headers: Mapping[str, str]) -> Answer:

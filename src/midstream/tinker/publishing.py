@@ -2,6 +2,7 @@
 
 Always holds:
 - One publication at a time goes to the deployment, in the order in which they were asked for, each with its caller's key.
+  Adapters do not wait for one another, nor for publications.
 - What goes wrong is `Failed`, with the server's own words; nothing is left running when a call ends or is cancelled.
 
 Ephemeral snapshots that the bucket does not need any more.
@@ -25,8 +26,10 @@ import httpx
 from obstore.exceptions import BaseError
 
 from midstream.client import SnapshotPublisher
+from midstream.client.bucket import open_bucket as open_for_snapshots
 from midstream.client.server import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.core.errors import ConfigError, MidstreamError, SnapshotError
+from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE
 from midstream.snapshots.content import MANIFEST_FILE
 from midstream.snapshots.identity import parse_bucket, snapshot_url
 from midstream.snapshots.store.bucket import describe, list_directory, open_bucket
@@ -109,6 +112,15 @@ class Publish(Protocol):
     async def serve(self, identity: str, api_key: str | None) -> None:
         """What was kept as `identity` is served by every replica when this returns."""
 
+    async def put_adapter(self, identity: str, directory: Path) -> None:
+        """The adapter is in the bucket, whole and synced, when this returns."""
+
+    async def holds_adapter(self, identity: str) -> bool:
+        """Whether `identity` in the bucket is an adapter."""
+
+    async def remove(self, identity: str) -> None:
+        """Its files leave the bucket. Never raises."""
+
 
 class DeploymentPublisher:
     """The port over SnapshotPublisher. Made in the event loop it is used in.
@@ -153,6 +165,21 @@ class DeploymentPublisher:
     async def keep(self, identity: str, directory: Path) -> None:
         await self._do(None, lambda to: to.write_full(identity, directory), f"keeping {identity!r}")
 
+    async def put_adapter(self, identity: str, directory: Path) -> None:
+        def put() -> None:
+            open_for_snapshots(self._bucket).put(identity, directory, overwrite=False)
+
+        await self._in_thread(put, f"keeping {identity!r}")
+
+    async def holds_adapter(self, identity: str) -> bool:
+        def look() -> bool:
+            return ADAPTER_CONFIG_FILE in list_directory(self._bucket, identity)[0]
+
+        return await self._in_thread(look, f"looking for {identity!r}")
+
+    async def remove(self, identity: str) -> None:
+        await finished(remove_snapshot, self._bucket, identity)
+
     async def serve(self, identity: str, api_key: str | None) -> None:
         def signal(to: SnapshotPublisher) -> None:
             to.signal(identity, retry_s=self._ready_s)
@@ -169,12 +196,18 @@ class DeploymentPublisher:
                 return act(publisher)
 
         async with self._turn:
-            try:
-                return await finished(run, on_cancel=stop.set)
-            except _FAILURES as error:
-                raise Failed(f"{what} failed: {error}", _category(error)) from error
-            except _Stopped as error:
-                raise Failed(f"{what} was given up: the server is stopping", "server") from error
+            return await self._in_thread(run, what, stop.set)
+
+    async def _in_thread(
+        self, act: Callable[[], T], what: str, on_cancel: Callable[[], None] | None = None
+    ) -> T:
+        """Raises Failed."""
+        try:
+            return await finished(act, on_cancel=on_cancel)
+        except _FAILURES as error:
+            raise Failed(f"{what} failed: {error}", _category(error)) from error
+        except _Stopped as error:
+            raise Failed(f"{what} was given up: the server is stopping", "server") from error
 
     def _publisher(self, api_key: str | None, stop: threading.Event) -> SnapshotPublisher:
         def pause(seconds: float) -> None:

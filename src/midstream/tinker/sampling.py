@@ -24,14 +24,16 @@ import msgspec
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
+from midstream.fleet.policies import INFIX
 from midstream.tinker import codec
-from midstream.tinker.completion import Answer, Completions, NotServed
+from midstream.tinker.adapters import Adapters
+from midstream.tinker.completion import Answer, Completions, NotServed, NotThere
 from midstream.tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
 from midstream.tinker.samples import Sample, Sampled, check, sampled
 from midstream.tinker.serving import TinkerError
 from midstream.tinker.store import Store
 from midstream.tinker.types import Policy, SampleBody, Served
-from midstream.tinker.weights import same_run_not_older
+from midstream.tinker.weights import policy_of, same_run_not_older
 from midstream.trainer.types import Failed
 
 HEADER_KEY = "x-session-id"
@@ -42,7 +44,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """What a sampling session may be served by.
 
     exact: `snapshot` from the first token to the last. run: `snapshot` or what the same run saved later, not what it saved
-    before and somebody serves again. serving: whatever serves.
+    before and somebody serves again. serving: whatever serves. adapter: `snapshot`, which is an adapter, beside all others.
     """
 
     policy: Policy
@@ -52,7 +54,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     def headers(self) -> dict[str, str]:
         if self.policy == "serving" or self.snapshot is None:
             return {}
-        return {HEADER_SNAPSHOT if self.policy == "exact" else HEADER_MIN_SNAPSHOT: self.snapshot}
+        return {HEADER_MIN_SNAPSHOT if self.policy == "run" else HEADER_SNAPSHOT: self.snapshot}
 
     def allows(self, snapshot: str) -> bool:
         if self.policy == "serving" or snapshot == self.snapshot:
@@ -76,7 +78,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     def _asked(self) -> str:
         if self.snapshot == BASE_SNAPSHOT:
             return f"this sampling client is of the base weights (snapshot {BASE_SNAPSHOT!r})"
-        later = "" if self.policy == "exact" else " or a later one of its run"
+        later = " or a later one of its run" if self.policy == "run" else ""
         return f"this sampling client is of snapshot {self.snapshot!r}{later}"
 
     def _advice(self) -> str:
@@ -123,6 +125,9 @@ KIND = "Sample"
 MAX_WAITING_TOKENS = 1 << 26
 # A completion of this size is read off the event loop.
 _LARGE_BYTES = 256 * 1024
+# How often an adapter that somebody else ends is loaded again for one sample, and the pause before.
+LOADS_MAX = 8
+LOAD_PAUSE_S = 0.5
 
 
 class Sampling:
@@ -136,6 +141,7 @@ class Sampling:
         served: Served,
         futures: Futures,
         store: Store,
+        adapters: Adapters,
         tls: ssl.SSLContext | None = None,
         completions: Completions | None = None,
     ) -> None:
@@ -145,6 +151,7 @@ class Sampling:
         self._served = served
         self._futures = futures
         self._store = store
+        self._adapters = adapters
         self._count = itertools.count()
         self._running: set[asyncio.Task[None]] = set()
         # By tenant.
@@ -233,11 +240,11 @@ class Sampling:
         self, future: Future, sample: Sample, weights: Weights, headers: Mapping[str, str], key: str | None
     ) -> None:
         try:
-            body = sample.completion(self._deployment)
             try:
-                answer = await self._completions.complete(
-                    body, headers, lambda refused: may_come_back(weights, refused.refusal)
-                )
+                if weights.policy == "adapter":
+                    answer = await self._of_adapter(sample, weights, headers)
+                else:
+                    answer = await self._complete(sample.completion(self._deployment), weights, headers)
             except NotServed as refused:
                 raise weights.superseded(refused.serving) from refused
             done, encoded = await _read(sample, answer, key)
@@ -261,6 +268,26 @@ class Sampling:
                 headers=_headers(done),
                 details=_details(future, done),
             )
+
+    async def _of_adapter(self, sample: Sample, weights: Weights, headers: Mapping[str, str]) -> Answer:
+        """Raises Failed, NotServed."""
+        snapshot = weights.snapshot or ""
+        body = sample.completion(f"{self._deployment}{INFIX}{policy_of(snapshot)}")
+        async with self._adapters.use(snapshot):
+            for _ in range(LOADS_MAX):
+                try:
+                    return await self._complete(body, weights, headers)
+                except (NotServed, NotThere) as error:
+                    # A gateway that has not heard of it, or somebody who ended it or serves something else there.
+                    logger.debug("%s is loaded again: %s", snapshot, error)
+                    await asyncio.sleep(LOAD_PAUSE_S)
+                    await self._adapters.load_again(snapshot)
+            return await self._complete(body, weights, headers)
+
+    async def _complete(self, body: bytes, weights: Weights, headers: Mapping[str, str]) -> Answer:
+        return await self._completions.complete(
+            body, headers, lambda refused: may_come_back(weights, refused.refusal)
+        )
 
 
 async def _read(sample: Sample, answer: Answer, key: str | None) -> tuple[Sampled, bytes]:

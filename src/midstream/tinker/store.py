@@ -97,6 +97,10 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 
+_UNNAMED = sa.and_(sampling_sessions.c.policy == "adapter", sampling_sessions.c.model_path.is_(None))
+_NEWEST = (sampling_sessions.c.created.desc(), sampling_sessions.c.seq.desc())
+
+
 class Store:
     """All calls are short and synchronous, for use in one thread."""
 
@@ -260,6 +264,20 @@ class Store:
         if self._clock() - self._seen.get(found.session_id, 0.0) >= SEEN_EVERY_S:
             self.touch_session(tenant, found.session_id)
         return found
+
+    def unnamed_adapters(self) -> set[str]:
+        """The adapters that were saved without a name and that sampling sessions stand for, of all tenants."""
+        asked = sa.select(sampling_sessions.c.snapshot).where(_UNNAMED)
+        with self._read() as db:
+            return set(db.execute(asked).scalars())
+
+    def drop_unnamed(self, run: str, keep: int) -> None:
+        """Of a run's sampling sessions on adapters without a name, the newest `keep` stay."""
+        mine = sa.and_(_UNNAMED, sampling_sessions.c.run == run)
+        newest = sa.select(sampling_sessions.c.id).where(mine).order_by(*_NEWEST).limit(-1).offset(keep)
+        with self._write() as db:
+            if db.execute(sampling_sessions.delete().where(sampling_sessions.c.id.in_(newest))).rowcount:
+                self._sampling.clear()
 
     def sampling_sessions(self, tenant: str, session_id: str) -> list[SamplingSession]:
         return [_as(row, SamplingSession) for row in self._of(sampling_sessions, tenant, session_id)]

@@ -15,8 +15,6 @@ import hashlib
 import shutil
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -26,7 +24,7 @@ from midstream.tinker import weights as names
 from midstream.tinker.codec import loss_outputs, loss_outputs_json
 from midstream.tinker.futures import PROTOBUF, Future, Futures
 from midstream.tinker.loaded import MAX_MODELS, Loaded, TrainerPort
-from midstream.tinker.publishing import Publish
+from midstream.tinker.samplers import Exported, Samplers, checkpoint_row
 from midstream.tinker.serving import TinkerError
 from midstream.tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
 from midstream.tinker.turns import GAP_S, Turn, Turns, failing
@@ -85,7 +83,7 @@ class Training:
         store: Store,
         futures: Futures,
         places: names.Places,
-        publish: Publish,
+        samplers: Samplers,
         served: Served,
         limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = steady,
@@ -94,13 +92,11 @@ class Training:
         self._store = store
         self._futures = futures
         self._places = places
-        self._publish = publish
+        self._samplers = samplers
         self._served = served
         self._gap_s = limits.gap_s
         self._clock = clock
         self._models: dict[str, _Model] = {}
-        # Of sampling sessions being made: who asks again while weights load would load them over what came after.
-        self._making: WeakValueDictionary[tuple[str, str, int], asyncio.Lock] = WeakValueDictionary()
         # Left by a process that died.
         for left in (places.exports, *places.leftovers()):
             shutil.rmtree(left, ignore_errors=True)
@@ -119,6 +115,7 @@ class Training:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loaded.close()
+        await self._samplers.close()
 
     # -- models
 
@@ -218,7 +215,8 @@ class Training:
             written: m.Written = await self._loaded.call(
                 model.row.id, m.SaveState(model.row.id, str(directory))
             )
-            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)
+            checkpoint = checkpoint_row(model.row, uri, self._clock(), written.size, body.user_metadata)
+            self._store.add_checkpoint(tenant, checkpoint)
             future.resolve_json({"type": "save_weights", "path": str(uri)})
 
         return self._submit(model, "save_weights", _given(body.seq_id), body, save)
@@ -239,14 +237,17 @@ class Training:
                 await asyncio.wait((model.publication,))
             if body.path is not None:
                 self._refuse_known(tenant, names.checkpoint_uri(model.row.id, "sampler_weights", body.path))
+            adapter = await self._samplers.as_adapter(model.row.lora)
             identity = names.snapshot_identity(model.row.id, seq_id, body.path)
+            directory = self._places.export(identity)
             try:
-                command = m.ExportWeights(model.row.id, str(self._places.export(identity)))
+                command = m.ExportWeights(model.row.id, str(directory), adapter)
                 written: m.Written = await self._loaded.call(model.row.id, command)
             except BaseException:
                 await self._remove_export(identity)
                 raise
-            publishing = self._published(model.row, identity, written.size, api_key, body, future)
+            exported = Exported(identity, directory, written.size, adapter)
+            publishing = self._published(model.row, exported, api_key, body, future)
             model.publication = asyncio.create_task(publishing)
 
         return self._submit(model, "save_weights_for_sampler", seq_id, body, export)
@@ -254,8 +255,8 @@ class Training:
     async def create_sampling_session(
         self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody
     ) -> SamplingSession:
-        """On saved sampler weights (model_path), which every replica serves when this returns. Raises TinkerError."""
-        seq, path = body.sampling_session_seq_id, body.model_path or ""
+        """On saved sampler weights (model_path), which replicas serve when this returns. Raises TinkerError."""
+        path = body.model_path or ""
         checkpoint = self._checkpoint(tenant, path, "model_path")
         if checkpoint.snapshot is None:
             raise TinkerError(
@@ -263,23 +264,7 @@ class Training:
                 f"{path} holds a state to train on from; save_weights_for_sampler makes one to sample",
                 "model_path",
             )
-        async with self._making.setdefault((tenant, body.session_id, seq), asyncio.Lock()):
-            made = self._store.sampling_session_at(tenant, body.session_id, seq)
-            if made is None or made.model_path != path:
-                try:
-                    await self._publish.serve(checkpoint.snapshot, api_key)
-                except Failed as error:
-                    raise _refusal(error, "model_path") from error
-            return self._store.create_sampling_session(
-                tenant,
-                body.session_id,
-                seq,
-                base_model=checkpoint.base_model,
-                policy="exact",
-                model_path=path,
-                snapshot=checkpoint.snapshot,
-                run=names.run_of(checkpoint.snapshot),
-            )
+        return await self._samplers.session(tenant, api_key, body, checkpoint)
 
     def weights_info(self, tenant: str, uri: str) -> tuple[CheckpointRow, LoraConfig]:
         """Of a state to train on from. Raises TinkerError."""
@@ -331,72 +316,22 @@ class Training:
     async def _published(
         self,
         row: ModelRow,
-        identity: str,
-        size: int,
+        exported: Exported,
         api_key: str | None,
         body: SaveWeightsForSamplerBody,
         future: Future,
     ) -> None:
-        """What was exported as `identity` goes into the bucket; `future` gets a checkpoint or a sampling session."""
-        directory = self._places.export(identity)
-        result: dict[str, Any] = {"type": "save_weights_for_sampler"}
+        """What was exported goes into the bucket; `future` gets a checkpoint or a sampling session."""
         with failing(future):
             try:
-                if body.path is not None:
-                    await self._publish.keep(identity, directory)
-                    uri = names.checkpoint_uri(row.id, "sampler_weights", body.path)
-                    self._add_checkpoint(row, uri, body.user_metadata, snapshot=identity, size=size)
-                    result["path"] = str(uri)
-                else:
-                    await self._publish.publish(identity, directory, api_key)
-                    seq = body.sampling_session_seq_id or 0
-                    result["sampling_session_id"] = self._sampling_session_of(row, seq, identity).id
+                told = await self._samplers.save(row, exported, api_key, body)
             finally:
-                await self._remove_export(identity)
-            future.resolve_json(result)
-
-    def _sampling_session_of(self, row: ModelRow, seq: int, identity: str) -> SamplingSession:
-        """Raises TinkerError (400) when the counter `seq` stands for other weights."""
-        made = self._store.create_sampling_session(
-            row.tenant,
-            row.session_id,
-            seq,
-            base_model=row.base_model,
-            policy="run",
-            snapshot=identity,
-            run=names.run_name(row.id),
-        )
-        if made.snapshot != identity:
-            message = f"sampling_session_seq_id {seq} was used before in this session, for {made.snapshot!r}"
-            raise TinkerError(400, message, "sampling_session_seq_id")
-        return made
+                await self._remove_export(exported.identity)
+            future.resolve_json({"type": "save_weights_for_sampler", **told})
 
     async def _remove_export(self, identity: str) -> None:
         for directory in self._places.export_with_leftovers(identity):
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-
-    def _add_checkpoint(
-        self,
-        row: ModelRow,
-        uri: names.CheckpointUri,
-        user_metadata: dict[str, Any] | None,
-        *,
-        size: int,
-        snapshot: str | None = None,
-    ) -> None:
-        checkpoint = CheckpointRow(
-            uri=str(uri),
-            tenant=row.tenant,
-            model_id=row.id,
-            kind=uri.kind,
-            name=uri.name,
-            created=self._clock(),
-            snapshot=snapshot,
-            base_model=row.base_model,
-            size=size,
-            user_metadata=user_metadata,
-        )
-        self._store.add_checkpoint(row.tenant, checkpoint)
 
     def _refuse_known(self, tenant: str, uri: names.CheckpointUri) -> None:
         if self._store.checkpoint(tenant, str(uri)) is not None:
@@ -484,13 +419,6 @@ class Training:
             return False
         session = self._store.session(model.row.tenant, model.row.session_id)
         return session is None or (full and self._clock() - session.seen > SILENT_S)
-
-
-def _refusal(error: Failed, param: str) -> TinkerError:
-    """503, which the SDK tries again, only where that may help."""
-    if error.category == "server":
-        return TinkerError(503, error.message, param, retry_after_s=BUSY_RETRY_S)
-    return TinkerError(400 if error.category == "user" else 422, error.message, param)
 
 
 def _given(seq_id: int | None) -> int:

@@ -16,7 +16,7 @@ from midstream.core.text import NOT_JSON
 from midstream.tinker.serving import TinkerError
 from midstream.trainer.types import MAX_INT64, AdamParams, LoraConfig
 
-Policy = Literal["exact", "run", "serving"]
+Policy = Literal["exact", "run", "serving", "adapter"]
 CheckpointKind = Literal["weights", "sampler_weights"]
 MAX_TEXT = 1024
 # Objects and arrays in a body. Each takes far more memory than its two bytes.

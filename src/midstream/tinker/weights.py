@@ -97,6 +97,20 @@ def run_of(identity: str) -> str | None:
     return None if match is None else match[1]
 
 
+def policy_of(identity: str) -> str:
+    """The policy that serves the adapter `identity`: `tinker-<run>-<seq_id>`, as the checkpoint's name has other letters."""
+    match = _IDENTITY.fullmatch(identity)
+    if match is None:
+        raise ValueError(f"{identity!r} was not made by training here")
+    return f"{match[1]}-{match[2]}"
+
+
+def is_own_policy(name: str) -> bool:
+    """Whether `policy_of` gives such names."""
+    match = _IDENTITY.fullmatch(name)
+    return match is not None and name == f"{match[1]}-{match[2]}"
+
+
 def same_run_not_older(identity: str, than: str) -> bool:
     """Whether both are of one run, and `identity` was saved with `than` or after it."""
     match, least = _IDENTITY.fullmatch(identity), _IDENTITY.fullmatch(than)

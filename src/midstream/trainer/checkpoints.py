@@ -6,7 +6,8 @@ A state is a directory with `meta.json`, the trained weights (`model.safetensors
 Always holds:
 - A directory is whole and on disk, or not there. One that is replaced stays, under another name, until the new one is in place.
 - Nothing is unpickled; a state is taken on only by a model with its base, its LoRA settings, and its names and shapes.
-- Exported weights have the base checkpoint's files, names, shapes and dtypes, whatever transformers calls them in memory.
+- Exported weights are an adapter as peft writes it. Otherwise they have the base checkpoint's files, names, shapes and dtypes,
+  whatever transformers calls them in memory.
 """
 
 from __future__ import annotations
@@ -80,15 +81,19 @@ def save_state(model: TrainedModel, directory: Path, optimizer: bool) -> int:
     )
 
     def write(into: Path) -> None:
-        weights = {name: parameter.detach().contiguous() for name, parameter in model.trainable.items()}
-        save_file(weights, into / (MODEL_FILE if model.adapter is None else ADAPTER_FILE), {"format": "pt"})
-        if model.adapter is not None:
-            model.adapter.save_pretrained(str(into))
+        _write_trainable(model, into)
         if optimizer:
             save_file(model.optimizer.state(), into / OPTIMIZER_FILE)
         (into / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
 
     return write_directory(directory, write)
+
+
+def _write_trainable(model: TrainedModel, into: Path) -> None:
+    weights = {name: parameter.detach().contiguous() for name, parameter in model.trainable.items()}
+    save_file(weights, into / (MODEL_FILE if model.adapter is None else ADAPTER_FILE), {"format": "pt"})
+    if model.adapter is not None:
+        model.adapter.save_pretrained(str(into))
 
 
 def read_meta(directory: Path) -> Meta:
@@ -172,6 +177,15 @@ def export_weights(model: TrainedModel, directory: Path) -> int:
         copy_matching(base, into, COMPANION_FILES)
 
     return write_directory(directory, write, replace=False)
+
+
+def export_adapter(model: TrainedModel, directory: Path) -> int:
+    """A LoRA model's adapter, in peft's files, for replicas that have its base. Bytes written. Raises as `export_weights`."""
+    assert model.adapter is not None
+    for name, parameter in model.trainable.items():
+        if not torch.isfinite(parameter).all():
+            raise Failed(f"{name} is not finite: these weights cannot be served")
+    return write_directory(directory, lambda into: _write_trainable(model, into), replace=False)
 
 
 def _as_served(name: str, state: Mapping[str, Tensor], original: Any) -> Tensor:

@@ -22,7 +22,7 @@ import transformers
 
 from midstream.http.ipc import Channel, Disconnected
 from midstream.trainer import protocol as m
-from midstream.trainer.checkpoints import export_weights, load_state, read_meta, save_state
+from midstream.trainer.checkpoints import export_adapter, export_weights, load_state, read_meta, save_state
 from midstream.trainer.model import BaseModel, TrainedModel
 from midstream.trainer.types import Failed
 
@@ -69,8 +69,9 @@ class TrainerLoop:
                 return m.Metrics(self._model(model_id).optim_step(adam))
             case m.SaveState(model_id, directory, optimizer):
                 return m.Written(save_state(self._model(model_id), Path(directory), optimizer))
-            case m.ExportWeights(model_id, directory):
-                return m.Written(export_weights(self._model(model_id), Path(directory)))
+            case m.ExportWeights(model_id, directory, adapter):
+                export = export_adapter if adapter else export_weights
+                return m.Written(export(self._model(model_id), Path(directory)))
             case m.Start():
                 raise Failed("the trainer has started already", "server")
 

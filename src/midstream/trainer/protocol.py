@@ -70,10 +70,11 @@ class SaveState(msgspec.Struct, tag=True, frozen=True):
 
 class ExportWeights(msgspec.Struct, tag=True, frozen=True):
     """-> Written. The merged weights in the base checkpoint's files, names, shapes and dtypes, with its companion files. The
-    directory must not be there."""
+    directory must not be there. adapter: of a LoRA model, the adapter alone, as peft writes it."""
 
     model_id: str
     directory: str
+    adapter: bool = False
 
 
 Command = (

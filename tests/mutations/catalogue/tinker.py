@@ -40,11 +40,10 @@ TINKER = (
         "tinker/training.py",
         "            written: m.Written = await self._loaded.call(\n"
         "                model.row.id, m.SaveState(model.row.id, str(directory))\n"
-        "            )\n"
-        "            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)",
-        "            self._add_checkpoint(model.row, uri, body.user_metadata, size=0)\n"
-        "            written = await self._loaded.call(model.row.id, m.SaveState(model.row.id, str(directory)))\n"
-        "            self._add_checkpoint(model.row, uri, body.user_metadata, size=written.size)",
+        "            )\n",
+        "            early = checkpoint_row(model.row, uri, self._clock(), 0, body.user_metadata)\n"
+        "            self._store.add_checkpoint(tenant, early)\n"
+        "            written = await self._loaded.call(model.row.id, m.SaveState(model.row.id, str(directory)))\n",
         "A checkpoint is known only after its files are whole.",
         ("tinker/test_tinker_training.py",),
     ),
@@ -55,5 +54,21 @@ TINKER = (
         "forced = self._forced[:, layer].roll(1, 0)",
         "A replayed route is used at the position it was recorded at.",
         ("tinker/test_trainer_routes.py",),
+    ),
+    Mutation(
+        "adapter_in_use_ended",
+        "tinker/adapters.py",
+        "            while held.users:\n",
+        "            while False:\n",
+        "An adapter that a sample uses is not ended.",
+        ("tinker/test_tinker_adapters.py",),
+    ),
+    Mutation(
+        "ended_policy_told_again",
+        "fleet/policies.py",
+        "        if not self.ending:\n",
+        "        if True:\n",
+        "A replica that has forgotten a policy is not told of it again.",
+        ("control/test_policy_ends.py",),
     ),
 )

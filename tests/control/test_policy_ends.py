@@ -1,0 +1,70 @@
+"""A policy that is being ended: replicas that forgot it do not get it back, whoever has not heard of its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from midstream.core.types import Desired, PolicyReport, ReplicaReport
+from midstream.fleet.policies import PolicyReplicas, report_of
+from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.view import ReplicaView
+
+
+class Recording(ReplicaSet):
+    """Tells no replica anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = (ReplicaView(0, "replica-0", "http://127.0.0.1:1", 1.0, lambda: None, True),)
+        self.desired: list[Desired] = []
+        self.posted: list[tuple[str, dict[str, object]]] = []
+
+    async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
+        self.desired.append(desired)
+
+    async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
+        self.posted.append((path, msgspec.json.decode(body)))
+        return b"{}"
+
+
+def report(**policy: object) -> ReplicaReport:
+    own = PolicyReport(policy="learner", snapshot="step-1", generation=7, **policy)  # type: ignore[arg-type]
+    return ReplicaReport(replica="replica-0", boot="b", ready=True, policies=(own,))
+
+
+def test_nothing_is_desired_of_a_policy_once_its_end_has_begun() -> None:
+    async def run() -> None:
+        replicas = Recording()
+        policy = PolicyReplicas(replicas, "learner", made=5.0)
+        desired = Desired(snapshot="step-1", generation=1)
+        await policy.send_desired(policy.views[0], desired)
+        assert [(one.policy, one.made) for one in replicas.desired] == [("learner", 5.0)]
+        policy.ending = True
+        await policy.send_desired(policy.views[0], desired)
+        assert len(replicas.desired) == 1
+
+    asyncio.run(run())
+
+
+def test_what_a_replica_says_of_an_older_policy_of_the_name_is_not_of_this_one() -> None:
+    assert report_of(report(made=5.0), "learner", 5.0).snapshot == "step-1"
+    other = report_of(report(made=4.0), "learner", 5.0)
+    assert (other.snapshot, other.generation, other.ready) == ("base", 0, False)
+
+
+def test_the_end_is_told_to_whoever_has_the_policy_and_names_the_one_that_is_meant() -> None:
+    async def run() -> None:
+        replicas = Recording()
+        older, newer = (PolicyReplicas(replicas, "learner", made) for made in (4.0, 5.0))
+        replicas.views[0].report = report(made=5.0)
+        assert (older.held, newer.held) == (False, True)
+        await older.send_end()
+        assert replicas.posted == []
+        await newer.send_end()
+        await older.send_end(everywhere=True)
+        told = [("/replica/policy/end", {"policy": "learner", "made": made}) for made in (5.0, 4.0)]
+        assert replicas.posted == told
+
+    asyncio.run(run())
