@@ -421,7 +421,7 @@ def test_a_request_may_come_before_the_signal_it_asks_for() -> None:
 def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
     async def main() -> None:
         async with staged(Versioned("v1"), Versioned("v1")) as stage:
-            serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2")
+            serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2", resident=("base",))
             stage.views[1].report = None
             tell(stage, "v1", "v2", ready=["v1"])
             for wait in ("0", "0.01"):
@@ -431,8 +431,8 @@ def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
                 assert body["error"]["code"] == "snapshot_not_served"
                 assert "snapshot 'v2'" in body["error"]["message"]
                 assert body["serving"] == [
-                    {"replica": "replica-0", "snapshot": "v1", "stage": "fetching"},
-                    {"replica": "replica-1", "snapshot": None, "stage": None},
+                    {"replica": "replica-0", "snapshot": "v1", "stage": "fetching", "resident": ["base"]},
+                    {"replica": "replica-1", "snapshot": None, "stage": None, "resident": []},
                 ]
                 assert body["newest"] == "v1"
             assert stage.metrics.requests["completions", 409] == 2

@@ -162,6 +162,7 @@ def report_of(report: ReplicaReport, policy: str) -> ReplicaReport:
         card=report.card,
         max_model_len=report.max_model_len,
         transitions=own.transitions,
+        resident=own.resident,
     )
 
 

@@ -78,9 +78,9 @@ REPLICA = (
     ),
     Mutation(
         "pinned_while_a_swap_waits",
-        "replica/gate.py",
-        "elif self.pinned and coming is not None:",
-        "elif self.pinned and coming == serving:",
+        "replica/pins.py",
+        "elif self.pinned and pins.coming is not None:",
+        "elif self.pinned and pins.coming == serving:",
         "While a swap waits for pinned requests, nobody is pinned anew.",
         (
             "replica/test_replica_pins.py::test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_served",
