@@ -10,9 +10,13 @@ import httpx
 import openai
 import pytest
 from serving import Server, on_device, serve
+from test_failover_across_swaps import Seams, all_run, kill
+from test_policies_served import Adapters, checked, sample
+from test_policies_served import load as load_policy
 from test_swap import TOLERANCE, Rollout, load, put, recompute
 
 from midstream.client import SnapshotPublisher, snapshot_of
+from midstream.core.types import ResetPromptCache
 
 ATTEMPTS = 4
 TOKENS = 3500
@@ -40,11 +44,11 @@ class Signals:
         self.server, self.publisher, self.make = server, publisher, make
         self.models: dict[str, Any] = {}
 
-    def next(self, identity: str, seed: int) -> None:
-        """It serves, and its pause was short of any wait."""
+    def next(self, identity: str, seed: int, reset: ResetPromptCache = "all") -> None:
+        """It serves."""
         put(self.server, identity, self.make(seed=seed))
         self.models[identity] = load(self.make(seed=seed))
-        self.publisher.signal(identity)
+        self.publisher.signal(identity, reset)
         status = self.publisher.wait_until_ready(identity, timeout_s=150)
         assert [row.snapshot for row in status.replicas] == [identity]
 
@@ -89,14 +93,16 @@ def test_a_stream_pinned_to_each_of_three_snapshots_runs_through_the_swaps_that_
         assert logprobs == pytest.approx(recompute(stream, signals.models), abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("reset", ["all", "none"])
 def test_who_asks_for_an_older_snapshot_gets_it_and_reads_no_kv_of_another_one(
-    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path], reset: ResetPromptCache
 ) -> None:
     signals = Signals(server, publisher, tiny_model)
     prompt = list(range(5, 69))
-    for seed in range(4):
-        signals.next(f"k{seed}", seed + 1)
-        # Under the policy none, the cache goes on over the swap.
+    names = [f"{reset}-{number}" for number in range(4)]
+    for seed, name in enumerate(names):
+        signals.next(name, seed + 1, reset)
+        # Its KV is there for those who may read it.
         assert completion(server, server.model, prompt).status_code == 200
 
     def asked(name: str) -> tuple[list[float], list[float], int]:
@@ -115,26 +121,75 @@ def test_who_asks_for_an_older_snapshot_gets_it_and_reads_no_kv_of_another_one(
         cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         return [logprob for _, logprob, _ in rollout.tokens], expected, cached
 
-    for name in ("k1", "k2"):
+    for name in names[1:3]:
         told, expected, cached = asked(name)
         assert told == pytest.approx(expected, abs=TOLERANCE)
         assert cached == 0
         told, expected, cached = asked(name)
         assert told == pytest.approx(expected, abs=TOLERANCE)
         assert cached > 0
-    gone = completion(server, f"{server.model}@k0", prompt)
+    if reset == "all":
+        # Nobody else reads what was computed for those.
+        newest = completion(server, server.model, [*prompt, 1], perf_metrics_in_response=True).json()
+        assert {span["snapshot"] for span in newest["choices"][0]["kv_snapshots"]} == {names[3]}
+    gone = completion(server, f"{server.model}@{names[0]}", prompt)
     assert (gone.status_code, gone.headers["retry-after"]) == (409, "1")
     assert gone.json()["error"]["code"] == "snapshot_not_served"
-    assert "snapshot 'k0'" in gone.json()["error"]["message"]
-    row = {"replica": "replica-0", "snapshot": "k3", "stage": "idle", "resident": ["k1", "k2"]}
+    assert f"snapshot {names[0]!r}" in gone.json()["error"]["message"]
+    row = {"replica": "replica-0", "snapshot": names[3], "stage": "idle", "resident": names[1:3]}
     assert gone.json()["serving"] == [row]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
-        headers = {"x-midstream-snapshot": "k2", "x-midstream-max-staleness": "1"}
+        headers = {"x-midstream-snapshot": names[2], "x-midstream-max-staleness": "1"}
         ask = client.completions.create
-        assert ask(model=server.model, prompt="a", max_tokens=1, extra_headers=headers).model.endswith("@k2")
-        headers = {"x-midstream-snapshot": "k1", "x-midstream-max-staleness": "1"}
+        label = ask(model=server.model, prompt="a", max_tokens=1, extra_headers=headers).model
+        assert snapshot_of(label) == names[2]
+        headers = {"x-midstream-snapshot": names[1], "x-midstream-max-staleness": "1"}
         with pytest.raises(openai.ConflictError, match="at most 1 snapshots behind"):
             ask(model=server.model, prompt="a", max_tokens=1, extra_headers=headers)
+
+
+def test_an_older_snapshot_of_a_policy_is_served_beside_its_newest(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    adapters = Adapters(tiny_model())
+    prompt = list(range(40))
+    for seed in range(4):
+        adapters.put(server, f"adapter-{seed}", seed)
+        load_policy(server, f"adapter-{seed}", "learner")
+    for seed in (1, 2, 3):
+        answer = sample(server, f"learner@adapter-{seed}", prompt)
+        assert snapshot_of(answer.model) == f"adapter-{seed}"
+        checked(adapters, answer, f"adapter-{seed}", prompt)
+    with pytest.raises(openai.ConflictError, match="adapter-0"):
+        sample(server, "learner@adapter-0", prompt)
+
+
+def test_a_pinned_stream_whose_replica_is_killed_goes_on_where_its_snapshot_stays(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    model = str(tiny_model(dtype="bfloat16", max_positions=6100))
+    options = ("--model", model, "--replicas", "2", "--resident-snapshots", "2", "--pin-drain-s", "0")
+    with (
+        serve(tmp_path / "state", *options) as two,
+        SnapshotPublisher(two.url, two.bucket.as_uri()) as publisher,
+    ):
+        for attempt in range(ATTEMPTS):
+            all_run(two)
+            old, new = f"old-{attempt}", f"new-{attempt}"
+            for seed, identity in enumerate((old, new)):
+                put(two, identity, tiny_model(seed=seed + 1, dtype="bfloat16", max_positions=6100))
+            publisher.signal(old)
+            publisher.wait_until_ready(old, timeout_s=150)
+            stream = Seams(two, {"x-midstream-snapshot": old}, 6000).begin()
+            publisher.signal(new)
+            publisher.wait_until_ready(new, timeout_s=150)
+            kill(two, stream.replica)
+            stream.join()
+            assert (stream.error, stream.done, stream.labels) == (None, True, [old] * 6000)
+            if stream.seams:
+                # Otherwise it was through before.
+                break
+        assert [(seam["from"], seam["exact"]) for seam in stream.seams] == [(stream.replica, True)]
 
 
 def plain(module: Any, ids: list[int]) -> list[float]:
