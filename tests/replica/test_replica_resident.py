@@ -103,7 +103,7 @@ async def test_beyond_the_bound_a_swap_waits_for_the_least_recently_used_alone(t
         assert await after(here, "v1") == ("base",)
         async with streaming(here, f"{MODEL}@v1", max_tokens=8) as newer:
             await here.swap("v2")
-            await here.until(lambda: here.replica.pins.coming == "v2")
+            await here.until(lambda: here.replica.pins.coming == "v2" or len(here.engine.switches) == 2)
             assert here.engine.switches == ["v1"]
             assert (await refused(here, model=f"{MODEL}@v1"))["pinnable"] is False
             here.engine.allow(6)
@@ -139,7 +139,7 @@ async def test_other_files_of_a_name_that_stays_wait_for_its_pinned_streams(tmp_
         async with streaming(here, f"{MODEL}@v1") as pinned:
             await here.swapped("v2")
             await here.swap("v1", fingerprint="other")
-            await here.until(lambda: here.replica.pins.coming == "v1")
+            await here.until(lambda: here.replica.pins.coming == "v1" or len(here.engine.switches) == 3)
             assert here.engine.switches == ["v1", "v2"]
             here.engine.allow(10)
             assert labels((await pinned).text) == ["v1"] * 6
@@ -175,15 +175,15 @@ async def test_who_asks_for_an_older_snapshot_shares_kv_with_requests_for_the_sa
         assert base.salt not in (newest.salt, pinned.salt)
         await here.swapped("v3", reset_prompt_cache="all")
         assert (await served(here, "v1")).salt == pinned.salt
-        here.replica.reset_cache()
-        assert (await served(here, "v1")).salt != pinned.salt
-        assert (await served(here, "v1", prompt_cache_max_len=0)).salt != (await served(here, "v1")).salt
+        assert (await served(here, "v1", prompt_cache_max_len=0)).salt != pinned.salt
         # Another load of its name, with other files.
         await after(here, "v4")
         await here.swapped("v1", fingerprint="other")
         await here.swapped("v5", reset_prompt_cache="none")
-        salts = {(await served(here, "v1")).salt, pinned.salt}
-        assert len(salts) == 2
+        other = await served(here, "v1")
+        assert other.salt not in (pinned.salt, serving.salt)
+        here.replica.reset_cache()
+        assert (await served(here, "v1")).salt != other.salt
 
 
 @in_a_loop

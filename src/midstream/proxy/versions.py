@@ -162,11 +162,8 @@ class VersionJudge:
             return False
         asked = self.constraint.snapshot
         if report is not view.report:
-            here, serving, pinnable = (
-                asked in view.report.resident,
-                view.report.snapshot,
-                view.report.pinnable,
-            )
+            told = view.report
+            here, serving, pinnable = asked in told.resident, told.snapshot, told.pinnable
         elif refusal is not None:
             here, serving, pinnable = refusal.here, refusal.serving, refusal.pinnable
         else:
