@@ -213,6 +213,16 @@ async def test_weights_that_failed_their_check_are_offered_to_nobody_afterwards(
 
 
 @in_a_loop
+async def test_a_snapshot_that_replicas_disagreed_on_is_offered_to_nobody_afterwards(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(), residency=THREE) as here:
+        await here.swapped("v1")
+        await here.swap("v1", reload=1)
+        await here.until(lambda: len(here.engine.switches) == 2)
+        assert await after(here, "v2") == ("base",)
+        assert here.engine.holds == {"base", "v2"}
+
+
+@in_a_loop
 async def test_a_new_boot_has_what_it_starts_on_alone(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=THREE) as here:
         assert await after(here, "v1", "v2") == ("base", "v1")

@@ -7,7 +7,7 @@ Always holds:
 - While a swap waits for pinned requests, no other request is pinned. It waits for `drain_s` at most; a pinned request that is
   not done by then ends with an error.
 - When a swap commits, every pinned request is of the target, or of a snapshot that stays loaded as long as it runs.
-- A snapshot that did not pass its check is offered to no further request.
+- A snapshot that did not pass its check, or that had to be loaded again as replicas disagreed, is offered to nobody.
 - Who asks for a snapshot that stays besides the serving one shares cached KV only with requests for the same load of it. So
   whatever the cache policies and ages of later swaps say, all KV that it reads is of its own snapshot.
 """
@@ -91,7 +91,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Stay:
-    """loaded: None: the base weights of the start. sound: it passed its check."""
+    """loaded: None: the base weights of the start. sound: it may be offered."""
 
     loaded: Desired | None
     sound: bool
@@ -235,7 +235,9 @@ class Pins:
             return
         self._stays.pop(desired.snapshot, None)
         if machine.serving != desired.snapshot and (machine.loaded is not None or not desired.policy):
-            self._stays[machine.serving] = _Stay(machine.loaded, machine.sound and machine.checked)
+            doubted = machine.loaded is not None and machine.loaded.reload > 0
+            sound = machine.sound and machine.checked and not doubted
+            self._stays[machine.serving] = _Stay(machine.loaded, sound)
             self._used(machine.serving)
         self._trim(told=False)
 

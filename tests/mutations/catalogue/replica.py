@@ -139,8 +139,8 @@ REPLICA = (
     Mutation(
         "other_files_wait_for_nobody",
         "replica/pins.py",
-        "if stay is None or (",
-        "if stay is None and (",
+        "            gone.add(target)",
+        "            pass",
         "Other files under a name wait for the requests that are pinned to it.",
         (
             "replica/test_replica_resident.py::test_other_files_of_a_name_that_stays_wait_for_its_pinned_streams",
@@ -149,7 +149,7 @@ REPLICA = (
     Mutation(
         "failed_weights_stay",
         "replica/pins.py",
-        "_Stay(machine.loaded, machine.sound and machine.checked)",
+        "_Stay(machine.loaded, sound)",
         "_Stay(machine.loaded, True)",
         "Weights that failed their check are offered to nobody.",
         (
