@@ -96,7 +96,10 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
         ("[embedded]\nblock_size = 1", "embedded.block_size must be at least 2, got 1"),
         ("[embedded]\nload_s_max = 0.5", "embedded.load_s_max must be at least 1 and finite, got 0.5"),
         ("resident_snapshots = 0", "resident_snapshots must be 1 to 64, got 0"),
-        ('resident_memory = "much"', "resident_memory 'much': expected a number and one of KiB, MiB, GiB, kB, MB, GB"),
+        (
+            'resident_memory = "much"',
+            "resident_memory 'much': expected a number and one of KiB, MiB, GiB, kB, MB, GB",
+        ),
         (
             'engine = "vllm"\nresident_snapshots = 2',
             "resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
