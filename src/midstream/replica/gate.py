@@ -1,9 +1,9 @@
 """The gate that every request passes to reach the engine, and that a swap or a pause closes.
 
-Always holds: no request passes the gate while a swap commits. A waiting request passes, or gets 425 at its timeout. The
-A pause holds requests until it ends, unless they say themselves how long they wait. The
-requests inside are counted; the gate is drained when there is none. At most `requests_max` choices are inside or waiting,
-except that one larger request may be there alone.
+Always holds: no request passes the gate while a swap commits. A waiting request passes, or gets 425 at its timeout. A
+pause holds requests until it ends, unless they say themselves how long they wait. The requests inside are counted; the gate
+is drained when there is none. At most `requests_max` choices are inside or waiting, except that one larger request may be
+there alone.
 
 Prompt-cache namespaces: which cached prefixes a request may reuse. Pure.
 

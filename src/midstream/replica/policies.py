@@ -146,6 +146,8 @@ class Policy:
 
     async def close(self) -> None:
         self.gate.set(Door.DOWN)
+        # A request that ends later keeps nothing in the engine.
+        self.pins.begin(able=False)
         self.driving.cancel()
         await self._hints.close()
         await asyncio.wait((self.driving,))
