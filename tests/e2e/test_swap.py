@@ -50,9 +50,13 @@ def put(server: Server, identity: str, checkpoint: Path) -> None:
 class Rollout(threading.Thread):
     """One stream: its token ids, logprobs and labels; `started` is set at its first token."""
 
-    def __init__(self, server: Server, prompt: list[int], seed: int, max_tokens: int, session: str) -> None:
+    def __init__(
+        self, server: Server, prompt: list[int], seed: int, max_tokens: int, session: str, snapshot: str = ""
+    ) -> None:
+        """snapshot: the one that it is pinned to."""
         super().__init__()
         self.server, self.prompt, self.seed = server, prompt, seed
+        self.model = f"{server.model}@{snapshot}" if snapshot else server.model
         self.max_tokens, self.session = max_tokens, session
         self.started = threading.Event()
         # Generated: id, logprob, label.
@@ -75,7 +79,7 @@ class Rollout(threading.Thread):
         extra = {"logprobs": True, "include_routing_matrix": True, "echo": True, "ignore_eos": True}
         with openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="k", max_retries=0) as client:
             raw = client.completions.with_raw_response.create(
-                model=self.server.model,
+                model=self.model,
                 prompt=self.prompt,
                 max_tokens=self.max_tokens,
                 seed=self.seed,

@@ -221,6 +221,34 @@ def test_what_a_request_runs_under_is_freed_when_it_ends(
     assert error == "the default policy@base is not loaded"
 
 
+def test_a_resident_snapshot_is_freed_when_it_is_let_go_and_nothing_runs_under_it(
+    tiny_model: Callable[..., Path], kernels: str
+) -> None:
+    core = EngineCore(tiny_model(), settings(kernels))
+    core.retain("", ["base"])
+    load(core, tiny_model(seed=1), "one")
+    freed: list[int] = []
+
+    def let_go(step: int) -> None:
+        if step == 1:
+            core.retain("", [])
+        freed.append(len(core.take_retired()))
+
+    prompt = range(9)
+    found = run(core, [asked("r", prompt, "", "base", max_tokens=4), asked("n", prompt, "")], let_go)
+    assert {t.snapshot for t in found["r", 0].tokens} == {"base"}
+    assert {t.snapshot for t in found["n", 0].tokens} == {"one"}
+    assert freed == [0, 0, 0, 1, 0, 0, 0, 0]
+    # One of the same name that comes back is another load.
+    core.retain("", ["one"])
+    load(core, tiny_model(seed=2), "two")
+    load(core, tiny_model(seed=1), "one")
+    assert len(core.take_retired()) == 2
+    (error,) = (e.error for _, e in core.add(asked("late", prompt, "", "two")))
+    assert error == "the default policy@two is not loaded"
+    core.check()
+
+
 def test_a_policy_of_an_old_name_is_another(
     tmp_path: Path, tiny_model: Callable[..., Path], kernels: str
 ) -> None:

@@ -14,7 +14,7 @@ from gateway_harness import reconciler
 
 from midstream.api.app import control_app
 from midstream.core.errors import ConfigError
-from midstream.core.types import ReplicaEntry, ReplicaReport
+from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.membership import (
@@ -26,6 +26,7 @@ from midstream.fleet.membership import (
 )
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.view import ReplicaEntry
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 

@@ -544,8 +544,10 @@ def test_what_a_stream_tells_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("mode", ["exact", "any"])
-@pytest.mark.parametrize("there", ["base", "v1"])
-def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves(mode: str, there: str) -> None:
+@pytest.mark.parametrize("there", ["base", "v1", "v1 beside base"])
+def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays(
+    mode: str, there: str
+) -> None:
     async def main() -> None:
         placed = asyncio.Event()
 
@@ -560,10 +562,12 @@ def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves(mode: st
             stage.views[1].report = msgspec.structs.replace(second, snapshot="elsewhere")
             client = asyncio.create_task(answer(stage, constraint + "x-midstream-min-snapshot: base\r\n"))
             await stage.mocks[0].asked(1)
-            stage.views[1].report = msgspec.structs.replace(second, snapshot=there)
+            serving, _, resident = there.partition(" beside ")
+            stays = tuple(resident.split())
+            stage.views[1].report = msgspec.structs.replace(second, snapshot=serving, resident=stays)
             placed.set()
             events, complete = await client
-            if there == "base":
+            if there != "v1":
                 assert (events, complete) == WHOLE
                 (resume,) = [r for r in stage.mocks[1].requests if "/replica/resume" in r.start]
                 told = json.loads(resume.headers["x-midstream-admitted"])

@@ -169,6 +169,35 @@ def test_nobody_who_is_usable_or_untried_is_no_matter_of_snapshots() -> None:
     assert admission.judge([view("v4")], ("replica-0",), None, 0.0) == Verdict("send")
 
 
+@pytest.mark.parametrize(
+    ("constraint", "fits"),
+    [
+        (VersionConstraint("v1"), ["replica-0"]),
+        (VersionConstraint("v3"), ["replica-0", "replica-1"]),
+        (VersionConstraint("v1", max_staleness=2), ["replica-0"]),
+        (VersionConstraint("v1", min_snapshot="base"), ["replica-0"]),
+        # All that is given holds for the snapshot that would serve the request.
+        (VersionConstraint("v1", max_staleness=1), []),
+        (VersionConstraint("v1", min_snapshot="v2"), []),
+        # What serves decides, where no snapshot is named.
+        (VersionConstraint(max_staleness=0), ["replica-0", "replica-1"]),
+        (VersionConstraint(min_snapshot="v2"), ["replica-0", "replica-1"]),
+    ],
+)
+def test_an_exact_snapshot_may_be_one_that_stays_beside_the_newest(
+    constraint: VersionConstraint, fits: list[str]
+) -> None:
+    views = [view("v3", index=0, resident=("v1",)), view("v3", index=1, resident=("v2",))]
+    admission = VersionJudge(constraint, ORDER, 0.0)
+    assert admission.judge(views, (), None, 0.0).action == ("send" if fits else "refuse")
+    assert [one.name for one in views if admission.fits(one)] == fits
+
+
+def test_while_a_swap_waits_for_pinned_requests_none_goes_to_what_stays_there() -> None:
+    views = [view("v3", resident=("v1",), pinnable=False, stage=SwapStage.STAGED, target="v4")]
+    assert VersionJudge(VersionConstraint("v1"), ORDER, 0.0).judge(views, (), None, 0.0) == Verdict("refuse")
+
+
 def test_the_last_signal_of_a_snapshot_gives_it_its_place() -> None:
     order = order_of("v1", "v2", "v3", ready=["v1", "v2"])
     assert (order.desired, who(VersionConstraint(min_snapshot="v2"), order, "v1", "v2")) == ("v3", ["v2"])
@@ -298,10 +327,10 @@ def test_headers_and_body_may_complete_but_not_contradict_each_other() -> None:
 
 
 class Versioned:
-    """A replica's side of it: serves `snapshot`, refuses what its gateway judged by another, as swap/pins.py does."""
+    """A replica's side of it: serves `snapshot`, refuses what its gateway judged by another, as replica/pins.py does."""
 
-    def __init__(self, snapshot: str) -> None:
-        self.snapshot = snapshot
+    def __init__(self, snapshot: str, *resident: str) -> None:
+        self.snapshot, self.resident = snapshot, resident
         # What bodies ask for.
         self.constraint = NOTHING
         self.admitted: list[Admitted | None] = []
@@ -312,10 +341,12 @@ class Versioned:
         self.admitted.append(admitted)
         expected = {self.constraint.snapshot, admitted.snapshot if admitted else None} - {None}
         judged = not self.constraint.relative or (admitted is not None and admitted.body)
-        if judged and not expected - {self.snapshot}:
-            peer.respond(json.dumps({"snapshot": self.snapshot}).encode())
+        wanted = {self.snapshot} if len(expected) != 1 else expected & {self.snapshot, *self.resident}
+        if judged and not expected - wanted:
+            peer.respond(json.dumps({"snapshot": (wanted or {self.snapshot}).pop()}).encode())
             return
-        refusal = Refusal(self.snapshot, constraint=self.constraint)
+        here = self.constraint.snapshot in self.resident
+        refusal = Refusal(self.snapshot, constraint=self.constraint, here=here)
         peer.respond(b"{}", "409 Conflict", f"{HEADER_REFUSED}: {as_header(refusal)}\r\nretry-after: 1\r\n")
 
 
@@ -421,7 +452,7 @@ def test_a_request_may_come_before_the_signal_it_asks_for() -> None:
 def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
     async def main() -> None:
         async with staged(Versioned("v1"), Versioned("v1")) as stage:
-            serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2")
+            serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2", resident=("base",))
             stage.views[1].report = None
             tell(stage, "v1", "v2", ready=["v1"])
             for wait in ("0", "0.01"):
@@ -431,8 +462,8 @@ def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
                 assert body["error"]["code"] == "snapshot_not_served"
                 assert "snapshot 'v2'" in body["error"]["message"]
                 assert body["serving"] == [
-                    {"replica": "replica-0", "snapshot": "v1", "stage": "fetching"},
-                    {"replica": "replica-1", "snapshot": None, "stage": None},
+                    {"replica": "replica-0", "snapshot": "v1", "stage": "fetching", "resident": ["base"]},
+                    {"replica": "replica-1", "snapshot": None, "stage": None, "resident": []},
                 ]
                 assert body["newest"] == "v1"
             assert stage.metrics.requests["completions", 409] == 2
@@ -705,6 +736,46 @@ def test_the_only_replica_that_serves_it_keeps_its_429() -> None:
             answer = await stage.ask(asking(snapshot="v1"))
             assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, b'{"busy":1}', "7")
             assert not stage.mocks[1].requests
+
+    run(main)
+
+
+def test_a_request_goes_to_where_the_snapshot_it_names_stays_and_the_replica_is_told() -> None:
+    async def main() -> None:
+        mocks = [Versioned("v2"), Versioned("v2", "v1")]
+        async with staged(*mocks) as stage:
+            tell(stage, "v1", "v2", ready=["v1", "v2"])
+            serve(stage, 0, "v2")
+            serve(stage, 1, "v2", resident=("v1",))
+            for _ in range(3):
+                assert await served(stage, asking(snapshot="v1")) == ("replica-1", "v1")
+            assert mocks[1].admitted == [Admitted("v1", pinned=True)] * 3
+            # What only the body says, a replica tells.
+            for mock in mocks:
+                mock.constraint = VersionConstraint("v1")
+            for _ in range(3):
+                assert await served(stage, post()) == ("replica-1", "v1")
+            assert await served(stage, asking(min_snapshot="v1")) == ("replica-1", "v1")
+            assert mocks[1].admitted[-1] == Admitted("v1", pinned=True, body=True)
+
+    run(main)
+
+
+def test_what_stayed_and_is_gone_before_its_replica_says_so_is_a_409() -> None:
+    async def main() -> None:
+        mock = Versioned("v2")
+        async with staged(mock) as stage:
+            tell(stage, "v1", "v2", ready=["v1", "v2"])
+            serve(stage, 0, "v2", resident=("v1",))
+            answer = await stage.ask(asking(snapshot="v1", snapshot_wait=0))
+            assert (answer.status, answer.error["code"]) == (409, "snapshot_not_served")
+            assert mock.admitted == [Admitted("v1", pinned=True)]
+            # It waits for the next report, and is sent there by it.
+            asked = asyncio.create_task(served(stage, asking(snapshot="v1", snapshot_wait=60)))
+            await waiting(stage)
+            mock.resident = ("v0", "v1")
+            serve(stage, 0, "v2", resident=("v0", "v1"))
+            assert await asked == ("replica-0", "v1")
 
     run(main)
 

@@ -64,7 +64,7 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("pin_drain_s = -1", "pin_drain_s must be 0 to 86400"),
         ('account = "a/b"', "account 'a/b'"),
         ('deployment = ""', "deployment ''"),
-        ('[embedded]\nkv_cache_memory = "4 gigs"', "expected a number and one of KiB"),
+        ('[embedded]\nkv_cache_memory = "4 gigs"', "expected a number and one of KiB, MiB, GiB, kB, MB, GB"),
         ('[tinker]\nbase_models = [""]', "tinker.base_models must hold names"),
         ('[tinker]\nbase_models = [" x"]', "tinker.base_models must hold names"),
         ('[tinker]\nbase_model_clients = "some"', "base_model_clients"),
@@ -95,6 +95,15 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
         ),
         ("[embedded]\nblock_size = 1", "embedded.block_size must be at least 2, got 1"),
         ("[embedded]\nload_s_max = 0.5", "embedded.load_s_max must be at least 1 and finite, got 0.5"),
+        ("resident_snapshots = 0", "resident_snapshots must be 1 to 64, got 0"),
+        (
+            'resident_memory = "much"',
+            "resident_memory 'much': expected a number and one of KiB, MiB, GiB, kB, MB, GB",
+        ),
+        (
+            'engine = "vllm"\nresident_snapshots = 2',
+            "resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
+        ),
         ("pin_drain_s = 1e9", "pin_drain_s must be 0 to 86400 seconds, got 1000000000.0"),
         ("port = 65536", "port must be 0 to 65535, got 65536"),
         (

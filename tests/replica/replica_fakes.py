@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +133,10 @@ class FakeEngine(Engine):
         self.stage_ticks = self.commit_ticks = 0
         # What the engine has switched to.
         self.switches: list[str] = []
+        # What it was told to keep besides what serves, each time; and what it holds, by what runs, too.
+        self.retained: list[tuple[str, ...]] = []
+        self.holds = {BASE_SNAPSHOT}
+        self.running: list[str] = []
         self.canaries: list[GenerateRequest] = []
         # A snapshot's log-probability at each check, the last one for good.
         self.canary: dict[str, list[float]] = {}
@@ -172,7 +176,15 @@ class FakeEngine(Engine):
         await self.start_gate.wait()
         self.closed = False
         self.serving = BASE_SNAPSHOT
+        self.retained, self.holds = [], {BASE_SNAPSHOT}
         return self.info
+
+    def retain(self, snapshots: Collection[str]) -> None:
+        self.retained.append(tuple(snapshots))
+        self._free()
+
+    def _free(self) -> None:
+        self.holds &= {self.serving, *self.running, *(self.retained[-1] if self.retained else ())}
 
     async def close(self) -> None:
         """Ends a commit under way too."""
@@ -194,12 +206,19 @@ class FakeEngine(Engine):
             yield await self._score(request)
             return
         self.requests.append(request)
-        finished = False
+        if request.snapshot is not None and request.snapshot not in self.holds:
+            yield GenerationEvent(error=f"{request.snapshot} is not loaded")
+            return
+        finished, fixed = False, [] if request.snapshot is None else [request.snapshot]
+        self.running += fixed
         try:
             async for event in self._events(request):
                 yield event
             finished = True
         finally:
+            for snapshot in fixed:
+                self.running.remove(snapshot)
+            self._free()
             if not finished:
                 self.aborted.append(request.request_id)
                 self.any_aborted.set()
@@ -212,10 +231,10 @@ class FakeEngine(Engine):
             yield GenerationEvent(
                 index=index,
                 cached_tokens=self.cached_tokens,
-                kv_snapshots=((self.serving, 0, known),) if tells_kv else None,
+                kv_snapshots=((request.snapshot or self.serving, 0, known),) if tells_kv else None,
                 queued_s=0.25,
                 prompt=tuple(
-                    record(request.prompt[p], p, request, self.serving, prompt=True)
+                    record(request.prompt[p], p, request, request.snapshot or self.serving, prompt=True)
                     for p in range(size - request.prompt_records, size)
                 )
                 if request.prompt_records
@@ -248,7 +267,7 @@ class FakeEngine(Engine):
                 self.made_of[request.request_id, index] = done + 1
                 if finish is not None:
                     self.ended.add((request.request_id, index))
-                made = record(token, size + done, request, self.serving, prompt=False)
+                made = record(token, size + done, request, request.snapshot or self.serving, prompt=False)
                 spans = self.kv_with.get(done) if request.want_kv_snapshots else None
                 yield GenerationEvent(index=index, tokens=(made,), finish=finish, kv_snapshots=spans)
             self.made[request.request_id] = done + 1
@@ -295,6 +314,8 @@ class FakeEngine(Engine):
         if self.staged != snapshot:
             raise StagingFailed(f"{snapshot} is not staged")
         self.serving, self.staged = snapshot, None
+        self.holds.add(snapshot)
+        self._free()
         self.switches.append(snapshot)
         return SwapTiming(snapshot=snapshot, pause_ms=1.5, streams_crossed=2)
 

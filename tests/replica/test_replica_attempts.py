@@ -21,7 +21,8 @@ from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
 from midstream.core.versions import Refused, VersionConstraint
 from midstream.engine.base import EngineDied, StagingFailed
-from midstream.replica.gate import Asked, Door, Gate, Namespaces, Pins
+from midstream.replica.gate import Door, Gate, Namespaces
+from midstream.replica.pins import Asked, Pins
 from midstream.replica.swap.attempts import (
     ATTEMPTS,
     GIVEN_UP_MAX,

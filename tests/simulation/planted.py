@@ -12,6 +12,7 @@ from typing import Any
 
 import simclock
 
+from midstream.core.types import Desired
 from midstream.fleet import loop as fleet_loop
 from midstream.fleet import reconcile
 from midstream.fleet.sessions import SessionTable
@@ -22,7 +23,8 @@ from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import Event
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
-from midstream.replica.gate import Gate, Namespaces, Pins
+from midstream.replica.gate import Gate, Namespaces
+from midstream.replica.pins import Pins
 from midstream.replica.response.work import Surroundings
 from midstream.snapshots.store import fetch
 
@@ -67,8 +69,8 @@ def _answered_before_commit() -> None:
 def _pins_do_not_hold() -> None:
     """A swap does not wait for requests that are pinned."""
 
-    async def end(self: Pins, coming: str) -> int:
-        self.coming = coming
+    async def end(self: Pins, desired: Desired) -> int:
+        self.coming = desired.snapshot
         return 0
 
     Pins.end = end  # type: ignore[method-assign]

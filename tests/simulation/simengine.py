@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from midstream.core.types import (
     BASE_SNAPSHOT,
@@ -67,9 +68,17 @@ def routed(kv: int, weights: int) -> bytes:
     return bytes((first, (first + 1 + (found >> 8) % (EXPERTS - 1)) % EXPERTS))
 
 
+class Load(NamedTuple):
+    """Weights that serve, or did. commits: how many there were before it."""
+
+    snapshot: str
+    weights: int
+    commits: int
+
+
 @dataclass
 class Choice:
-    """One choice that runs. kv: of each position that has one, and who computed it."""
+    """One choice that runs. kv: of each position that has one, and who computed it. fixed: the load that it is pinned to."""
 
     request: GenerateRequest
     choice: int
@@ -80,6 +89,7 @@ class Choice:
     made: int = 0
     begun: bool = False
     told: tuple[tuple[str, int, int], ...] = ()
+    fixed: Load | None = None
 
     def spans(self) -> tuple[tuple[str, int, int], ...]:
         found: list[tuple[str, int, int]] = []
@@ -100,8 +110,10 @@ class SimEngine(Engine):
         self._model_dir = model_dir
         self._chance, self._slow_s = chance, slow_s
         self._alive = False
-        self._snapshot, self._weights = BASE_SNAPSHOT, 0
-        self._commits = 0
+        self._load = Load(BASE_SNAPSHOT, 0, 0)
+        #: Besides those that run: what serves, and what stays.
+        self._held: dict[str, Load] = {}
+        self._retained: frozenset[str] = frozenset()
         self._staged: tuple[str, int] | None = None
         self._running: list[Choice] = []
         #: By salt and tokens, of whole blocks: KV, who computed it, and after how many commits.
@@ -118,7 +130,8 @@ class SimEngine(Engine):
     async def start(self) -> ModelInfo:
         await asyncio.sleep(self._slow_s(0.2))
         self._alive, self._paused = True, False
-        self._snapshot, self._weights = BASE_SNAPSHOT, _of_directory(self._model_dir)
+        self._load = Load(BASE_SNAPSHOT, _of_directory(self._model_dir), self._load.commits)
+        self._held, self._retained = {BASE_SNAPSHOT: self._load}, frozenset()
         self._staged = None
         self._cached.clear()
         self._running.clear()
@@ -153,9 +166,13 @@ class SimEngine(Engine):
     async def _generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         if not self._alive:
             raise EngineDied("the engine is not there")
+        fixed = None if request.snapshot is None else self._held.get(request.snapshot)
+        if request.snapshot is not None and fixed is None:
+            yield GenerationEvent(error=f"{request.snapshot} is not loaded")
+            return
         events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         mine = [
-            Choice(request, choice, [*request.prompt, *request.emitted_of(choice)], events)
+            Choice(request, choice, [*request.prompt, *request.emitted_of(choice)], events, fixed=fixed)
             for choice in request.choices
         ]
         for sequence in mine:
@@ -197,16 +214,25 @@ class SimEngine(Engine):
         self._check()
         if self._staged is None or self._staged[0] != snapshot:
             raise StagingFailed(f"{snapshot} is not staged")
-        self._snapshot, self._weights = self._staged
+        self._load = Load(*self._staged, self._load.commits + 1)
+        self._held[snapshot] = self._load
         self._staged = None
-        self._commits += 1
+        self._free()
         return SwapTiming(snapshot=snapshot, pause_ms=1.0, streams_crossed=len(self._running))
+
+    def retain(self, snapshots: Collection[str]) -> None:
+        self._retained = frozenset(snapshots)
+        self._free()
+
+    def _free(self) -> None:
+        kept = {self._load.snapshot, *self._retained}
+        self._held = {name: load for name, load in self._held.items() if name in kept}
 
     async def weights_digest(self) -> str | None:
         self._check()
         await asyncio.sleep(self._slow_s(0.05))
         self._check()
-        return f"sim:{self._weights:x}"
+        return f"sim:{self._load.weights:x}"
 
     async def pause(self) -> None:
         self._paused = True
@@ -252,7 +278,7 @@ class SimEngine(Engine):
                     self._step(sequence)
 
     def _step(self, one: Choice) -> None:
-        request, weights = one.request, self._weights
+        request, load = one.request, self._load
         prompt: tuple[TokenRecord, ...] | None = None
         cached: int | None = None
         if not one.begun:
@@ -285,7 +311,7 @@ class SimEngine(Engine):
                 kv_snapshots=kv,
             )
         )
-        assert weights == self._weights
+        assert load == self._load
 
     def _read_prompt(self, one: Choice) -> tuple[int, tuple[TokenRecord, ...] | None]:
         """Cached positions, and the records of the prompt's last tokens where they are asked for."""
@@ -296,7 +322,7 @@ class SimEngine(Engine):
             if count > len(request.prompt) - wanted - 1 and wanted:
                 continue
             found = self._cached.get((request.salt, tuple(one.tokens[:count])))
-            if found is not None and self._young(found[1], request.kv_age_max):
+            if found is not None and self._young(one, found[1], request.kv_age_max):
                 one.kv, one.by = list(found[0]), list(found[1])
                 reused = count
                 break
@@ -307,8 +333,9 @@ class SimEngine(Engine):
             prompt = self._score_prompt(one, wanted)
         return min(reused, len(request.prompt)), prompt
 
-    def _young(self, by: Sequence[tuple[str, int]], most: int | None) -> bool:
-        return most is None or all(self._commits - at <= most for _, at in by)
+    def _young(self, one: Choice, by: Sequence[tuple[str, int]], most: int | None) -> bool:
+        now = (one.fixed or self._load).commits
+        return all(at <= now and (most is None or now - at <= most) for _, at in by)
 
     def _score_prompt(self, one: Choice, wanted: int) -> tuple[TokenRecord, ...]:
         records = []
@@ -316,7 +343,7 @@ class SimEngine(Engine):
         for position in range(count - wanted, count):
             token = one.tokens[position]
             if position == 0:
-                records.append(TokenRecord(token, 0.0, None, self._snapshot))
+                records.append(TokenRecord(token, 0.0, None, (one.fixed or self._load).snapshot))
                 continue
             self._compute(one, position)
             records.append(self._record(one, position, token, None))
@@ -324,25 +351,25 @@ class SimEngine(Engine):
 
     def _compute(self, one: Choice, count: int) -> None:
         """KV of the first `count` positions."""
-        kv = one.kv[-1] if one.kv else 0
+        kv, load = one.kv[-1] if one.kv else 0, one.fixed or self._load
         for position in range(len(one.kv), count):
-            kv = kv_after(kv, one.tokens[position], self._weights)
+            kv = kv_after(kv, one.tokens[position], load.weights)
             one.kv.append(kv)
-            one.by.append((self._snapshot, self._commits))
+            one.by.append((load.snapshot, load.commits))
 
     def _draw(self, one: Choice) -> TokenRecord:
-        position = len(one.tokens)
-        token = drawn(one.kv[-1], self._weights, one.request.sampling.seed, one.choice, position)
-        record = self._record(one, position, token, scored(one.kv[-1], self._weights, token))
+        position, weights = len(one.tokens), (one.fixed or self._load).weights
+        token = drawn(one.kv[-1], weights, one.request.sampling.seed, one.choice, position)
+        record = self._record(one, position, token, scored(one.kv[-1], weights, token))
         one.tokens.append(token)
         one.made += 1
         self._generated += 1
         return record
 
     def _record(self, one: Choice, position: int, token: int, sampling: float | None) -> TokenRecord:
-        kv = one.kv[position - 1]
-        route = routed(kv, self._weights) if one.request.want_routes else None
-        return TokenRecord(token, scored(kv, self._weights, token), sampling, self._snapshot, route)
+        kv, load = one.kv[position - 1], one.fixed or self._load
+        route = routed(kv, load.weights) if one.request.want_routes else None
+        return TokenRecord(token, scored(kv, load.weights, token), sampling, load.snapshot, route)
 
     def _keep(self, one: Choice) -> None:
         for count in range(BLOCK, len(one.kv) + 1, BLOCK):

@@ -66,6 +66,7 @@ def plan_of(seed: int) -> Plan:
         "gateway": {"workers": rng.choice((1, 1, 2, 3))},
         "pin_drain_s": rng.choice((0.5, 5.0)),
     }
+    settings["resident_snapshots"] = random.Random(f"{seed} resident").choice((1, 1, 2, 3))
     tinker = random.Random(f"{seed} tinker")
     samplers = tinker.choice((0, 0, 1, 2))
     settings["tinker"] = TinkerSettings(enabled=samplers > 0, base_model_clients="serving")

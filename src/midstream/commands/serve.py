@@ -31,6 +31,7 @@ SERVE_OPTIONS = (
     "transition",
     "swap_order",
     "pin_drain_s",
+    "resident_snapshots",
     "database",
     "state_dir",
     "log_level",
@@ -71,6 +72,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="where the tokens and numbers of sessions' turns are kept for trainers, as of --bucket (default: nowhere)",
     )
+    _add_swap_arguments(parser, default)
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="the ledger's, e.g. postgresql://USER@HOST/NAME; a password is better kept in PGPASSWORD, ~/.pgpass or "
+        "--config (default: an SQLite file in STATE_DIR)",
+    )
+    parser.add_argument("--state-dir", help=f"ledger, caches, built-in models (default: {default.state_dir})")
+    parser.add_argument(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
+    )
+    parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
+    parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+
+
+def _add_swap_arguments(parser: argparse.ArgumentParser, default: Settings) -> None:
     parser.add_argument(
         "--transition",
         choices=("async", "sync"),
@@ -88,20 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how long an async swap waits for requests pinned to what serves (default: {default.pin_drain_s:g})",
     )
     parser.add_argument(
-        "--database",
-        metavar="URL",
-        help="the ledger's, e.g. postgresql://USER@HOST/NAME; a password is better kept in PGPASSWORD, ~/.pgpass or "
-        "--config (default: an SQLite file in STATE_DIR)",
+        "--resident-snapshots",
+        type=int,
+        metavar="K",
+        help="how many snapshots stay loaded in each replica, for requests that ask for them (default: "
+        f"{default.resident_snapshots}, the one that serves)",
     )
-    parser.add_argument("--state-dir", help=f"ledger, caches, built-in models (default: {default.state_dir})")
-    parser.add_argument(
-        "--kv-cache-memory",
-        metavar="SIZE",
-        help="KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
-    )
-    parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
-    parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
 
 
 def _add_network_arguments(parser: argparse.ArgumentParser, default: Settings) -> None:

@@ -251,6 +251,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     swap_order: SwapOrder = "together"
     # An async swap waits so long for requests that are pinned to what serves.
     pin_drain_s: Annotated[float, Meta(ge=0, le=86400, description="must be 0 to 86400 seconds")] = 60.0
+    # Snapshots that stay loaded in each replica, the serving one included, and each policy's. Of 1, a swap waits for pins.
+    resident_snapshots: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1
+    # What the full ones of a replica may take, as the sizes of the model's files; None: no bound for those in use.
+    resident_memory: Size | None = None
     # URL of the ledger's database. None means an SQLite file in state_dir.
     database: str | None = None
     state_dir: str = ".midstream"
@@ -386,6 +390,10 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
     yield (
         (gateway.tls_cert is None) == (gateway.tls_key is None),
         "gateway.tls_cert and gateway.tls_key go together",
+    )
+    yield (
+        settings.engine != "vllm" or settings.resident_snapshots == 1,
+        "resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
     )
     yield (
         settings.engine != "vllm" or not vllm.urls or len(vllm.urls) >= settings.replicas,

@@ -133,7 +133,7 @@ class Conflict(MidstreamError):
 
 
 class SnapshotNotServed(Conflict):
-    """`serving`: of each replica, `{"replica", "snapshot", "stage"}`; `newest`: the snapshot that staleness counts from."""
+    """`serving`: of each replica, `{"replica", "snapshot", "stage", "resident"}`. `newest`: what staleness counts from."""
 
     code = "snapshot_not_served"
     retry_after_s = 1

@@ -367,6 +367,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
     "freeze": "requests that stand still in a pause and go on with their KV (mode keep)",
     "policies": "LoRA adapters, many at once, each a policy of its own",
+    "resident_snapshots": "snapshots that have served stay loaded, for requests that ask for them",
     "short_swap": "a pause that does not grow with the model at a swap",
 }
 
@@ -420,6 +421,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     contents: tuple[SnapshotContent, ...] = ()
     last_swap: SwapTiming | None = None
     transitions: tuple[Transition, ...] = ()
+    resident: tuple[str, ...] = ()
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -475,21 +477,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[PolicyReport, ...] = ()
     # The engine answers, whatever the deployment's own snapshot is like.
     ready_at_all: bool = True
+    # Besides the one that serves, the snapshots that a request may ask for, the least recently used first.
+    resident: tuple[str, ...] = ()
 
 
 ENGINE_SILENT_FROM_S = 5
 
 # (tenant, key): equal keys of two tenants are different sessions.
 Session = tuple[str, str]
-
-
-class ReplicaEntry(msgspec.Struct, frozen=True):
-    """What somebody said of one replica. url: where it is, if others than our supervisor run it. weight: its part of new work;
-    None: not said (1). drain: it takes no new requests."""
-
-    url: str | None = None
-    weight: float | None = None
-    drain: bool = False
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

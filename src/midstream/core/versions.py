@@ -116,7 +116,8 @@ NOTHING = VersionConstraint()
 
 class Admitted(msgspec.Struct, frozen=True, omit_defaults=True):
     """A gateway's decision. snapshot: which one must serve when the request passes the gate. pinned: it must serve to the end
-    of the request. body: a replica has read the body's constraint, and the snapshot meets it."""
+    of the request; one that stays loaded will do. body: a replica has read the body's constraint, and the snapshot meets it.
+    """
 
     snapshot: str
     pinned: bool = False
@@ -125,11 +126,13 @@ class Admitted(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why a replica did not take a request. serving: the snapshot that serves there. pinnable: requests may be pinned to it.
-    constraint: of the body, or of the model's name."""
+    constraint: of the body, or of the model's name. here: the snapshot that it asks for stays loaded, though it need not serve.
+    """
 
     serving: str
     pinnable: bool = True
     constraint: VersionConstraint = NOTHING
+    here: bool = False
 
 
 class Refused(SnapshotNotServed):

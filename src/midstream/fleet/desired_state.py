@@ -22,13 +22,12 @@ from types import MappingProxyType
 import msgspec
 
 from midstream.core.errors import NotFound, ReplicaUnavailable
-from midstream.core.types import ReplicaEntry
 from midstream.fleet.membership import Resolver, entries_of_row, merged
 from midstream.fleet.policies import PolicyReplicas, split_name
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import Member
 from midstream.fleet.tally import GatewayReport, Siblings
-from midstream.fleet.view import ReplicaView
+from midstream.fleet.view import ReplicaEntry, ReplicaView
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)

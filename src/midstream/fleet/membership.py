@@ -28,10 +28,9 @@ from starlette.routing import BaseRoute, Route
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import OBSERVE
 from midstream.core.text import NOT_JSON
-from midstream.core.types import ReplicaEntry
 from midstream.fleet.access import grant_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.view import ReplicaView
+from midstream.fleet.view import ReplicaEntry, ReplicaView
 from midstream.http.bodies import read_body
 from midstream.ledger import DeploymentRow, Ledger
 

@@ -184,6 +184,7 @@ def report_of(report: ReplicaReport, policy: str, made: float = 0.0) -> ReplicaR
         card=report.card,
         max_model_len=report.max_model_len,
         transitions=own.transitions,
+        resident=own.resident,
     )
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 from midstream.core.errors import InvalidRequest, NotFound
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import Desired, ReplicaEntry
+from midstream.core.types import Desired
 from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.placement import PrefixTable
 from midstream.fleet.reconcile import SignalOrder
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
+from midstream.fleet.view import ReplicaEntry
 from midstream.ledger import Signalled
 
 DEPLOYMENT_HEADER = "fireworks-deployment"

@@ -463,7 +463,9 @@ class _Subscription:
 
 def _serving(report: ReplicaReport | None) -> tuple[object, ...]:
     """What it is of use for, now and soon."""
-    return () if report is None else (report.snapshot, report.pinnable, report.stage, report.target)
+    if report is None:
+        return ()
+    return report.snapshot, report.resident, report.pinnable, report.stage, report.target
 
 
 class _Lines:

@@ -9,10 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import msgspec
+
 from midstream.core.sessions import Trajectories
 from midstream.core.types import ReplicaReport
 
 Standing = Literal["member", "leaving", "gone"]
+
+
+class ReplicaEntry(msgspec.Struct, frozen=True):
+    """What somebody said of one replica. url: where it is, if others than our supervisor run it. weight: its part of new work;
+    None: not said (1). drain: it takes no new requests."""
+
+    url: str | None = None
+    weight: float | None = None
+    drain: bool = False
 
 
 class ReplicaView:

@@ -14,6 +14,7 @@ from midstream.core.config import Settings, parse_size
 from midstream.core.errors import ConfigError
 from midstream.engine.base import Engine
 from midstream.launch.specs import ReplicaSpec
+from midstream.replica.pins import Residency
 from midstream.snapshots.store.bucket import check_settings
 
 
@@ -82,6 +83,21 @@ def make_engine(spec: ReplicaSpec) -> Engine:
     from midstream.engine.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(model_dir, spec.engine)
+
+
+def resident_fields(settings: Settings) -> dict[str, Any]:
+    """Fields of any ReplicaSpec. Raises ConfigError."""
+    size = settings.resident_memory
+    bound = None if size is None else parse_size("resident_memory", size)
+    return {"resident_snapshots": settings.resident_snapshots, "resident_bytes": bound}
+
+
+def residency(spec: ReplicaSpec) -> Residency:
+    """Every full snapshot counts as the files of the model."""
+    if spec.resident_bytes is None:
+        return Residency(spec.resident_snapshots)
+    size = sum(file.stat().st_size for file in Path(spec.model_dir).glob("*.safetensors"))
+    return Residency(spec.resident_snapshots, max(1, spec.resident_bytes // max(1, size)))
 
 
 def requests_max(spec: ReplicaSpec) -> int:

@@ -26,7 +26,14 @@ from midstream.core.versions import ServedNames
 from midstream.engine.base import EngineDied
 from midstream.launch.caches import held
 from midstream.launch.channel import STOP_GRACE_S, Channel, run_child
-from midstream.launch.engines import engine_fields, make_engine, records_fields, requests_max
+from midstream.launch.engines import (
+    engine_fields,
+    make_engine,
+    records_fields,
+    requests_max,
+    residency,
+    resident_fields,
+)
 from midstream.launch.local import engine_settings, stop_signals, until_stopped
 from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import Listening, ReplicaSpec
@@ -77,7 +84,7 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
         name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
         engine=make_engine(spec),
         text=TextModel.load(model_dir),
-        bounds=Bounds(requests_max(spec), spec.session_idle_s, spec.pin_drain_s),
+        bounds=Bounds(requests_max(spec), spec.session_idle_s, spec.pin_drain_s, residency(spec)),
         source=CachedSource(
             ChainFetcher(
                 SnapshotCache(Path(spec.cache_dir), spec.cache_bytes), threads=spec.engine.threads or None
@@ -150,6 +157,7 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         session_idle_s=settings.gateway.session_idle_s,
         pin_drain_s=settings.pin_drain_s,
         cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+        **resident_fields(settings),
         **records_fields(settings, "replica"),
         **engine_fields(settings, 0, 1, alone=True),
     )

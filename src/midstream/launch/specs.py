@@ -27,7 +27,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: as responses and logs say it; empty means HOST:PORT. port: 0 for any free one. model: accounts/A/models/M.
     deployment: accounts/A/deployments/D. cache_bytes: the limit of cache_dir in bytes; None for the snapshots in use and one
     snapshot more. vllm_url: of a running server to attach to. cores, gpus: which ones vLLM uses, () for all.
-    records: URL of the bucket of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may.
+    resident_bytes: what full snapshots may take, None for no bound. records: URL of the bucket of records, None for none.
+    records_dir, records_bytes: where they wait, and how many bytes may.
     """
 
     name: str = ""
@@ -42,6 +43,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     session_idle_s: float = 3600.0
     pin_drain_s: float = 60.0
+    resident_snapshots: int = 1
+    resident_bytes: int | None = None
     cache_bytes: int | None = None
     kind: EngineKind = "embedded"
     vllm: VllmSettings = VllmSettings()

@@ -36,7 +36,7 @@ from midstream.core.headers import HEADER_TOKEN
 from midstream.core.scopes import PUBLISH
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch.channel import STOP_GRACE_S
-from midstream.launch.engines import records_fields
+from midstream.launch.engines import records_fields, resident_fields
 from midstream.launch.gateways import Gateways
 from midstream.launch.local import (
     Launcher,
@@ -225,6 +225,7 @@ class Supervisor:
             session_idle_s=settings.gateway.session_idle_s,
             pin_drain_s=settings.pin_drain_s,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+            **resident_fields(settings),
             **records_fields(settings, wanted.name),
         )
         return await self._launcher.replica(spec, len(self.replicas))

@@ -463,12 +463,12 @@ class ReplicaRoute(Route):
         return Judgement(Event.LOST) if judged is ELSEWHERE else judged
 
     def _exclude(self, snapshot: str | None) -> None:
-        """Replicas that serve another snapshot could not go on exactly."""
+        """Replicas without the snapshot could not go on exactly. Where it only stays, streams that are pinned to it do."""
         if snapshot is None:
             return
         self._why = f"no other replica serves snapshot {snapshot!r} now"
         for view in self._deployment.replicas.views:
-            if view.report is None or view.report.snapshot != snapshot:
+            if (report := view.report) is None or snapshot not in (report.snapshot, *report.resident):
                 self._tried.add(view.name)
 
     def _failed(self, error: MidstreamError) -> Judgement:

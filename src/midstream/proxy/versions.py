@@ -5,6 +5,8 @@ constraint of the body. The gateway reads the body itself before it lets a reque
 
 Always holds:
 - Staleness counts signals behind the newest snapshot that was ready on a replica, or that a usable replica serves.
+- An exact snapshot may be one that stays loaded beside the one that serves. What is judged by the order of signals alone is
+  judged by what serves.
 - A request waits for its session's home for at most HOME_WAIT_S while another replica could take it.
 - A request waits until its deadline for a snapshot that may come. If only another signal could bring the snapshot, the
   request waits only if it says how long.
@@ -158,9 +160,15 @@ class VersionJudge:
         report, refusal = self._heard.get(view, (None, None))
         if view.report is None:
             return False
-        if report is view.report:
-            return refusal is not None and self._met(refusal.serving, refusal.pinnable)
-        return self._met(view.report.snapshot, view.report.pinnable)
+        asked = self.constraint.snapshot
+        if report is not view.report:
+            told = view.report
+            here, serving, pinnable = asked in told.resident, told.snapshot, told.pinnable
+        elif refusal is not None:
+            here, serving, pinnable = refusal.here, refusal.serving, refusal.pinnable
+        else:
+            return False
+        return self._met(asked if here and asked is not None else serving, pinnable)
 
     def lines(self, view: ReplicaView, under: ReplicaReport) -> list[bytes]:
         """Header lines for the replica: the decision on which the request is sent there. under: the report that was judged."""
@@ -168,6 +176,8 @@ class VersionJudge:
             return []
         report, refusal = self._heard.get(view, (None, None))
         known = refusal.serving if refusal is not None and report is under else under.snapshot
+        # Where it may be sent, an exact one serves or stays.
+        known = self.constraint.snapshot or known
         self._expected = known
         admitted = Admitted(known, pinned=self.constraint.snapshot is not None, body=self._body)
         return [_ADMITTED + b": " + as_header(admitted).encode()]
@@ -190,6 +200,7 @@ class VersionJudge:
                 "replica": view.name,
                 "snapshot": view.report.snapshot if view.report else None,
                 "stage": view.report.stage.value if view.report else None,
+                "resident": list(view.report.resident) if view.report else [],
             }
             for view in views
         ]
@@ -230,8 +241,8 @@ class VersionJudge:
         return unheard or any(self._may_come(view) for view in views)
 
 
-def _served(report: ReplicaReport | None) -> tuple[str, bool] | None:
-    return None if report is None else (report.snapshot, report.pinnable)
+def _served(report: ReplicaReport | None) -> tuple[str, bool, tuple[str, ...]] | None:
+    return None if report is None else (report.snapshot, report.pinnable, report.resident)
 
 
 def refusal_in(headers: Sequence[tuple[bytes, bytes]]) -> Refusal | None:

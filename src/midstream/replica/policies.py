@@ -23,7 +23,8 @@ from midstream.core.errors import PolicyNotLoaded
 from midstream.core.types import BASE_SNAPSHOT, Desired, ModelInfo, PolicyReport, Stage
 from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine
-from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
+from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
+from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
 from midstream.replica.service import Kept, Outside, Service
 from midstream.replica.swap.driver import Checker, Entrance, SwapDriver
 from midstream.replica.swap.source import Files, Hints
@@ -45,6 +46,7 @@ class Bounds:
     requests_max: int = REQUESTS_MAX
     session_idle_s: float = 3600.0
     pin_drain_s: float = PIN_DRAIN_S
+    residency: Residency = ONE
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,12 @@ class Policy:
         account = parts.names.account
         self.names = ServedNames(f"{account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
         self.gate = Gate(parts.on_change, bounds.requests_max)
-        self.pins = Pins(parts.on_change, bounds.pin_drain_s)
+        slot = parts.engine.slot(name)
+        self.pins = Pins(parts.on_change, bounds.pin_drain_s, bounds.residency, slot.retain)
+        self.pins.begin(able=info.card.has("resident_snapshots"))
         self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=outside.monotonic)
         source = parts.files.source.of_policy(name)
         self._hints = Hints(source.prefetch)
-        slot = parts.engine.slot(name)
         self.driver = SwapDriver(
             engine=slot,
             files=replace(parts.files, source=source, hints=self._hints),
@@ -144,10 +147,13 @@ class Policy:
             contents=self.driver.contents,
             last_swap=self.driver.last_swap,
             transitions=tuple(machine.transitions)[-TRANSITIONS_TOLD:],
+            resident=self.pins.resident(machine.serving),
         )
 
     async def close(self) -> None:
         self.gate.set(Door.DOWN)
+        # A request that ends later keeps nothing in the engine.
+        self.pins.begin(able=False)
         self.driving.cancel()
         await self._hints.close()
         await asyncio.wait((self.driving,))

@@ -32,8 +32,9 @@ from midstream.core.types import (
 from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica import policies
-from midstream.replica.gate import PIN_DRAIN_S, REQUESTS_MAX, Door, Gate, Namespaces, Pins
+from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
 from midstream.replica.journal import Journal
+from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
 from midstream.replica.policies import Boot, Parts, Policies
 from midstream.replica.pulse import Pulse
 from midstream.replica.service import REAL, Kept, Outside, Service
@@ -56,12 +57,14 @@ RESTART_DELAY_MAX_S = 10.0
 class Bounds:
     """requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how
     long a session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that
-    are pinned to what serves. turns_bytes_max: of the tokens of all sessions' turns.
+    are pinned to what serves. residency: of full snapshots; of a policy's only the number counts. turns_bytes_max: of the
+    tokens of all sessions' turns.
     """
 
     requests_max: int = REQUESTS_MAX
     session_idle_s: float = SESSION_IDLE_S
     pin_drain_s: float = PIN_DRAIN_S
+    residency: Residency = ONE
     turns_bytes_max: int = BYTES_MAX
 
 
@@ -87,7 +90,7 @@ class Replica:
         self.name = name
         self.names = names
         self.gate = Gate(self._changed, bounds.requests_max)
-        self.pins = Pins(self._changed, bounds.pin_drain_s)
+        self.pins = Pins(self._changed, bounds.pin_drain_s, bounds.residency, engine.retain)
         self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=monotonic)
         self.trees = Trees(bounds.turns_bytes_max)
         self.sessions = Sessions(
@@ -145,7 +148,12 @@ class Replica:
             files=self._files,
             kept=lambda: self._kept,
             outside=self._outside,
-            bounds=policies.Bounds(bounds.requests_max, bounds.session_idle_s, bounds.pin_drain_s),
+            bounds=policies.Bounds(
+                bounds.requests_max,
+                bounds.session_idle_s,
+                bounds.pin_drain_s,
+                Residency(bounds.residency.snapshots),
+            ),
             on_change=self._changed,
             died=self.engine_died,
         )
@@ -225,6 +233,7 @@ class Replica:
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )
         self.driver.info = info
+        self.pins.begin(able=info.card.has("resident_snapshots"))
         self.driver.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
         self._driving = asyncio.create_task(self.driver.run(), name="swap driver")
         self._driving.add_done_callback(lambda task: self._driver_ended(boot, task))
@@ -329,6 +338,7 @@ class Replica:
             boot=self.boot,
             ready=self.ready and machine.sound,
             ready_at_all=self.ready,
+            resident=self.pins.resident(machine.serving),
             snapshot=machine.serving,
             signalled=machine.signalled,
             generation=machine.accepted.generation if machine.accepted else 0,
@@ -402,6 +412,7 @@ class Replica:
         self.boot = self._outside.new_boot()
         # The cache died with the engine.
         self.namespaces.commit("all")
+        self.pins.begin(able=False)
         self.sessions.close_all()
         self.driver = self._fresh_driver()
         self._changed()

@@ -45,7 +45,8 @@ from midstream.core.versions import (
     from_header,
 )
 from midstream.replica import gate
-from midstream.replica.gate import Asked, Namespaces, Pins, cache_salt
+from midstream.replica.gate import Namespaces, cache_salt
+from midstream.replica.pins import Asked, Pins
 from midstream.replica.request.checked import (
     Checked,
     Prompt,
@@ -177,15 +178,18 @@ class Service(Surroundings):
         await self.gate.enter(timeout_s, ready.counted)
         self.check_boot(headers.get(HEADER_BOOT))
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
-        asked.check(self.serving(), self.kept.pins.coming)
-        salt = self._salt(work.checked, session, headers)
-        age_max = self.kept.namespaces.kv_age_max
-        requests = [replace(request, salt=salt, kv_age_max=age_max) for request in work.requests]
-        pinned = self.kept.pins.hold(asked, self.serving()) if asked.pinned else nullcontext()
+        pins = self.kept.pins
+        begins = asked.check(self.serving(), pins)
+        older = None if begins == self.serving() else begins
+        # KV under the salt of an older snapshot is its own, so of age 0.
+        age_max = None if older else self.kept.namespaces.kv_age_max
+        salt = self._salt(work.checked, session, headers, older)
+        fixed = begins if asked.pinned and pins.several else None
+        requests = [replace(r, salt=salt, kv_age_max=age_max, snapshot=fixed) for r in work.requests]
+        pinned = pins.hold(asked, begins) if asked.pinned else nullcontext()
         inside = self.gate.admitted(ready.choices)
-        turns = self.kept.sessions.turn(session, stamp_of(headers))
         async with pinned:
-            with inside, turns as turn:
+            with inside, self.kept.sessions.turn(session, stamp_of(headers)) as turn:
                 resumable = given.resumable and can_be_resumed(work.checked) and self.info.card.has("resume")
                 generation = Generation(
                     self,
@@ -227,7 +231,7 @@ class Service(Surroundings):
         counted = choices if continued is None else 0
         self.gate.check(counted)
         if self.gate.door is gate.Door.OPEN:
-            asked.check(self.serving(), self.kept.pins.coming)
+            asked.check(self.serving(), self.kept.pins)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
         told = continued is not None and not given.whole
         prompts = [] if told else await self._prompts(read, size, headers)
@@ -440,16 +444,18 @@ class Service(Surroundings):
                 raise InvalidRequest(problem, param=problem.partition(":")[0])
         return requests
 
-    def _salt(self, checked: Checked, session: Session | None, headers: Mapping[str, str]) -> bytes:
+    def _salt(
+        self, checked: Checked, session: Session | None, headers: Mapping[str, str], older: str | None
+    ) -> bytes:
+        namespaces = self.kept.namespaces
         # An engine that does not keep ages may have KV that is too old.
-        too_old = self.kept.namespaces.kv_age_max is not None and not ages_are_kept(self.info)
+        too_old = namespaces.kv_age_max is not None and not ages_are_kept(self.info)
         if not checked.prompt_cache or too_old:
             return os.urandom(16)
-        isolation = checked.isolation_key or headers.get(HEADER_ISOLATION, "")
-        namespace = self.kept.namespaces.admit(session)
-        return cache_salt(
-            namespace, headers.get(HEADER_TENANT, ""), isolation, self.salted or self.names.model
-        )
+        whose = (headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, ""))
+        namespace = namespaces.admit(session) if older is None else namespaces.resets
+        own = self.kept.pins.salt_of(older)
+        return cache_salt(namespace, *whose, (self.salted or self.names.model) + own)
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:

@@ -4,6 +4,32 @@ from catalogue.mutation import Mutation
 
 GATEWAY = (
     Mutation(
+        "what_stays_is_not_asked",
+        "proxy/versions.py",
+        "here, serving, pinnable = asked in told.resident,",
+        "here, serving, pinnable = False,",
+        "A request goes where the snapshot that it names stays.",
+        ("gateway/test_versions.py::test_an_exact_snapshot_may_be_one_that_stays_beside_the_newest",),
+    ),
+    Mutation(
+        "staleness_is_judged_by_what_stays",
+        "proxy/versions.py",
+        "return self._met(asked if here and asked is not None else serving, pinnable)",
+        "return (here and pinnable) or self._met(serving, pinnable)",
+        "All that a request asks for holds for the snapshot that it gets.",
+        ("gateway/test_versions.py::test_an_exact_snapshot_may_be_one_that_stays_beside_the_newest",),
+    ),
+    Mutation(
+        "streams_are_lost_though_their_snapshot_stays",
+        "proxy/replica_route.py",
+        "snapshot not in (report.snapshot, *report.resident):",
+        "snapshot != report.snapshot:",
+        "A pinned stream whose replica is lost goes on where its snapshot stays.",
+        (
+            "gateway/test_resume.py::test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays",
+        ),
+    ),
+    Mutation(
         "resumed_stream_repeats_its_last_event",
         "proxy/resume.py",
         'return None if self.lost or self.forgotten else b"".join(self._lines)',

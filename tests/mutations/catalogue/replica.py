@@ -78,12 +78,120 @@ REPLICA = (
     ),
     Mutation(
         "pinned_while_a_swap_waits",
-        "replica/gate.py",
-        "elif self.pinned and coming is not None:",
-        "elif self.pinned and coming == serving:",
+        "replica/pins.py",
+        "elif self.pinned and pins.coming is not None:",
+        "elif self.pinned and pins.coming == serving:",
         "While a swap waits for pinned requests, nobody is pinned anew.",
         (
             "replica/test_replica_pins.py::test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_served",
+        ),
+    ),
+    Mutation(
+        "older_snapshot_reads_the_newests_kv",
+        "replica/pins.py",
+        'return "" if snapshot is None else f"@{snapshot}#{self._stays[snapshot].generation}"',
+        'return ""',
+        "Who asks for a snapshot that stays shares KV with requests for the same load of it only.",
+        (
+            "replica/test_replica_resident.py::test_who_asks_for_an_older_snapshot_shares_kv_with_requests_for_the_same_load_only",
+        ),
+    ),
+    Mutation(
+        "other_files_of_a_name_share_kv",
+        "replica/pins.py",
+        '#{self._stays[snapshot].generation}"',
+        '"',
+        "Another load of a name shares no KV with the one before.",
+        (
+            "replica/test_replica_resident.py::test_who_asks_for_an_older_snapshot_shares_kv_with_requests_for_the_same_load_only",
+        ),
+    ),
+    Mutation(
+        "snapshot_in_use_is_let_go",
+        "replica/pins.py",
+        "kept = {name for name in self._stays if name in pinned}",
+        "kept: set[str] = set()",
+        "A snapshot that a request is pinned to stays loaded until the request ends.",
+        (
+            "replica/test_replica_resident.py::test_a_snapshot_in_use_stays_beyond_the_number_until_its_last_request_ends",
+        ),
+    ),
+    Mutation(
+        "engine_is_not_told_before_a_switch",
+        "replica/pins.py",
+        "self._trim(told=False)",
+        "self._trim()",
+        "The engine knows what stays before it switches.",
+        (
+            "replica/test_replica_resident.py::test_a_swap_waits_for_no_pinned_stream_which_goes_on_under_its_own_snapshot",
+        ),
+    ),
+    Mutation(
+        "pinned_request_crosses_a_swap",
+        "replica/service.py",
+        "snapshot=fixed)",
+        "snapshot=None)",
+        "A pinned request goes on under its snapshot while others are served by the next one.",
+        (
+            "replica/test_replica_resident.py::test_a_swap_waits_for_no_pinned_stream_which_goes_on_under_its_own_snapshot",
+        ),
+    ),
+    Mutation(
+        "other_files_wait_for_nobody",
+        "replica/pins.py",
+        "            gone.add(target)",
+        "            pass",
+        "Other files under a name wait for the requests that are pinned to it.",
+        (
+            "replica/test_replica_resident.py::test_other_files_of_a_name_that_stays_wait_for_its_pinned_streams",
+        ),
+    ),
+    Mutation(
+        "failed_weights_stay",
+        "replica/pins.py",
+        "_Stay(machine.loaded, sound)",
+        "_Stay(machine.loaded, True)",
+        "Weights that failed their check are offered to nobody.",
+        (
+            "replica/test_replica_resident.py::test_weights_that_failed_their_check_are_offered_to_nobody_afterwards",
+        ),
+    ),
+    Mutation(
+        "bound_of_memory_is_exceeded",
+        "replica/pins.py",
+        "gone = set(old[: max(0, len(old) + 1 - most)]) if most is not None else set()",
+        "gone: set[str] = set()",
+        "A swap that there is no room for waits for pinned requests.",
+        (
+            "replica/test_replica_resident.py::test_beyond_the_bound_a_swap_waits_for_the_least_recently_used_alone",
+        ),
+    ),
+    Mutation(
+        "most_recently_used_goes",
+        "replica/pins.py",
+        "for name, stay in reversed(self._stays.items()) if stay.sound]",
+        "for name, stay in self._stays.items() if stay.sound]",
+        "What was used least recently goes first.",
+        (
+            "replica/test_replica_resident.py::test_the_last_snapshots_stay_and_of_older_ones_a_request_is_told_what_does",
+        ),
+    ),
+    Mutation(
+        "dead_engines_snapshots_are_offered",
+        "replica/replica.py",
+        "self.pins.begin(able=False)",
+        "pass",
+        "A new boot has what it starts on alone.",
+        ("replica/test_replica_resident.py::test_a_new_boot_has_what_it_starts_on_alone",),
+    ),
+    Mutation(
+        "older_streams_are_resumed_as_the_newests",
+        "replica/response/generation.py",
+        "return self._requests[0].snapshot or self._service.serving()",
+        "return self._service.serving()",
+        "A pinned stream goes on where its snapshot stays.",
+        (
+            "replica/test_replica_resident.py::test_a_pinned_stream_goes_on_where_its_snapshot_stays_and_no_other_one_does",
         ),
     ),
     Mutation(

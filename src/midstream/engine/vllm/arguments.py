@@ -27,6 +27,7 @@ LACKS = {
     "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
     "freeze": "vLLM's own pause would hold up the check of a snapshot that is loaded meanwhile; pause with wait or abort",
     "policies": "midstream does not drive vLLM's own LoRA serving yet; serve a merged checkpoint",
+    "resident_snapshots": "a vLLM server holds one set of weights",
     "short_swap": "weights are loaded in place, while the streams stand still",
 }
 

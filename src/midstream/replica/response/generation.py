@@ -87,7 +87,7 @@ class Generation:
         self._open = [checked.n] * len(prompts)
         self._open_in_all = len(self._choices)
         #: The newest snapshot that any token was labelled with.
-        self._snapshot = service.serving()
+        self._snapshot = self._serving()
         self._seen: set[str] = set()
         self._continued = continued
         self._replaying = self._aborted = False
@@ -182,7 +182,7 @@ class Generation:
                 ids[index] += [record.token_id for record in event.tokens]
         self._replaying = False
         finished = [choice.index for choice in self._choices if choice.finish is not None]
-        continued.check_snapshot(self._service.serving(), finished)
+        continued.check_snapshot(self._serving(), finished)
         for prompt, request in enumerate(self._requests):
             own = self._choices[prompt * n : (prompt + 1) * n]
             unfinished = [choice for choice in own if choice.finish is None]
@@ -196,6 +196,10 @@ class Generation:
         self._had = [choice.generated for choice in self._choices]
         self._encoder.seam = continued.seam(self._had)
         return released
+
+    def _serving(self) -> str:
+        """What serves this request."""
+        return self._requests[0].snapshot or self._service.serving()
 
     def abort(self) -> None:
         """Every choice that is open ends with what it has, and the finish reason `abort`."""
@@ -321,7 +325,7 @@ class Generation:
     def _echo(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         request, size = self._requests[prompt], self._echoed[prompt]
         if request.prompt_records == 0 or self._replaying:
-            snapshot = event.tokens[0].snapshot if event.tokens else self._service.serving()
+            snapshot = event.tokens[0].snapshot if event.tokens else self._serving()
             return choice.echo(tuple(TokenRecord(t, 0.0, None, snapshot) for t in request.prompt[-size:]))
         if event.prompt is None:
             if event.tokens or event.finish not in (None, "abort"):

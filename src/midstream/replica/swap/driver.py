@@ -2,8 +2,8 @@
 
 Owns: the task of the one attempt in work, and the gate, the pins and the namespaces at the moment of the switch.
 Always holds: one attempt at a time, none of them orphaned; whether an attempt is superseded is decided in the step in which the
-newer target comes; a switch that has begun is finished, whoever is cancelled; no pinned request sees a switch to another
-snapshot; an attempt's staged weights are dropped when it ends; the gate is open again however an attempt ends; between the
+newer target comes; a switch that has begun is finished, whoever is cancelled; no pinned request sees another snapshot than its
+own; an attempt's staged weights are dropped when it ends; the gate is open again however an attempt ends; between the
 engine's switch and the new namespace no request is admitted. A failure that leaves open what the engine serves ends the driver,
 and its owner starts a new boot.
 
@@ -37,7 +37,8 @@ from midstream.core.types import (
     TokenRecord,
 )
 from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
-from midstream.replica.gate import Door, Gate, Namespaces, Pins
+from midstream.replica.gate import Door, Gate, Namespaces
+from midstream.replica.pins import Pins
 from midstream.replica.swap.attempts import Action, Attempts, Phase
 from midstream.replica.swap.source import Files
 from midstream.replica.swap.table import Event, SwapMachine
@@ -294,8 +295,8 @@ class SwapDriver:
             await self._turn.wait()
 
     async def _switch(self, desired: Desired) -> SwapTiming:
-        """Sync: close the gate and wait for all requests. Async: wait for pinned ones. Then hold newcomers until the engine
-        has switched."""
+        """Sync: close the gate and wait for all requests. Async: wait for pinned ones in the way. Then hold newcomers until
+        the engine has switched."""
         try:
             if desired.transition == "SYNC":
                 self._gate.set(Door.CLOSED)
@@ -306,6 +307,7 @@ class SwapDriver:
             self._made(Event.COMMIT)
             # As it was told last: a message that lets it go may say more than the one that asked for it.
             desired = self.machine.target or desired
+            self._pins.switching(self.machine, desired)
             timing = await self._engine.commit(desired.snapshot)
             self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)
             return timing
@@ -325,13 +327,14 @@ class SwapDriver:
                 log.info("the switch to %s waits for %d requests to end", desired.snapshot, self._gate.inside)
 
     async def _unpinned(self, desired: Desired) -> None:
-        """Waits until no request is pinned to another snapshot than the target; no new one is from here on."""
+        """Waits until no pinned request is in the way of the target; no new one is from here on."""
         if self.machine.same_files(desired):
             return
-        if len(self._pins):
-            log.info("the switch to %s waits for %d pinned requests", desired.snapshot, len(self._pins))
+        waited_for = self._pins.in_the_way(desired)
+        if waited_for:
+            log.info("the switch to %s waits for %d pinned requests", desired.snapshot, waited_for)
             self._end_quiet()
-        ended = await self._pins.end(desired.snapshot)
+        ended = await self._pins.end(desired)
         if ended:
             log.warning("%d pinned requests were ended for the switch to %s", ended, desired.snapshot)
 

@@ -133,7 +133,7 @@ class SwapMachine:
 
     def same_files(self, desired: Desired) -> bool:
         """Whether the target is the serving snapshot. Other files make another snapshot; a reload does not."""
-        return desired.snapshot == self.serving and (self.loaded is None or _same_files(desired, self.loaded))
+        return desired.snapshot == self.serving and (self.loaded is None or same_files(desired, self.loaded))
 
     def _same(self, desired: Desired) -> bool:
         """Whether the target is what was committed last, and not asked for once more."""
@@ -200,7 +200,7 @@ def _key(desired: Desired) -> tuple[str, int, int]:
     return desired.snapshot, desired.generation, desired.reload
 
 
-def _same_files(one: Desired, other: Desired) -> bool:
+def same_files(one: Desired, other: Desired) -> bool:
     """Every file that they are made of tells two snapshots of one name apart; bytes do where both are known."""
     if len(one.files) != len(other.files):
         return False
