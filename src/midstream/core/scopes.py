@@ -3,7 +3,7 @@
     SCOPE                the scope on every deployment
     SCOPE:DEPLOYMENT     on this one alone, by the last part of its name
 
-SCOPE:DEPLOYMENT/POLICY is kept for policies, which are names inside a deployment. It is refused until there are any.
+A scope on a deployment is one on all of its policies. SCOPE:DEPLOYMENT/POLICY is kept for single ones, and refused.
 Always holds:
 - `operate` contains all other scopes, on the same deployments. No other scope contains one.
 - A route that is not in the table needs `operate` on every deployment. Tests compare the table with the routes there are.
@@ -70,7 +70,7 @@ def parse_scope(text: str) -> tuple[str, str | None]:
             f"scope {text!r}: expected one of {', '.join(SCOPES)}, alone or as SCOPE:DEPLOYMENT"
         )
     if match[3] is not None:
-        raise ConfigError(f"scope {text!r}: there are no policies yet; name the deployment alone")
+        raise ConfigError(f"scope {text!r}: a scope is for a whole deployment; name the deployment alone")
     return match[1], match[2]
 
 
