@@ -179,19 +179,29 @@ class _Endpoints:
         return JSONResponse(self._model(found))
 
     def _models(self, grant: Grant) -> list[dict[str, Any]]:
-        """Each once, as it stands with the deployment that its name means to this key."""
+        """Each once, as it stands with the deployment that its name means to this key; then the policies that are served."""
         served: dict[str, Deployment] = {}
         for deployment in shown_only(grant, SCOPES, self._deployments):
             if not deployment.deleting:
                 served.setdefault(deployment.model, deployment)
-        return [self._model(deployment) for deployment in served.values()]
+        policies = [
+            policy
+            for policy in self._deployments.policies()
+            if not (policy.deleting or policy.host.deleting)
+            and grant.allows(SCOPES, policy.host.name)
+            and any(view.report is not None and view.report.ready for view in policy.replicas.views)
+        ]
+        return [self._model(one) for one in (*served.values(), *policies)]
 
     def _model(self, deployment: Deployment) -> dict[str, Any]:
         views = deployment.replicas.views
         reports = [view.report for view in views]
         engines = status.shown(reports)
+        # As vLLM shows adapters: under the name that they were loaded by, with what they stand on.
+        adapter = {"root": deployment.model, "parent": deployment.host.model} if deployment.policy else {}
         return {
-            "id": deployment.model,
+            "id": deployment.policy or deployment.model,
+            **adapter,
             "object": "model",
             "created": self._created,
             "owned_by": deployment.names.account.rpartition("/")[2],

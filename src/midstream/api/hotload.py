@@ -85,7 +85,7 @@ def hotload_routes(
         Route(f"{of_one}/ledger", api.get_ledger, methods=["GET"]),
         Route(f"{of_one}/ledger", api.reset_ledger, methods=["DELETE"]),
         *api.policies.routes(),
-        *trainer_routes(ledger, deployments, api.take),
+        *trainer_routes(ledger, deployments, api.take, api.policies),
     ]
 
 
@@ -108,6 +108,8 @@ class _Api:
         deployment = self._deployments.named(request.headers)
         body = parse_signal(await read_body(request))
         if body.policy is not None:
+            # Before it is made.
+            check_signal(body, (view.report for view in deployment.replicas.views))
             deployment = await self.policies.ready(deployment, body.policy)
         place = self._place(request)
         result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))

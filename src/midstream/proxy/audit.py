@@ -72,6 +72,8 @@ class _Said(msgspec.Struct):
     replicaCount: Any = None
     url: Any = None
     weight_dir: Any = None
+    lora_name: Any = None
+    lora_path: Any = None
     weight_version: Any = None
     mode: Any = None
     rid: Any = None
