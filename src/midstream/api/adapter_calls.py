@@ -42,11 +42,44 @@ class UnloadAdapter(msgspec.Struct, frozen=True):
     lora_int_id: Any = None
 
 
-class AdapterCalls:
+class Adapters:
+    """Loads adapters as policies, whatever API asks for it."""
+
     def __init__(self, deployments: Deployments, policies: PolicyApi, updates: Updates) -> None:
         self._deployments = deployments
         self._policies = policies
         self._updates = updates
+
+    def known(self, deployment: Deployment, name: str) -> Deployment | None:
+        found = self._deployments.known(names_of(deployment.names, name).deployment)
+        return None if found is None or found.deleting else found
+
+    async def load(self, request: Request, deployment: Deployment, name: str, update: Update) -> Deployment:
+        """The policy, once every replica serves it. One that fails and was not there before is gone again.
+
+        Raises NotFound when nothing lies at the place, and MidstreamError.
+        """
+        check_signal(SignalBody("", policy=name), (view.report for view in deployment.replicas.views))
+        known = self.known(deployment, name)
+        policy = await self._policies.ready(deployment, name)
+        try:
+            await self._updates.run(request, policy, update, INSTEAD)
+        except MidstreamError as error:
+            if known is None:
+                await self._policies.end(policy)
+                await self._policies.gone(policy)
+            if isinstance(error.__cause__, SnapshotMissing):
+                told = f"{update.param}: no adapter is there: {error.message}"
+                raise NotFound(told, param=update.param) from error
+            raise
+        return policy
+
+
+class AdapterCalls:
+    def __init__(self, deployments: Deployments, policies: PolicyApi, adapters: Adapters) -> None:
+        self._deployments = deployments
+        self._policies = policies
+        self._adapters = adapters
 
     async def load(self, request: Request) -> Response:
         deployment, body = only(self._deployments, request), await body_of(request, LoadAdapter)
@@ -65,7 +98,7 @@ class AdapterCalls:
             raise InvalidRequest(
                 "'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name"
             )
-        policy = self._known(deployment, body.lora_name)
+        policy = self._adapters.known(deployment, body.lora_name)
         if policy is None:
             raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
         await self._policies.end(policy)
@@ -79,30 +112,14 @@ class AdapterCalls:
         if not name or not body.lora_path:
             absent = "lora_path" if name else "lora_name"
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", param=absent)
-        check_signal(SignalBody("", policy=name), (view.report for view in deployment.replicas.views))
-        known = self._known(deployment, name)
+        known = self._adapters.known(deployment, name)
         if known is not None and not in_place and _loaded(known):
             raise InvalidRequest(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set"
                 " 'load_inplace' to True.",
                 param="lora_name",
             )
-        policy = await self._policies.ready(deployment, name)
-        try:
-            await self._updates.run(request, policy, Update(body.lora_path, "lora_path", reset=True), INSTEAD)
-        except MidstreamError as error:
-            if known is None:
-                await self._policies.end(policy)
-                await self._policies.gone(policy)
-            if isinstance(error.__cause__, SnapshotMissing):
-                raise NotFound(
-                    f"lora_path: no adapter is there: {error.message}", param="lora_path"
-                ) from error
-            raise
-
-    def _known(self, deployment: Deployment, name: str) -> Deployment | None:
-        found = self._deployments.known(names_of(deployment.names, name).deployment)
-        return None if found is None or found.deleting else found
+        await self._adapters.load(request, deployment, name, Update(body.lora_path, "lora_path", reset=True))
 
 
 def _loaded(policy: Deployment) -> bool:

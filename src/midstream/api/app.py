@@ -58,7 +58,7 @@ class _Accounts:
 
     async def models(self, request: Request) -> Response:
         self._check_account(request)
-        models = [_model(name) for name in self._names(request)]
+        models = [self._model(name) for name in self._names(request)]
         return JSONResponse({"models": models, "nextPageToken": "", "totalSize": len(models)})
 
     async def model(self, request: Request) -> Response:
@@ -69,13 +69,24 @@ class _Accounts:
             raise forbidden(SCOPES, f"model {request.path_params['model']!r}")
         if name not in names:
             raise NotFound(f"there is no model {name}; this server has {', '.join(names)}")
-        return JSONResponse(_model(name))
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        adapter = any(policy.model == name for policy in self._deployments.policies())
+        return {
+            "name": name,
+            "displayName": name.rpartition("/")[2],
+            "kind": "HF_PEFT_ADDON" if adapter else "HF_BASE_MODEL",
+            "state": "READY",
+            "status": {"code": "OK", "message": ""},
+        }
 
     def _names(self, request: Request) -> list[str]:
         grant = grant_of(request)
         if grant.everywhere(SCOPES):
             return self._deployments.models
-        return sorted({one.model for one in shown_only(grant, SCOPES, self._deployments)})
+        shown = shown_only(grant, SCOPES, self._deployments)
+        return sorted({one.model for of in shown for one in (of, *self._deployments.policies(of))})
 
     def _account(self) -> dict[str, Any]:
         name = self._deployments.default.names.account
@@ -86,16 +97,6 @@ class _Accounts:
         if name != own:
             raise NotFound(f"there is no account {name}; this server's is {own}")
         return own
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "displayName": name.rpartition("/")[2],
-        "kind": "HF_BASE_MODEL",
-        "state": "READY",
-        "status": {"code": "OK", "message": ""},
-    }
 
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream import __version__
-from midstream.api.adapter_calls import AdapterCalls
+from midstream.api.adapter_calls import AdapterCalls, Adapters
 from midstream.api.policies import PolicyApi
 from midstream.api.status import context_of
 from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, body_of, checked, only
@@ -82,11 +82,11 @@ class UpdateFromDisk(msgspec.Struct, frozen=True):
 
 
 def trainer_routes(
-    ledger: Ledger, deployments: Deployments, take: Take, policies: PolicyApi
+    ledger: Ledger, deployments: Deployments, take: Take, policies: PolicyApi, loads: Adapters
 ) -> list[BaseRoute]:
     """Routes for the control app."""
     calls = _Calls(ledger, deployments, take)
-    adapters = AdapterCalls(deployments, policies, Updates(ledger, take))
+    adapters = AdapterCalls(deployments, policies, loads)
     changes: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/pause": calls.pause,
         "/resume": calls.resume,

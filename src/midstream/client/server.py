@@ -267,9 +267,11 @@ class SignalOptions(TypedDict, total=False):
 class HotLoadServer:
     """A server's hot-load API, and its sessions' traces. Safe to use from several threads.
 
-    base_url: with or without /v1. Raises ValueError when it has credentials. policy: signals and status are of this policy of
-    the deployment.
+    base_url: with or without /v1. Raises ValueError when it has credentials.
     """
+
+    #: Signals and status are of this policy of the deployment; None: of the deployment itself.
+    policy: str | None = None
 
     def __init__(
         self,
@@ -278,7 +280,6 @@ class HotLoadServer:
         model: str | None = None,
         deployment: str | None = None,
         api_key: str | None = None,
-        policy: str | None = None,
         request_timeout_s: float = 30.0,
         http: httpx.Client | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -291,7 +292,6 @@ class HotLoadServer:
         self.root = base_url.rstrip("/").removesuffix("/v1").removesuffix("/inference")
         self.url = self.root + HOT_LOAD_PATH
         self.deployment = deployment
-        self.policy = policy
         headers = {"fireworks-model": model, "fireworks-deployment": deployment}
         headers["authorization"] = f"Bearer {api_key}" if api_key else None
         self._http = http or httpx.Client(timeout=request_timeout_s)

@@ -88,7 +88,7 @@ class Need(NamedTuple):
     - named: on the deployment in the path.
     - meant: on the deployment that the headers mean, else the default one.
     - every: on every deployment, as the route shows or changes the whole server.
-    - some: on any deployment. The route shows what belongs to those alone.
+    - some: on any deployment. The route shows and changes what belongs to those alone.
     """
 
     scopes: tuple[str, ...]
@@ -107,6 +107,8 @@ UNKNOWN_ROUTE = Need((OPERATE,), "every")
 
 _ACCOUNTS = "/v1/accounts"
 _ONE = _ACCOUNTS + "/{account}/deployments/{name}"
+#: Their deployments are named in bodies, or follow from the add-on.
+_ADDONS = _ACCOUNTS + "/{account}/deployedModels"
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
 _READ_ONE = Need((PUBLISH, OBSERVE), "named")
 _CHANGE_ONE = Need((OPERATE,), "named")
@@ -153,6 +155,11 @@ GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
     ("POST", _ONE + "/policies"): Need((PUBLISH,), "named"),
     ("GET", _ONE + "/policies/{policy}"): _READ_ONE,
     ("DELETE", _ONE + "/policies/{policy}"): Need((PUBLISH,), "named"),
+    ("GET", _ADDONS): Need((PUBLISH, OBSERVE), "some"),
+    ("POST", _ADDONS): Need((PUBLISH,), "some"),
+    ("GET", _ADDONS + "/{model}"): Need((PUBLISH, OBSERVE), "some"),
+    ("PATCH", _ADDONS + "/{model}"): Need((PUBLISH,), "some"),
+    ("DELETE", _ADDONS + "/{model}"): Need((PUBLISH,), "some"),
     ("GET", _ACCOUNTS + "/{account}/deployments"): Need((PUBLISH, OBSERVE), "some"),
     ("POST", _ACCOUNTS + "/{account}/deployments"): Need((OPERATE,), "every"),
     ("GET", _ONE): _READ_ONE,
