@@ -114,12 +114,12 @@ class SnapshotPublisher:
             model=model,
             deployment=deployment,
             api_key=api_key,
-            policy=policy,
             request_timeout_s=request_timeout_s,
             http=http,
             sleep=sleep,
             monotonic=monotonic,
         )
+        self.server.policy = policy
         target = (
             f"{self.server.root} {deployment or ''} {self._bucket}{'' if policy is None else f' {policy}'}"
         )
