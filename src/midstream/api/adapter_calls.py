@@ -16,8 +16,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from midstream.api.policies import PolicyApi
-from midstream.api.signals import SignalBody
-from midstream.api.status import check_signal
 from midstream.api.updates import Update, Updates, body_of, only
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, SnapshotMissing
 from midstream.fleet.policies import names_of
@@ -59,7 +57,6 @@ class Adapters:
 
         Raises NotFound when nothing lies at the place, and MidstreamError.
         """
-        check_signal(SignalBody("", policy=name), (view.report for view in deployment.replicas.views))
         known = self.known(deployment, name)
         policy = await self._policies.ready(deployment, name)
         try:

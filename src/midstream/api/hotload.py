@@ -113,8 +113,6 @@ class _Api:
         deployment = self._deployments.named(request.headers)
         body = parse_signal(await read_body(request))
         if body.policy is not None:
-            # Before it is made.
-            check_signal(body, (view.report for view in deployment.replicas.views))
             deployment = await self.policies.ready(deployment, body.policy)
         place = self._place(request)
         result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.api.signals import Place, SignalBody
-from midstream.api.status import replica_rows
+from midstream.api.status import check_signal, replica_rows
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
 from midstream.core.errors import Conflict, InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE
@@ -149,6 +149,7 @@ class PolicyApi:
                 "policy: a name has at most 128 letters, digits and any of . _ -, and begins with no . or -",
                 param="policy",
             )
+        check_signal(SignalBody("", policy=name), (view.report for view in deployment.replicas.views))
         names = names_of(deployment.names, name)
         others = [
             d for d in (*self._deployments, *self._deployments.policies()) if d.name != names.deployment
