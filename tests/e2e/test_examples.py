@@ -70,3 +70,16 @@ def test_the_self_play_example_plays_the_learner_against_what_it_was(
         "learner": ("learner/7", False),
         **{f"past-{number}": (f"learner/{number}", True) for number in range(8)},
     }
+
+
+def test_the_multi_tenant_example_trains_every_team_by_its_own_snapshots_alone(
+    tmp_path: Path, adapter_base: Path
+) -> None:
+    with serve(tmp_path / "state", "--model", str(adapter_base), "--replicas", "2") as server:
+        out = run("multi_tenant/teams.py", server.url, server.bucket.as_uri(), str(adapter_base), "3", "8")
+    lines = [re.fullmatch(r"team-(\d): (\S+) to (\S+) by (.+)", line) for line in out.splitlines()]
+    assert [line and line[1] for line in lines] == ["0", "1", "2"]
+    for team, line in enumerate(lines):
+        assert line is not None
+        assert line[4].split() == [f"team-{team}/{step}" for step in range(8)]
+        assert float(line[3]) > float(line[2]) + 0.1
