@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from policy_helpers import Adapters, checked, sample
 from serving import Server, command, serve
@@ -80,3 +81,33 @@ def test_an_adapter_is_published_from_a_shell_and_status_shows_it(
     adapter = ("--adapter", str(tmp_path / "shell-1"), "--identity", "shell-2")
     code, out, err = run(server, "publish", *adapter, "--policy", "no/name")
     assert (code, "a name has at most 128 letters" in err) == (1, True), err
+
+
+def test_a_request_asks_for_a_snapshot_of_its_policy_by_name_or_header(
+    server: Server, adapters: Adapters
+) -> None:
+    with SnapshotPublisher(server.url, server.bucket.as_uri(), policy="versioned") as publisher:
+        for seed, identity in enumerate(("v/1", "v/2")):
+            adapters.make(identity, 50 + seed)
+            publisher.publish(identity, adapter=adapters.made[identity])
+    asked = {"prompt": [1, 2, 3], "max_tokens": 2}
+
+    def answer(model: str | None, **headers: str) -> httpx.Response:
+        told = {name.replace("_", "-"): value for name, value in headers.items()}
+        body = asked if model is None else {**asked, "model": model}
+        wait = {"x-midstream-snapshot-wait": "0"}
+        return httpx.post(f"{server.url}/v1/completions", json=body, headers=told | wait, timeout=60)
+
+    full = server.model.rpartition("/")[0] + "/versioned"
+    for served in (
+        answer("versioned@v/2"),
+        answer(f"{full}@v/2"),
+        answer(f"versioned#{server.deployment}@v/2"),
+        answer("versioned", x_midstream_min_snapshot="v/1"),
+        answer("versioned", x_midstream_max_staleness="0"),
+        answer(None, fireworks_model="versioned"),
+    ):
+        assert (served.status_code, served.json().get("model")) == (200, f"{full}@v/2"), served.text
+    # The deployment's own snapshot, and another policy's, mean nothing here.
+    for refused in (answer("versioned@v/1"), answer("versioned@base"), answer("versioned@shell-1")):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "snapshot_not_served")
