@@ -131,7 +131,7 @@ def test_the_documented_keys_can_be_configured(tmp_path: Path) -> None:
 
 
 def test_a_policy_has_its_place_and_is_refused_until_there_are_any() -> None:
-    with pytest.raises(ConfigError, match="there are no policies yet"):
+    with pytest.raises(ConfigError, match="a scope is for a whole deployment"):
         parse_scope("publish:default/actor")
 
 

@@ -58,6 +58,9 @@ class World:
         self.error: str | None = None
         self.api_key: str | None = None
         self.away = False
+        self.policies: list[dict[str, Any]] = []
+        # The queries of status.
+        self.asked: list[str] = []
         self.ledger: dict[str, Any] = {"desired_snapshot_identity": "base", "snapshots": []}
         # Status is answered.
         self.open = threading.Event()
@@ -75,6 +78,8 @@ class World:
             return httpx.Response(503, json={"error": {"message": "the gateway is starting"}})
         if request.method == "GET":
             self.open.wait(120)
+            if request.url.path.startswith("/hot_load"):
+                self.asked.append(request.url.query.decode())
             return self.read(request.url.path)
         body = json.loads(request.content)
         if request.url.path.endswith("/hint"):
@@ -91,6 +96,8 @@ class World:
             case "/v1/accounts/a/deployments":
                 row = {"name": "accounts/a/deployments/d", "hotLoadBucketUrl": self.bucket.as_uri()}
                 return httpx.Response(200, json={"deployments": [row]})
+            case "/v1/accounts/a/deployments/d/policies":
+                return httpx.Response(200, json={"policies": self.policies})
             case "/v1/accounts/a/deployments/d/ledger":
                 return httpx.Response(200, json=self.ledger)
             case _:

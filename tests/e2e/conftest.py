@@ -1,10 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
 from serving import Server, serve
+
+if TYPE_CHECKING:
+    from policy_helpers import Adapters
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +23,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def adapter_base(tiny_model: Callable[..., Path]) -> Path:
+    """The model that adapters stand on."""
+    return tiny_model(dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def adapters(adapter_base: Path) -> Adapters:
+    from policy_helpers import Adapters
+
+    return Adapters(adapter_base)

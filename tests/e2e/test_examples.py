@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from serving import Server
+import httpx
+from serving import Server, serve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -45,3 +47,39 @@ def test_the_publishing_example_sends_deltas_between_full_snapshots(
     kinds = [line.split()[1].rstrip(",") for line in out.splitlines()]
     assert kinds == ["full", "delta", "delta", "delta", "delta", "full"]
     assert out.count("2 replicas serve it") == 6
+
+
+def test_the_self_play_example_plays_the_learner_against_what_it_was(
+    tmp_path: Path, adapter_base: Path
+) -> None:
+    with serve(tmp_path / "state", "--model", str(adapter_base), "--replicas", "2") as server:
+        out = run("self_play/train.py", server.url, server.bucket.as_uri(), str(adapter_base), "8")
+        names = httpx.get(f"{server.url}/v1/{server.deployment}/policies").json()["policies"]
+    rounds = [
+        re.fullmatch(r"(\S+) against (\S+): reward (\S+), says (\S+)", line) for line in out.splitlines()
+    ]
+    assert [(line[1], line[2]) for line in rounds if line] == [
+        (f"learner/{number}", f"learner/{number // 2}") for number in range(8)
+    ]
+    # It has learned to say larger digits, and wins against what it was.
+    assert float(rounds[-1][4]) > float(rounds[0][4]) + 1
+    assert float(rounds[-1][3]) > 0.2
+    # Each opponent is still the snapshot that it was forked from.
+    kept = {one["policy"]: (one["snapshot"], one["frozen"]) for one in names}
+    assert kept == {
+        "learner": ("learner/7", False),
+        **{f"past-{number}": (f"learner/{number}", True) for number in range(8)},
+    }
+
+
+def test_the_multi_tenant_example_trains_every_team_by_its_own_snapshots_alone(
+    tmp_path: Path, adapter_base: Path
+) -> None:
+    with serve(tmp_path / "state", "--model", str(adapter_base), "--replicas", "2") as server:
+        out = run("multi_tenant/teams.py", server.url, server.bucket.as_uri(), str(adapter_base), "3", "8")
+    lines = [re.fullmatch(r"team-(\d): (\S+) to (\S+) by (.+)", line) for line in out.splitlines()]
+    assert [line and line[1] for line in lines] == ["0", "1", "2"]
+    for team, line in enumerate(lines):
+        assert line is not None
+        assert line[4].split() == [f"team-{team}/{step}" for step in range(8)]
+        assert float(line[3]) > float(line[2]) + 0.1

@@ -251,6 +251,9 @@ CASES += [
     *(("/v1/accounts/{account}/deployments/{name}" + route, "GET", OTHER + path, None, "",
        READS | ON_OTHER | {"publish:other", "observe:other"})
       for route, path in (("/policies", "/policies"), ("/policies/{policy}", "/policies/mine"))),
+    ("/v1/accounts/{account}/deployedModels", "GET", f"/v1/{A}/deployedModels", None, "",
+     ALL - {"sample", "sample:other", "sample:default"}),
+    ("/v1/accounts/{account}/deployedModels/{model}", "GET", f"/v1/{A}/deployedModels/mine", None, "", READS),
     # what changes something, the deletions last
     *of_each_deployment(HOT_LOAD_PATH, "POST", HOT_LOAD_PATH, {"identity": "s1"}, PUBLISHES, "publish"),
     *of_each_deployment(f"{HOT_LOAD_PATH}/hint", "POST", f"{HOT_LOAD_PATH}/hint",
@@ -270,6 +273,12 @@ CASES += [
      {"drain": False}, "", OPERATES | ON_OTHER),
     ("/v1/accounts/{account}/deployments/{name}/replicas/{replica}", "DELETE", f"{OTHER}/replicas/other-replica-0", None, "",
      OPERATES | ON_OTHER),
+    ("/v1/accounts/{account}/deployedModels", "POST", f"/v1/{A}/deployedModels",
+     {"model": "no/name", "deployment": "other"}, "", PUBLISHES | ON_OTHER | {"publish:other"}),
+    ("/v1/accounts/{account}/deployedModels", "POST", f"/v1/{A}/deployedModels", {"model": "no/name"}, "",
+     PUBLISHES | {"publish:default"}),
+    *(("/v1/accounts/{account}/deployedModels/{model}", method, f"/v1/{A}/deployedModels/mine", body, "", PUBLISHES)
+      for method, body in (("PATCH", {}), ("DELETE", None))),
     ("/v1/accounts/{account}/deployments/{name}/policies", "POST", f"{OTHER}/policies", {"policy": "mine"}, "",
      PUBLISHES | ON_OTHER | {"publish:other"}),
     ("/v1/accounts/{account}/deployments/{name}/policies/{policy}", "DELETE", f"{OTHER}/policies/mine", None, "",
@@ -323,7 +332,7 @@ def test_every_kind_of_key_on_every_route() -> None:
                         or method in ("POST", "PATCH", "DELETE")
                         or "/sessions/" in path
                         # Nobody takes up what the ledger has of policies here.
-                        or path.endswith("/policies/mine")
+                        or path.endswith("/mine")
                         # Of several deployments they want one named.
                         or (path in (*TRAINER_READS, *TRAINER_CHANGES_BY_GET) and not headers)
                     )

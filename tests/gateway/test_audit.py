@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from gateway_harness import Stage, post, respond_ok, run, staged
-from test_access import CASES, DEPLOYMENTS, ONE, OTHER, TO_OTHER, world
+from test_access import CASES, DEPLOYMENTS, ONE, OTHER, TO_OTHER, A, world
 from test_scopes import routes_of, whole_front, whole_gateway
 
 from midstream.api.hotload import HOT_LOAD_PATH
@@ -115,6 +115,11 @@ def test_a_line_says_when_who_from_where_what_and_how_it_ended(lines: Any) -> No
             await here.ask("op", "PATCH", f"{OTHER}/replicas/other-replica-0", {"drain": True, "weight": 0.5})
             await here.ask("op", "DELETE", "/v1/sessions/a%20b")
             await here.ask("op", "POST", f"{ONE}:scale", {"replicaCount": 2})
+            addons = f"/v1/{A}/deployedModels?replaceMergedAddon=true"
+            await here.ask("op", "POST", addons, {"model": "no/name", "deployment": "other"})
+            await here.ask("op", "PATCH", ONE, {"deployment": "other", "model": "x"})
+            adapter = {"lora_name": "x", "lora_path": "s3://me:secret@b/x?token=secret", "rank": 1}
+            await here.ask("op", "POST", "/v1/load_lora_adapter", adapter, TO_OTHER)
             await here.ask("op", "DELETE", f"{OTHER}?hard=true")
             made = await here.ask("op", "POST", DEPLOYMENTS, {"baseModel": "third-model"})
             named[:] = [json.loads(made.body)["name"].rpartition("/")[2]]
@@ -142,6 +147,10 @@ def test_a_line_says_when_who_from_where_what_and_how_it_ended(lines: Any) -> No
         ("other", {"replica": "other-replica-0", "weight": 0.5, "drain": True}, 200),
         ("default", {"session": "a b"}, 200),
         ("default", {"replicaCount": 2}, 200),
+        ("other", {"replaceMergedAddon": True, "model": "no/name"}, 400),
+        # A body speaks over no path.
+        ("default", {}, 400),
+        ("other", {"lora_name": "x", "lora_path": "b/x"}, 400),
         ("other", {"hard": True}, 200),
         (named[0], {"baseModel": "third-model"}, 200),
     ]

@@ -37,6 +37,10 @@ def deployments() -> Deployments:
         (f"{A}/models/tiny-moe", "default"),
         ("tiny-moe@s1", "default"),
         (" default ", "default"),
+        # Fireworks' way to name one of several.
+        ("other#c", "c"),
+        (f"{A}/models/other#{A}/deployments/b@s1", "b"),
+        ("tiny-moe#d", "d"),
     ],
 )
 def test_a_name_means_one_deployment(deployments: Deployments, name: str, means: str) -> None:
@@ -51,6 +55,8 @@ def test_a_name_means_one_deployment(deployments: Deployments, name: str, means:
         ("nobody", NotFound, f"this server has {A}/models/tiny-moe, {A}/models/other"),
         ("accounts/x/deployments/b", NotFound, "not served here"),
         ("", NotFound, "not served here"),
+        ("other#d", NotFound, "not served here"),
+        (f"tiny-moe#{A}/deployments/none", NotFound, "not served here"),
     ],
 )
 def test_a_name_that_means_none_or_several_is_an_error(

@@ -40,7 +40,7 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ),
         (
             '[gateway]\napi_keys = [{key = "k", scopes = ["publish:default/actor"]}]',
-            "there are no policies yet",
+            "a scope is for a whole deployment",
         ),
         ('[gateway]\napi_keys = [{key = "k", scopes = ["sample"], tenant = "a b"}]', "tenant 'a b'"),
         ('[gateway]\napi_keys = [{key = "k", scope = ["sample"]}]', "unknown field `scope`"),

@@ -58,7 +58,7 @@ class _Accounts:
 
     async def models(self, request: Request) -> Response:
         self._check_account(request)
-        models = [_model(name) for name in self._names(request)]
+        models = [self._model(name) for name in self._names(request)]
         return JSONResponse({"models": models, "nextPageToken": "", "totalSize": len(models)})
 
     async def model(self, request: Request) -> Response:
@@ -69,13 +69,24 @@ class _Accounts:
             raise forbidden(SCOPES, f"model {request.path_params['model']!r}")
         if name not in names:
             raise NotFound(f"there is no model {name}; this server has {', '.join(names)}")
-        return JSONResponse(_model(name))
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        adapter = any(policy.model == name for policy in self._deployments.policies())
+        return {
+            "name": name,
+            "displayName": name.rpartition("/")[2],
+            "kind": "HF_PEFT_ADDON" if adapter else "HF_BASE_MODEL",
+            "state": "READY",
+            "status": {"code": "OK", "message": ""},
+        }
 
     def _names(self, request: Request) -> list[str]:
         grant = grant_of(request)
         if grant.everywhere(SCOPES):
             return self._deployments.models
-        return sorted({one.model for one in shown_only(grant, SCOPES, self._deployments)})
+        shown = shown_only(grant, SCOPES, self._deployments)
+        return sorted({one.model for of in shown for one in (of, *self._deployments.policies(of))})
 
     def _account(self) -> dict[str, Any]:
         name = self._deployments.default.names.account
@@ -86,16 +97,6 @@ class _Accounts:
         if name != own:
             raise NotFound(f"there is no account {name}; this server's is {own}")
         return own
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "displayName": name.rpartition("/")[2],
-        "kind": "HF_BASE_MODEL",
-        "state": "READY",
-        "status": {"code": "OK", "message": ""},
-    }
 
 
 logger = logging.getLogger(__name__)
@@ -179,19 +180,29 @@ class _Endpoints:
         return JSONResponse(self._model(found))
 
     def _models(self, grant: Grant) -> list[dict[str, Any]]:
-        """Each once, as it stands with the deployment that its name means to this key."""
+        """Each once, as it stands with the deployment that its name means to this key; then the policies that are served."""
         served: dict[str, Deployment] = {}
         for deployment in shown_only(grant, SCOPES, self._deployments):
             if not deployment.deleting:
                 served.setdefault(deployment.model, deployment)
-        return [self._model(deployment) for deployment in served.values()]
+        policies = [
+            policy
+            for policy in self._deployments.policies()
+            if not (policy.deleting or policy.host.deleting)
+            and grant.allows(SCOPES, policy.host.name)
+            and any(view.report is not None and view.report.ready for view in policy.replicas.views)
+        ]
+        return [self._model(one) for one in (*served.values(), *policies)]
 
     def _model(self, deployment: Deployment) -> dict[str, Any]:
         views = deployment.replicas.views
         reports = [view.report for view in views]
         engines = status.shown(reports)
+        # As vLLM shows adapters: under the name that they were loaded by, with what they stand on.
+        adapter = {"root": deployment.model, "parent": deployment.host.model} if deployment.policy else {}
         return {
-            "id": deployment.model,
+            "id": deployment.policy or deployment.model,
+            **adapter,
             "object": "model",
             "created": self._created,
             "owned_by": deployment.names.account.rpartition("/")[2],

@@ -18,6 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from midstream.api.adapter_calls import Adapters
+from midstream.api.addons import AddonApi
 from midstream.api.deployments import lies_in
 from midstream.api.policies import PolicyApi
 from midstream.api.signals import (
@@ -31,6 +33,7 @@ from midstream.api.signals import (
 )
 from midstream.api.status import check_signal, ledger_body, replica_rows
 from midstream.api.trainer_calls import trainer_routes
+from midstream.api.updates import Updates
 from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotCorrupt,
@@ -77,6 +80,7 @@ def hotload_routes(
     for bucket in allowed_buckets:
         check_bucket(bucket)
     api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max, changed)
+    adapters = Adapters(deployments, api.policies, Updates(ledger, api.take))
     of_one = "/v1/accounts/{account}/deployments/{name}"
     return [
         Route(HOT_LOAD_PATH, api.signal, methods=["POST"]),
@@ -85,7 +89,8 @@ def hotload_routes(
         Route(f"{of_one}/ledger", api.get_ledger, methods=["GET"]),
         Route(f"{of_one}/ledger", api.reset_ledger, methods=["DELETE"]),
         *api.policies.routes(),
-        *trainer_routes(ledger, deployments, api.take),
+        *AddonApi(ledger, deployments, api.policies, adapters).routes(),
+        *trainer_routes(ledger, deployments, api.take, api.policies, adapters),
     ]
 
 

@@ -8,10 +8,11 @@ Always holds:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -19,28 +20,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.api.signals import Place, SignalBody
-from midstream.api.status import replica_rows
-from midstream.core.errors import Conflict, InvalidRequest, NotFound
+from midstream.api.status import check_signal, replica_rows
+from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
+from midstream.core.errors import Conflict, InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import json_object, read_body
-from midstream.ledger import DeploymentRow, Ledger, SignalResult
+from midstream.ledger import DeploymentRow, Ledger
 
 OF_ONE = "/v1/accounts/{account}/deployments/{name}"
 POLICIES_MAX = 256
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 #: Field of a policy's row.
 _FROZEN = "frozen"
-
-
-class Take(Protocol):
-    """Makes a snapshot the desired one; see hotload.py."""
-
-    async def __call__(
-        self, request: Request, deployment: Deployment, body: SignalBody, place: Place | None = None
-    ) -> SignalResult: ...
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,6 +90,22 @@ class PolicyApi:
             raise NotFound(f"{deployment.name} has no policy {name!r}", param="policy")
         return found
 
+    async def end(self, policy: Deployment) -> None:
+        """It takes no more requests from now on."""
+        await self._ledger.update_deployment(policy.name, deleting=True)
+        await self._changed()
+
+    async def gone(self, policy: Deployment) -> None:
+        """Returns when a policy that was ended is gone, and its name is free. Raises ReplicaUnavailable."""
+        deadline = asyncio.get_running_loop().time() + ANSWER_S_MAX
+        while True:
+            await self._changed()
+            if self._deployments.known(policy.name) is not policy:
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                raise ReplicaUnavailable(f"not every replica has ended the policy {policy.policy!r}")
+            await policy.host.replicas.change(LOOK_AGAIN_S)
+
     async def make(self, request: Request) -> Response:
         deployment = self._of(request)
         asked = _asked(await read_body(request))
@@ -119,8 +129,7 @@ class PolicyApi:
 
     async def delete(self, request: Request) -> Response:
         policy = self.named(self._of(request), request.path_params["policy"])
-        await self._ledger.update_deployment(policy.name, deleting=True)
-        await self._changed()
+        await self.end(policy)
         return JSONResponse({"name": policy.name})
 
     async def _fork(self, request: Request, source: Deployment, policy: Deployment) -> None:
@@ -140,6 +149,7 @@ class PolicyApi:
                 "policy: a name has at most 128 letters, digits and any of . _ -, and begins with no . or -",
                 param="policy",
             )
+        check_signal(SignalBody("", policy=name), (view.report for view in deployment.replicas.views))
         names = names_of(deployment.names, name)
         others = [
             d for d in (*self._deployments, *self._deployments.policies()) if d.name != names.deployment

@@ -202,8 +202,8 @@ def shown(
             "initializingReplicaCount": reachable - ready,
             "readyReplicaCount": ready,
         },
-        "createTime": _time(row.created_at),
-        "updateTime": _time(row.updated_at),
+        "createTime": timestamp(row.created_at),
+        "updateTime": timestamp(row.updated_at),
     }
 
 
@@ -235,7 +235,7 @@ def _condition(
     return "READY", "OK", "" if wanted else "it has no replicas: none are asked for"
 
 
-def _time(seconds: float) -> str:
+def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

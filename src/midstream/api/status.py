@@ -43,7 +43,7 @@ _POLICY = Need("cache_policies", "keep cached KV from being reused; signal none"
 # What the fields of reset_prompt_cache need.
 SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
 # What the field policy needs.
-_SEVERAL = Need("policies", "serve a merged checkpoint in a deployment of its own")
+_SEVERAL = Need("policies", "serve adapters; serve a merged checkpoint in a deployment of its own")
 
 
 def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
@@ -51,7 +51,8 @@ def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) ->
     signal asks for. reports: of the deployment's replicas, None of one that cannot be reached."""
     needs = [("reset_prompt_cache", need) for need in [_need(signal)] if need is not None]
     if signal.policy is not None:
-        needs.append(("policy", _SEVERAL))
+        # Whatever its cache policy would need: this is what the signal is for.
+        needs.insert(0, ("policy", _SEVERAL))
     for card in _cards(reports):
         for param, need in needs:
             if not card.has(need.feature):

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
-from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
@@ -21,52 +19,25 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream import __version__
-from midstream.api.signals import Place, SignalBody
-from midstream.api.status import context_of, replica_rows
+from midstream.api.adapter_calls import AdapterCalls, Adapters
+from midstream.api.policies import PolicyApi
+from midstream.api.status import context_of
+from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, body_of, checked, only
 from midstream.core.errors import (
     Conflict,
     InvalidRequest,
     MidstreamError,
     ReplicaUnavailable,
-    SnapshotRefused,
-    UnknownField,
 )
-from midstream.core.scopes import OBSERVE, PUBLISH
 from midstream.core.text import refusal
-from midstream.core.types import Desired, Pause, PauseMode, ReplicaReport
+from midstream.core.types import Pause, PauseMode, ReplicaReport
 from midstream.core.wires import TRAINER_CHANGES, TRAINER_REFUSED
-from midstream.fleet.access import grant_of, shown_only
-from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import json_object, read_body
-from midstream.ledger import Ledger, SignalResult
-from midstream.snapshots.identity import check_identity
+from midstream.ledger import Ledger
 
-#: How long an update, or a pause, may take to reach every replica.
-ANSWER_S_MAX = 600.0
-#: What replicas do not report changes: the ledger's view of them is asked for again after so long.
-LOOK_AGAIN_S = 1.0
 VLLM_MODES: Mapping[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 SGLANG_MODES: Mapping[str, PauseMode] = {"abort": "abort", "in_place": "keep"}
-#: How trainers give weights to this server.
-INSTEAD = (
-    "this server takes weights from files alone. Write each checkpoint as a Hugging Face directory into the deployment's"
-    " bucket, {bucket}, and name it: prime-rl with weight_broadcast.type = 'filesystem', slime with disk transport,"
-    " others with POST /update_weights_from_disk, POST /hot_load/v1/models/hot_load or `midstream publish`"
-)
-
-
-class Take(Protocol):
-    """What takes a signal."""
-
-    async def __call__(
-        self,
-        request: Request,
-        deployment: Deployment,
-        body: SignalBody,
-        place: Place | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> SignalResult: ...
 
 
 class UpdateWeights(msgspec.Struct, frozen=True):
@@ -110,21 +81,12 @@ class UpdateFromDisk(msgspec.Struct, frozen=True):
     manifest: None = None
 
 
-class Update(NamedTuple):
-    """weight_version: the snapshot's identity; None: it is given one. param: the field that names the directory."""
-
-    directory: str
-    param: str
-    reset: bool
-    weight_version: str | None = None
-
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-
-def trainer_routes(ledger: Ledger, deployments: Deployments, take: Take) -> list[BaseRoute]:
+def trainer_routes(
+    ledger: Ledger, deployments: Deployments, take: Take, policies: PolicyApi, loads: Adapters
+) -> list[BaseRoute]:
     """Routes for the control app."""
     calls = _Calls(ledger, deployments, take)
+    adapters = AdapterCalls(deployments, policies, loads)
     changes: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/pause": calls.pause,
         "/resume": calls.resume,
@@ -137,6 +99,9 @@ def trainer_routes(ledger: Ledger, deployments: Deployments, take: Take) -> list
         "/update_weights_from_disk": calls.update_weights_from_disk,
         "/flush_cache": calls.flush_cache,
         "/abort_request": calls.abort_request,
+        "/v1/load_lora_adapter": adapters.load,
+        "/v1/unload_lora_adapter": adapters.unload,
+        "/load_lora_adapter": adapters.load_in_place,
     }
     reads: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/is_paused": calls.is_paused,
@@ -161,7 +126,7 @@ class _Calls:
     def __init__(self, ledger: Ledger, deployments: Deployments, take: Take) -> None:
         self._ledger = ledger
         self._deployments = deployments
-        self._take = take
+        self._updates = Updates(ledger, take)
 
     # -- vLLM and prime-rl
 
@@ -191,7 +156,7 @@ class _Calls:
         return JSONResponse({"status": "ok"})
 
     async def abort_requests(self, request: Request) -> Response:
-        deployment, body = self._meant(request), await _body(request, AbortRequests)
+        deployment, body = self._meant(request), await body_of(request, AbortRequests)
         ids = (body.request_ids,) if isinstance(body.request_ids, str) else body.request_ids
         return JSONResponse({"status": "aborted", "aborted": await self._abort(deployment, ids or None)})
 
@@ -203,28 +168,28 @@ class _Calls:
             raise await self._refusal(
                 deployment, f"{field}: /update_weights without a directory asks for a transfer"
             )
-        body = _checked(raw, UpdateWeights)
+        body = checked(raw, UpdateWeights)
         assert body.weight_dir is not None
         reset = not body.skip_prefix_cache_reset
-        desired = await self._update(request, deployment, Update(body.weight_dir, "weight_dir", reset))
+        desired = await self._updates.run(request, deployment, Update(body.weight_dir, "weight_dir", reset))
         return JSONResponse({"status": "ok", "weight_version": desired.snapshot})
 
     # -- SGLang
 
     async def pause_generation(self, request: Request) -> Response:
-        deployment, body = self._meant(request), await _body(request, PauseGeneration)
+        deployment, body = self._meant(request), await body_of(request, PauseGeneration)
         await self._pause(deployment, _mode(body.mode, SGLANG_MODES))
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: Request) -> Response:
         deployment = self._meant(request)
-        await _body(request, ContinueGeneration)
+        await body_of(request, ContinueGeneration)
         await self._pause(deployment, None)
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         try:
-            deployment, body = self._meant(request), await _body(request, UpdateFromDisk)
+            deployment, body = self._meant(request), await body_of(request, UpdateFromDisk)
             for field, plain in (("load_format", (None, "auto", "safetensors")), ("is_async", (False,))):
                 if (given := getattr(body, field)) not in plain:
                     raise InvalidRequest(f"{field}: {given!r} is not supported; leave it out", param=field)
@@ -232,7 +197,7 @@ class _Calls:
                 await self._abort(deployment, None)
             held = _in_flight(deployment)
             update = Update(body.model_path, "model_path", body.flush_cache, body.weight_version)
-            desired = await self._update(request, deployment, update)
+            desired = await self._updates.run(request, deployment, update)
         except MidstreamError as error:
             told = {"success": False, "message": error.message, "num_paused_requests": 0}
             return JSONResponse({**told, **error.body()}, status_code=error.status, headers=error.headers())
@@ -251,7 +216,7 @@ class _Calls:
         return PlainTextResponse("Cache flushed.\n")
 
     async def abort_request(self, request: Request) -> Response:
-        deployment, body = self._meant(request), await _body(request, AbortRequest)
+        deployment, body = self._meant(request), await body_of(request, AbortRequest)
         if not body.rid and not body.abort_all:
             raise InvalidRequest("rid: name a request, or set abort_all", param="rid")
         aborted = await self._abort(deployment, None if body.abort_all else (body.rid or "",))
@@ -294,59 +259,11 @@ class _Calls:
     # -- what they do
 
     def _meant(self, request: Request) -> Deployment:
-        """The deployment that the headers name, else the only one there is. Raises InvalidRequest, NotFound."""
-        headers = request.headers
-        if self._deployments.several and not (headers.get(DEPLOYMENT_HEADER) or headers.get(MODEL_HEADER)):
-            shown = shown_only(grant_of(request), (PUBLISH, OBSERVE), self._deployments)
-            names = ", ".join(one.name for one in shown)
-            raise InvalidRequest(
-                f"{DEPLOYMENT_HEADER}: this server has several deployments; name one in this header: {names}",
-                param=DEPLOYMENT_HEADER,
-            )
-        return self._deployments.named(headers)
+        return only(self._deployments, request)
 
     async def _refusal(self, deployment: Deployment, what: str) -> InvalidRequest:
         bucket = (await self._ledger.deployment(deployment.name)).bucket_url
         return InvalidRequest(f"{what}; {INSTEAD.format(bucket=bucket)}")
-
-    async def _update(self, request: Request, deployment: Deployment, update: Update) -> Desired:
-        if update.weight_version is not None:
-            check_identity(update.weight_version)
-        directory = update.directory
-        url = directory if "://" in directory else f"file://{quote(directory.rstrip('/'))}"
-        body = SignalBody(update.weight_version or "", reset_prompt_cache="all" if update.reset else "none")
-        try:
-            result = await self._take(request, deployment, body, Place(url, update.param))
-        except InvalidRequest as error:
-            if error.param != update.param:
-                raise
-            raise SnapshotRefused(
-                f"{error.message}; {INSTEAD.format(bucket='that place')}", param=update.param
-            ) from error
-        await self._served(deployment, result.desired)
-        return result.desired
-
-    async def _served(self, deployment: Deployment, desired: Desired) -> None:
-        """Returns when every replica serves it. Raises SnapshotRefused, Conflict and ReplicaUnavailable."""
-        deadline = asyncio.get_running_loop().time() + ANSWER_S_MAX
-        while True:
-            state = await self._ledger.state(deployment.name)
-            if state.desired is None or state.desired.generation > desired.generation:
-                raise Conflict(
-                    f"{desired.snapshot!r} was superseded by {state.snapshot!r} before it served everywhere"
-                )
-            rows = replica_rows(state, deployment.replicas.views, deployment.troubles)
-            stages = [row["loading_state"]["stage"] for row in rows]
-            if rows and set(stages) == {"done"}:
-                return
-            if "error" in stages:
-                bad = rows[stages.index("error")]["midstream"]
-                raise SnapshotRefused(f"{bad['replica']} could not load {desired.snapshot!r}: {bad['error']}")
-            left = deadline - asyncio.get_running_loop().time()
-            if not rows or left <= 0:
-                why = f"they are at {', '.join(stages)}" if rows else "there are none"
-                raise ReplicaUnavailable(f"not every replica serves {desired.snapshot!r}: {why}")
-            await deployment.replicas.change(min(left, LOOK_AGAIN_S), any_report=False)
 
     async def _pause(self, deployment: Deployment, mode: PauseMode | None) -> None:
         if mode == "keep":
@@ -431,18 +348,3 @@ def _flag(request: Request, name: str, *, default: bool) -> bool:
     if given not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name}: must be true or false", param=name)
     return given in ("true", "1")
-
-
-async def _body(request: Request, kind: type[Body]) -> Body:
-    return _checked(json_object(await read_body(request) or b"{}"), kind)
-
-
-def _checked(raw: dict[str, Any], kind: type[Body]) -> Body:
-    """Raises UnknownField, InvalidRequest."""
-    for field in raw:
-        if field not in kind.__struct_fields__:
-            raise UnknownField(field)
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from error

@@ -29,6 +29,7 @@ from midstream.client.server import (
     Unanswered,
 )
 from midstream.core.errors import SnapshotError
+from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.layout import read_spec
 
@@ -122,8 +123,11 @@ class Publishing:
         full_every: int,
         compression: Compression,
         hints: bool,
+        whole_only: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """whole_only: of a policy, whose snapshots are no deltas, and of which no parent is kept."""
+        self._whole_only = whole_only
         self._server = server
         self._bucket = bucket
         self._work = work
@@ -158,12 +162,14 @@ class Publishing:
         uploaded = self._monotonic()
         sent_bytes = size_bytes(delta if sent.parent is not None else staged)
         deltas = sent.parent.deltas + 1 if sent.parent is not None else 0
-        self._work.keep(staged, job.identity, sent.generation, deltas)
+        if not self._whole_only:
+            self._work.keep(staged, job.identity, sent.generation, deltas)
         job.tell("loading")
         try:
             status = self._server.wait_until_ready(job.identity, job.timeout_s, on_status=job.on_status)
         except SnapshotFailed:
-            self._work.forget()
+            if not self._whole_only:
+                self._work.forget()
             raise
         return Published(
             identity=job.identity,
@@ -181,8 +187,8 @@ class Publishing:
 
     def _parent_of(self, job: Job, staged: Path, delta: Path) -> tuple[Parent | None, str]:
         """The snapshot that a delta stands on, and why. The delta is written then. None for a full snapshot."""
-        parent = self._work.parent
-        why = why_full(job, parent, self._full_every)
+        parent = None if self._whole_only else self._work.parent
+        why = "an adapter is sent whole" if self._whole_only else why_full(job, parent, self._full_every)
         if why is None and self._bucket.exists(job.identity):
             why = "it replaces another snapshot of that name"
         if why is None:
@@ -274,11 +280,18 @@ def size_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.iterdir())
 
 
-def check_whole(identity: str, directory: Path) -> None:
-    """Raise PublishError unless `directory` is a whole checkpoint."""
+def check_whole(identity: str, directory: Path, *, of_policy: bool = False) -> None:
+    """Raise PublishError unless `directory` is a whole checkpoint, or a whole adapter."""
     try:
-        read_spec(directory)
+        if of_policy:
+            check_adapter_files(directory)
+        else:
+            read_spec(directory)
     except SnapshotError as error:
+        if not of_policy and is_adapter(directory):
+            raise PublishError(
+                f"snapshot {identity!r} is an adapter: name the policy that it is for"
+            ) from error
         raise PublishError(f"snapshot {identity!r} would not be whole: {error}") from error
 
 

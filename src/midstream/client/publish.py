@@ -44,7 +44,7 @@ from midstream.client.weights import Cast, Source, Weights
 from midstream.snapshots.identity import check_identity
 
 #: The arguments in How that are those of checkpoint.Source.
-SOURCE = ("model", "config_dir", "dtype")
+SOURCE = ("model", "config_dir", "dtype", "adapter")
 
 
 class How(TypedDict, total=False):
@@ -60,6 +60,7 @@ class How(TypedDict, total=False):
     model: Any
     config_dir: str | PathLike[str] | None
     dtype: Cast | None
+    adapter: Any
     kind: Kind | None
     overwrite: bool
     reset_prompt_cache: ResetPromptCache
@@ -78,6 +79,8 @@ class SnapshotPublisher:
     work_dir: the directory of the last published checkpoint, which deltas need. With one that outlives the trainer, a restarted
         trainer goes on with deltas. None: a temporary directory.
     hints: tell the server of each file as it arrives in the bucket, so that replicas fetch it early.
+    policy: publish adapters to this policy of the deployment, each one whole. Weights are then the directory of an adapter, as
+        PEFT writes it, or a PEFT model, whose active adapter is taken. adapter: such a model, for calls that give no weights.
     """
 
     def __init__(
@@ -92,6 +95,8 @@ class SnapshotPublisher:
         compression: Compression = "arc_v2",
         work_dir: str | PathLike[str] | None = None,
         hints: bool = True,
+        policy: str | None = None,
+        adapter: Any = None,
         request_timeout_s: float = 30.0,
         http: httpx.Client | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -99,6 +104,10 @@ class SnapshotPublisher:
     ) -> None:
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
+        if adapter is not None and policy is None:
+            raise ValueError("adapter: is for a policy; give its name as policy")
+        self._policy = policy
+        self._adapter = adapter
         self._bucket = open_bucket(bucket)
         self.server = HotLoadServer(
             base_url,
@@ -110,7 +119,10 @@ class SnapshotPublisher:
             sleep=sleep,
             monotonic=monotonic,
         )
-        target = f"{self.server.root} {deployment or ''} {self._bucket}"
+        self.server.policy = policy
+        target = (
+            f"{self.server.root} {deployment or ''} {self._bucket}{'' if policy is None else f' {policy}'}"
+        )
         self._work = WorkDirectory(Path(work_dir) if work_dir is not None else None, target)
         self._publishing = Publishing(
             self.server,
@@ -118,7 +130,8 @@ class SnapshotPublisher:
             self._work,
             full_every=full_every,
             compression=compression,
-            hints=hints,
+            hints=hints and policy is None,
+            whole_only=policy is not None,
             monotonic=monotonic,
         )
         self._monotonic = monotonic
@@ -171,6 +184,7 @@ class SnapshotPublisher:
         model: Any = None,
         config_dir: str | PathLike[str] | None = None,
         dtype: Cast | None = None,
+        adapter: Any = None,
         overwrite: bool = False,
     ) -> Path | None:
         """Write a full snapshot into the bucket, without a signal. Returns its directory in a local bucket, else None.
@@ -179,11 +193,11 @@ class SnapshotPublisher:
         another snapshot or has others inside it.
         """
         check_identity(identity)
-        source = Source(weights, model, config_dir, dtype)
+        source = self._source(weights, model=model, config_dir=config_dir, dtype=dtype, adapter=adapter)
 
         def fill(directory: Path) -> None:
             source.write(directory)
-            check_whole(identity, directory)
+            self._check_whole(identity, directory)
 
         return self._bucket.write(identity, fill, overwrite=overwrite)
 
@@ -212,11 +226,19 @@ class SnapshotPublisher:
         """
         return self.server.wait_until_ready(identity, timeout_s, on_status=on_status, poll_s=poll_s)
 
+    def _source(self, weights: Weights | None, **given: Any) -> Source:
+        if weights is None and given.get("adapter") is None:
+            given["adapter"] = self._adapter
+        return Source(weights, **given, of_policy=self._policy is not None)
+
+    def _check_whole(self, identity: str, directory: Path) -> None:
+        check_whole(identity, directory, of_policy=self._policy is not None)
+
     def _take(self, identity: str, weights: Weights | None, how: How) -> Callable[[], Published]:
         """Copy the weights, once the publication before has ended. Returns the rest of the work."""
         check_identity(identity)
         options = {name: value for name, value in how.items() if name not in SOURCE}
-        source = Source(weights, **{name: value for name, value in how.items() if name in SOURCE})  # type: ignore[arg-type]
+        source = self._source(weights, **{name: value for name, value in how.items() if name in SOURCE})
         job = Job(identity, **options)  # type: ignore[arg-type]
         if self._running is not None:
             # Its failure is for the caller that waits for it.
@@ -227,7 +249,7 @@ class SnapshotPublisher:
         staged = self._work.new_directory()
         try:
             source.write(staged)
-            check_whole(identity, staged)
+            self._check_whole(identity, staged)
         except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)
             if isinstance(error, OSError):

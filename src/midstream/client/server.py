@@ -270,6 +270,9 @@ class HotLoadServer:
     base_url: with or without /v1. Raises ValueError when it has credentials.
     """
 
+    #: Signals and status are of this policy of the deployment; None: of the deployment itself.
+    policy: str | None = None
+
     def __init__(
         self,
         base_url: str,
@@ -310,6 +313,8 @@ class HotLoadServer:
         previous, fields = options.get("previous"), options.get("extra_fields_ignore")
         policy = dict(reset_prompt_cache) if isinstance(reset_prompt_cache, Mapping) else reset_prompt_cache
         body: dict[str, Any] = {"identity": identity, "reset_prompt_cache": policy}
+        if self.policy is not None:
+            body["policy"] = self.policy
         if previous is not None:
             body["incremental_snapshot_metadata"] = delta_metadata(
                 previous, options.get("compression", "arc_v2")
@@ -335,11 +340,12 @@ class HotLoadServer:
 
     def status(self, *, retry_s: float = SIGNAL_RETRY_S) -> Status:
         """The snapshots that every replica serves and loads. Raises SignalRefused."""
-        answer = self._caller.call("GET", self.url, deadline_s=retry_s).body
+        url = self.url if self.policy is None else f"{self.url}?policy={quote(self.policy, safe='')}"
+        answer = self._caller.call("GET", url, deadline_s=retry_s).body
         try:
             return read_status(answer)
         except (KeyError, TypeError, AttributeError) as error:
-            raise PublishError(f"{self.url}: answered something else than replicas: {answer!r}") from error
+            raise PublishError(f"{url}: answered something else than replicas: {answer!r}") from error
 
     def wait_until_ready(
         self,
@@ -376,6 +382,15 @@ class HotLoadServer:
         """The deployment resources of the server's one account. Raises SignalRefused."""
         account = self._get("/v1/accounts?pageSize=2", "accounts", retry_s)[0]["name"]
         found: list[dict[str, Any]] = self._get(f"/v1/{account}/deployments", "deployments", retry_s)
+        return found
+
+    def policies(self, deployment: str, *, retry_s: float = SIGNAL_RETRY_S) -> list[dict[str, Any]]:
+        """The policies of `deployment` (its full name), as docs/policies.md shows them. Raises SignalRefused."""
+        url = f"{self.root}/v1/{deployment}/policies"
+        answer = self._caller.call("GET", url, deadline_s=retry_s).body
+        if not isinstance(answer, dict) or not isinstance(answer.get("policies"), list):
+            raise PublishError(f"{url}: answered something else than policies: {answer!r}")
+        found: list[dict[str, Any]] = answer["policies"]
         return found
 
     def ledger(self, deployment: str, *, retry_s: float = SIGNAL_RETRY_S) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -21,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from midstream.snapshots.adapter import ADAPTER_FILES
 from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
 
 Cast = Literal["bfloat16", "float32"]
@@ -161,6 +163,18 @@ def save_hugging_face_model(directory: Path, model: Any, cast: Cast | None) -> N
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def save_adapter(directory: Path, model: Any) -> None:
+    """Write the active adapter of a PEFT model, as its own save_pretrained does, and nothing else."""
+    name = model.active_adapter
+    if not isinstance(name, str):
+        raise ValueError(f"adapter: {name!r} are active; set one with set_adapter")
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".") as temporary:
+        model.save_pretrained(temporary, safe_serialization=True, selected_adapters=[name])
+        # PEFT gives adapters with a name of their own a directory of it.
+        named = Path(temporary) / name
+        copy_matching(named if named.is_dir() else Path(temporary), directory, ADAPTER_FILES)
+
+
 def _cast_state(state: Mapping[str, Any], cast: Cast) -> dict[str, Any]:
     """Cast copies. Tensors that shared memory still do: save_pretrained finds tied weights by that."""
     import torch
@@ -190,14 +204,21 @@ class Source:
     weights, a Hugging Face model. config_dir: the directory of config.json and the tokenizer's files; must be given with
     tensors. With a model it wins over the model's own: with the served model's directory, settings for training do not fail the
     server's configuration check. dtype: floating-point tensors are cast to this on the way to disk; not for a directory.
+    adapter: instead of weights, a PEFT model, of which the active adapter is taken. of_policy: it has to be an adapter, which
+    may also be the directory of one.
     """
 
     weights: Weights | None = None
     model: Any = None
     config_dir: str | PathLike[str] | None = None
     dtype: Cast | None = None
+    adapter: Any = None
+    of_policy: bool = False
 
     def __post_init__(self) -> None:
+        if self.of_policy or self.adapter is not None:
+            self._check_adapter()
+            return
         if (self.weights is None) == (self.model is None):
             raise ValueError("give either weights or model")
         if isinstance(self.weights, Mapping) and self.config_dir is None:
@@ -205,9 +226,30 @@ class Source:
         if isinstance(self.weights, str | PathLike) and self.dtype is not None:
             raise ValueError("dtype cannot be given with a directory: its files are copied as they are")
 
+    def _check_adapter(self) -> None:
+        if not self.of_policy:
+            raise ValueError("adapter: is for a policy; give the publisher its name as policy")
+        if self.model is not None or self.config_dir is not None or self.dtype is not None:
+            raise ValueError(
+                "a policy takes no model, config_dir or dtype: give the directory of an adapter, or adapter"
+            )
+        if (self.weights is None) == (self.adapter is None):
+            raise ValueError("give either the directory of an adapter, or adapter")
+        if isinstance(self.weights, Mapping):
+            raise ValueError("a policy takes no tensors: give the directory of an adapter, or adapter")
+        if self.adapter is not None and not hasattr(self.adapter, "peft_config"):
+            raise ValueError("adapter: must be a PEFT model, with peft_config and save_pretrained")
+
     def write(self, directory: Path) -> None:
         """Write the checkpoint into `directory`, which exists and is empty."""
         config_dir = self.config_dir
+        if self.adapter is not None:
+            save_adapter(directory, self.adapter)
+            return
+        if self.of_policy:
+            assert isinstance(self.weights, str | PathLike)
+            copy_matching(Path(self.weights), directory, ADAPTER_FILES)
+            return
         if self.model is not None:
             save_hugging_face_model(directory, self.model, self.dtype)
         elif isinstance(self.weights, Mapping):

@@ -1,4 +1,4 @@
-"""`midstream publish`: a checkpoint directory becomes a snapshot that every replica serves."""
+"""`midstream publish`: a checkpoint directory, or an adapter's, becomes a snapshot that every replica serves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ _DOING: dict[Phase, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_publish))
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face checkpoint")
+    parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="a Hugging Face checkpoint")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="instead, a LoRA adapter as PEFT writes it"
+    )
+    parser.add_argument("--policy", metavar="NAME", help="of the deployment, which the adapter is for")
     add_server_arguments(parser)
     parser.add_argument(
         "--bucket", metavar="URL", help="file:///DIR, s3://, gs:// or az:// (default: the deployment's own)"
@@ -87,7 +91,11 @@ def _policy(text: str) -> ResetPromptCache:
 
 
 def _publish(options: argparse.Namespace) -> int:
-    directory: Path = options.directory
+    if (options.directory is None) == (options.adapter is None):
+        raise ConfigError("name either DIR or --adapter DIR")
+    if (options.adapter is None) != (options.policy is None):
+        raise ConfigError("--adapter and --policy go together")
+    directory: Path = options.directory or options.adapter
     if not directory.is_dir():
         raise ConfigError(f"{directory}: is not a directory")
     identity = options.identity or directory.resolve().name
@@ -101,11 +109,13 @@ def _publish(options: argparse.Namespace) -> int:
             api_key=api_key(options),
             full_every=options.full_every,
             compression=options.format,
-            work_dir=options.work_dir,
+            # Adapters are sent whole: what is kept for deltas stays as it is.
+            work_dir=options.work_dir if options.policy is None else None,
+            policy=options.policy,
         ) as publisher,
     ):
         # An address without a server is an error before any file is written.
-        publisher.status(retry_s=0)
+        _check_server(options)
         done = publisher.publish(
             identity,
             directory,
@@ -119,6 +129,14 @@ def _publish(options: argparse.Namespace) -> int:
         )
     print(summary(done))
     return 0
+
+
+def _check_server(options: argparse.Namespace) -> None:
+    server = connect(options)
+    try:
+        server.status(retry_s=0)
+    finally:
+        server.close()
 
 
 def _bucket(options: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""`midstream status`: the snapshot, the stage and the load of each replica.
+"""`midstream status`: the snapshot, the stage and the load of each replica, and the snapshots of policies.
 
 Always holds: with --watch on a terminal the table is drawn over itself. Elsewhere it is printed again when it changed.
 """
@@ -10,17 +10,20 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, PublishError, ReplicaStatus, SignalRefused, Status
+from midstream.client.server import read_status
 from midstream.commands.common import add_server_arguments, connect, full_deployment_name, guarded
-from midstream.core.errors import Forbidden
+from midstream.core.errors import ConfigError, Forbidden
 from midstream.core.text import plain, table
+from midstream.core.types import BASE_SNAPSHOT
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
+POLICY_HEADS = ("policy", "snapshot", "stage", "replicas", "")
 IN_FLIGHT = "midstream_replica_requests_in_flight"
 PROMPT_TOKENS = "midstream_replica_prompt_tokens_total"
 CACHED_TOKENS = "midstream_replica_cached_prompt_tokens_total"
@@ -28,6 +31,8 @@ CLEAR = "\x1b[H\x1b[J"
 
 #: Values by metric, then by replica.
 Load = Mapping[str, Mapping[str, float]]
+#: As the server lists them.
+Policies = Sequence[Mapping[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,15 +76,26 @@ def _watch(look: Callable[[], str], interval_s: float) -> None:
         time.sleep(interval_s)
 
 
-def _look(server: HotLoadServer, draw: Callable[[Status, Load], str], deployment: str | None) -> str:
+def _look(
+    server: HotLoadServer, draw: Callable[[Status, Load, Policies], str], deployment: str | None
+) -> str:
     status = server.status(retry_s=0)
-    picture = draw(status, read_load(_metrics(server)))
+    picture = draw(status, read_load(_metrics(server)), _policies(server, deployment))
     if status.replicas or draw is as_json:
         return picture
     name = full_deployment_name(server, deployment)
     row = next((row for row in server.deployments(retry_s=0) if row["name"] == name), {})
     why = (row.get("status") or {}).get("message")
     return f"{picture}: {row.get('state')}, {plain(why)}" if why else picture
+
+
+def _policies(server: HotLoadServer, deployment: str | None) -> Policies:
+    try:
+        name = full_deployment_name(server, deployment)
+    except ConfigError:
+        # There are several, and the one that is meant without a name is not called so.
+        return ()
+    return server.policies(name, retry_s=0)
 
 
 def _metrics(server: HotLoadServer) -> str:
@@ -102,14 +118,17 @@ def read_load(exposition: str) -> Load:
     return found
 
 
-def render(status: Status, load: Load) -> str:
+def render(status: Status, load: Load, policies: Policies = ()) -> str:
     if not status.replicas:
         return "there are no replicas"
     replicas = sorted(status.replicas, key=lambda r: r.name)
-    return table(HEADS, [_row(replica, load) for replica in replicas])
+    drawn = table(HEADS, [_row(replica, load) for replica in replicas])
+    if not policies:
+        return drawn
+    return f"{drawn}\n\n{table(POLICY_HEADS, [row for policy in policies for row in _policy_rows(policy)])}"
 
 
-def as_json(status: Status, load: Load) -> str:
+def as_json(status: Status, load: Load, policies: Policies = ()) -> str:
     """The numbers of `render` as JSON. Replicas are in the server's order, the least ready first."""
     rows = []
     for replica in status.replicas:
@@ -118,20 +137,48 @@ def as_json(status: Status, load: Load) -> str:
         rows.append(
             row | {"in_flight": load[IN_FLIGHT].get(replica.name), "cached_share": _cached(replica, load)}
         )
-    return json.dumps({"replicas": rows})
+    shown = [
+        {
+            "policy": policy["policy"],
+            "snapshot": policy["snapshot"],
+            "frozen": policy["frozen"],
+            "replicas": [
+                {name: value for name, value in dataclasses.asdict(replica).items() if name != "raw"}
+                for replica in read_status(policy).replicas
+            ],
+        }
+        for policy in policies
+    ]
+    return json.dumps({"replicas": rows, "policies": shown})
+
+
+def _policy_rows(policy: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One row for the replicas that are equal."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for replica in read_status(dict(policy)).replicas:
+        snapshot = "-" if replica.snapshot == BASE_SNAPSHOT else replica.snapshot or "-"
+        alike.setdefault((snapshot, _stage(replica), replica.error or ""), []).append(replica.name)
+    state = "frozen" if policy["frozen"] else "ending" if policy["state"] == "DELETING" else ""
+    return [
+        (policy["policy"], snapshot, stage, ", ".join(sorted(names)), "; ".join(filter(None, (state, error))))
+        for (snapshot, stage, error), names in alike.items()
+    ]
+
+
+def _stage(replica: ReplicaStatus) -> str:
+    if replica.target is not None and replica.target != replica.snapshot:
+        return f"{replica.stage} {replica.target}"
+    return replica.stage
 
 
 def _row(replica: ReplicaStatus, load: Load) -> tuple[str, ...]:
-    stage = replica.stage
-    if replica.target is not None and replica.target != replica.snapshot:
-        stage += f" {replica.target}"
     in_flight = load[IN_FLIGHT].get(replica.name)
     cached = _cached(replica, load)
     notes = [] if replica.ready else ["not ready"]
     return (
         replica.name,
         replica.snapshot or "-",
-        stage,
+        _stage(replica),
         "-" if in_flight is None else f"{in_flight:.0f}",
         "-" if cached is None else f"{cached:.0%}",
         _swap(replica.last_swap),

@@ -3,7 +3,7 @@
     SCOPE                the scope on every deployment
     SCOPE:DEPLOYMENT     on this one alone, by the last part of its name
 
-SCOPE:DEPLOYMENT/POLICY is kept for policies, which are names inside a deployment. It is refused until there are any.
+A scope on a deployment is one on all of its policies. SCOPE:DEPLOYMENT/POLICY is kept for single ones, and refused.
 Always holds:
 - `operate` contains all other scopes, on the same deployments. No other scope contains one.
 - A route that is not in the table needs `operate` on every deployment. Tests compare the table with the routes there are.
@@ -70,7 +70,7 @@ def parse_scope(text: str) -> tuple[str, str | None]:
             f"scope {text!r}: expected one of {', '.join(SCOPES)}, alone or as SCOPE:DEPLOYMENT"
         )
     if match[3] is not None:
-        raise ConfigError(f"scope {text!r}: there are no policies yet; name the deployment alone")
+        raise ConfigError(f"scope {text!r}: a scope is for a whole deployment; name the deployment alone")
     return match[1], match[2]
 
 
@@ -88,7 +88,7 @@ class Need(NamedTuple):
     - named: on the deployment in the path.
     - meant: on the deployment that the headers mean, else the default one.
     - every: on every deployment, as the route shows or changes the whole server.
-    - some: on any deployment. The route shows what belongs to those alone.
+    - some: on any deployment. The route shows and changes what belongs to those alone.
     """
 
     scopes: tuple[str, ...]
@@ -107,6 +107,8 @@ UNKNOWN_ROUTE = Need((OPERATE,), "every")
 
 _ACCOUNTS = "/v1/accounts"
 _ONE = _ACCOUNTS + "/{account}/deployments/{name}"
+#: Their deployments are named in bodies, or follow from the add-on.
+_ADDONS = _ACCOUNTS + "/{account}/deployedModels"
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
 _READ_ONE = Need((PUBLISH, OBSERVE), "named")
 _CHANGE_ONE = Need((OPERATE,), "named")
@@ -153,6 +155,11 @@ GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
     ("POST", _ONE + "/policies"): Need((PUBLISH,), "named"),
     ("GET", _ONE + "/policies/{policy}"): _READ_ONE,
     ("DELETE", _ONE + "/policies/{policy}"): Need((PUBLISH,), "named"),
+    ("GET", _ADDONS): Need((PUBLISH, OBSERVE), "some"),
+    ("POST", _ADDONS): Need((PUBLISH,), "some"),
+    ("GET", _ADDONS + "/{model}"): Need((PUBLISH, OBSERVE), "some"),
+    ("PATCH", _ADDONS + "/{model}"): Need((PUBLISH,), "some"),
+    ("DELETE", _ADDONS + "/{model}"): Need((PUBLISH,), "some"),
     ("GET", _ACCOUNTS + "/{account}/deployments"): Need((PUBLISH, OBSERVE), "some"),
     ("POST", _ACCOUNTS + "/{account}/deployments"): Need((OPERATE,), "every"),
     ("GET", _ONE): _READ_ONE,

@@ -27,6 +27,13 @@ from midstream.core.text import NOT_JSON
 HEADER_MODEL = "fireworks-model"
 
 
+def split_model(name: str) -> tuple[str, str, str | None]:
+    """(resource, deployment, snapshot) of what a client calls a model: RESOURCE, and #DEPLOYMENT and @SNAPSHOT behind it."""
+    named, at, snapshot = name.partition("@")
+    resource, _, deployment = named.partition("#")
+    return resource, deployment, snapshot if at else None
+
+
 class ServedNames(msgspec.Struct, frozen=True):
     """The one model and deployment behind a gateway or a replica."""
 
@@ -44,12 +51,17 @@ class ServedNames(msgspec.Struct, frozen=True):
         resources = (self.model, self.deployment)
         return frozenset(resources) | {resource.rpartition("/")[2] for resource in resources}
 
+    def is_on(self, deployment: str) -> bool:
+        """Whether it is, or is a policy of, the deployment of this name, in full or bare."""
+        own = self.deployment.partition("/policies/")[0]
+        return deployment in (own, own.rpartition("/")[2])
+
     def split(self, name: str) -> str | None:
         """The snapshot a request's `model` asks for by `@snapshot`, None if any will do. Raises NotFound."""
-        resource, at, snapshot = name.partition("@")
-        if resource not in self.accepted():
+        resource, deployment, snapshot = split_model(name)
+        if resource not in self.accepted() or (deployment and not self.is_on(deployment)):
             raise NotFound(f"model {name!r} is not served here; this server has {self.model}", param="model")
-        return snapshot if at else None
+        return snapshot
 
     def wanted(self, model: str, header: str = "") -> str | None:
         """The snapshot that a request asks for by name, in its body's `model` or else in the header `fireworks-model`.

@@ -66,6 +66,8 @@ TRAINER_CHANGES = (
         "/flush_cache",
         "/abort_request",
     ),
+    # Of LoRA adapters: vLLM's, then prime-rl's.
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter"),
 )
 TRAINER_CHANGES_BY_GET = ("/flush_cache",)
 TRAINER_READS = (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from midstream.core.errors import InvalidRequest, NotFound
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
-from midstream.core.versions import ServedNames
+from midstream.core.versions import ServedNames, split_model
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.placement import PrefixTable
 from midstream.fleet.reconcile import SignalOrder
@@ -207,10 +207,12 @@ class Deployments:
         return None if model is None else self.find(model, param=MODEL_HEADER)
 
     def find(self, name: str, *, param: str) -> Deployment:
-        """By any of its names, in full or bare, with or without @snapshot. Raises NotFound and InvalidRequest."""
-        resource = _resource(name)
+        """By any of its names, in full or bare, with or without #deployment and @snapshot. Raises NotFound, InvalidRequest."""
+        resource, deployment, _ = split_model(name.strip())
         called = self._called.get(resource)
-        if called is None:
+        if called is not None and deployment:
+            called = [d for d in called if d.names.is_on(deployment)]
+        if not called:
             served = ", ".join(dict.fromkeys(d.model for d in self))
             raise NotFound(f"{name!r} is not served here; this server has {served}", param=param)
         if len(called) == 1:
@@ -237,4 +239,4 @@ class Deployments:
 
 
 def _resource(name: str) -> str:
-    return name.strip().partition("@")[0]
+    return split_model(name.strip())[0]

@@ -54,6 +54,7 @@ _IN_PATH = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
         r"/v1/accounts/[^/]+/deployments/(?P<deployment>[^/:]+)(?:/replicas/(?P<replica>.+))?",
+        r"/v1/accounts/[^/]+/deployedModels/(?P<model>[^/]+)",
         r"(?:/inference)?/v1/sessions/(?P<session>.+)",
         r"/api/v1/sessions/(?P<session>[^/]+)/finish",
         r"/api/v1/training_runs/(?P<model_id>[^/]+)/checkpoints/(?P<checkpoint>.+)",
@@ -61,17 +62,24 @@ _IN_PATH = tuple(
 )
 
 
+_ADDONS = re.compile(r"/v1/accounts/[^/]+/deployedModels(/|\Z)")
+
+
 class _Said(msgspec.Struct):
     """What is told of a body. Any JSON value fits: the endpoint judges it."""
 
     identity: Any = None
     policy: Any = None
+    model: Any = None
+    deployment: Any = None
     baseModel: Any = None
     minReplicaCount: Any = None
     maxReplicaCount: Any = None
     replicaCount: Any = None
     url: Any = None
     weight_dir: Any = None
+    lora_name: Any = None
+    lora_path: Any = None
     weight_version: Any = None
     mode: Any = None
     rid: Any = None
@@ -147,7 +155,7 @@ class AuditLog:
             "client": client,
             "method": request.method.decode("latin-1"),
             "path": _cut(target),
-            "deployment": _cut(deployment.rpartition("/")[2]),
+            "deployment": _cut(str(deployment).rpartition("/")[2]),
             "what": what,
             "status": status,
         }
@@ -181,12 +189,18 @@ def _what(path: str, query: str, request: Request) -> dict[str, Any]:
     asked = parse_qs(query)
     if asked.get("deploymentId"):
         found.setdefault("deployment", asked["deploymentId"][0])
-    found |= {name: True for name in ("hard", "validateOnly") if asked.get(name) == ["true"]}
+    found |= {
+        name: True for name in ("hard", "validateOnly", "replaceMergedAddon") if asked.get(name) == ["true"]
+    }
     if path == "/pause" and asked.get("mode"):
         found["mode"] = asked["mode"][0]
     if HEADER_OVERWRITE.encode() in request.first:
         found["overwrite"] = _header(request.first, HEADER_OVERWRITE)
-    found |= _in_body(request.body)
+    said = _in_body(request.body)
+    if not _ADDONS.match(path):
+        # Elsewhere they are no fields of a body, and would speak over the path.
+        said = {name: value for name, value in said.items() if name not in ("model", "deployment")}
+    found |= said
     return {name: _cut(value) if isinstance(value, str) else value for name, value in found.items()}
 
 
@@ -198,9 +212,10 @@ def _in_body(body: bytes) -> dict[str, Any]:
         said = msgspec.structs.asdict(_said.decode(body))
     except NOT_JSON:
         return {}
-    if isinstance(said["url"], str):
-        # It may hold a password.
-        said["url"] = said["url"].rpartition("@")[2].partition("?")[0]
+    for name in ("url", "lora_path"):
+        if isinstance(said[name], str):
+            # It may hold a password.
+            said[name] = said[name].rpartition("@")[2].partition("?")[0]
     return {name: value for name, value in said.items() if isinstance(value, str | int | float)}
 
 

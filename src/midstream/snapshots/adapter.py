@@ -22,6 +22,8 @@ from midstream.snapshots.messages import and_more, shown, shown_value
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+#: All that an adapter is. The weights come first, as in a bucket.
+ADAPTER_FILES = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE)
 RANK_MAX = 256
 DTYPES = ("F32", "F16", "BF16")
 
@@ -84,6 +86,12 @@ class AdapterSpec:
 
 def is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG_FILE).exists()
+
+
+def check_adapter_files(directory: Path) -> None:
+    """Raise SnapshotError unless the files of an adapter are there and whole. Whether it fits a base is not looked at."""
+    read_json(directory, ADAPTER_CONFIG_FILE)
+    read_file_layout(directory / ADAPTER_WEIGHTS_FILE)
 
 
 def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:

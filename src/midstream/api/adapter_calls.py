@@ -1,0 +1,123 @@
+"""The calls by which clients of vLLM load and unload LoRA adapters, and prime-rl's: each adapter is a policy of its name.
+
+Owns: those paths' requests and responses (docs/policies.md). What loading does is a signal's for a policy (updates.py).
+Always holds:
+- A load is answered once every replica serves the adapter. One that fails leaves no policy that was not there before.
+- An unload is answered once no replica has the adapter, so that its name can be used again.
+- A name that is loaded is not loaded again, unless the client says that it may be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from midstream.api.policies import PolicyApi
+from midstream.api.updates import Update, Updates, body_of, only
+from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, SnapshotMissing
+from midstream.fleet.policies import names_of
+from midstream.fleet.registry import Deployment, Deployments
+
+INSTEAD = "write the adapter into the deployment's bucket, or one of gateway.allowed_buckets, and name its directory"
+
+
+class LoadAdapter(msgspec.Struct, frozen=True):
+    """is_3d_lora_weight: how the tensors of experts lie, which is seen in the file."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+    is_3d_lora_weight: bool | None = None
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True):
+    """lora_int_id: of older clients; it means nothing here."""
+
+    lora_name: str = ""
+    lora_int_id: Any = None
+
+
+class Adapters:
+    """Loads adapters as policies, whatever API asks for it."""
+
+    def __init__(self, deployments: Deployments, policies: PolicyApi, updates: Updates) -> None:
+        self._deployments = deployments
+        self._policies = policies
+        self._updates = updates
+
+    def known(self, deployment: Deployment, name: str) -> Deployment | None:
+        found = self._deployments.known(names_of(deployment.names, name).deployment)
+        return None if found is None or found.deleting else found
+
+    async def load(self, request: Request, deployment: Deployment, name: str, update: Update) -> Deployment:
+        """The policy, once every replica serves it. One that fails and was not there before is gone again.
+
+        Raises NotFound when nothing lies at the place, and MidstreamError.
+        """
+        known = self.known(deployment, name)
+        policy = await self._policies.ready(deployment, name)
+        try:
+            await self._updates.run(request, policy, update, INSTEAD)
+        except MidstreamError as error:
+            if known is None:
+                await self._policies.end(policy)
+                await self._policies.gone(policy)
+            if isinstance(error.__cause__, SnapshotMissing):
+                told = f"{update.param}: no adapter is there: {error.message}"
+                raise NotFound(told, param=update.param) from error
+            raise
+        return policy
+
+
+class AdapterCalls:
+    def __init__(self, deployments: Deployments, policies: PolicyApi, adapters: Adapters) -> None:
+        self._deployments = deployments
+        self._policies = policies
+        self._adapters = adapters
+
+    async def load(self, request: Request) -> Response:
+        deployment, body = only(self._deployments, request), await body_of(request, LoadAdapter)
+        await self._load(request, deployment, body, in_place=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def load_in_place(self, request: Request) -> Response:
+        """prime-rl loads each step's adapter under one name."""
+        deployment, body = only(self._deployments, request), await body_of(request, LoadAdapter)
+        await self._load(request, deployment, body, in_place=True)
+        return JSONResponse({"status": "ok"})
+
+    async def unload(self, request: Request) -> Response:
+        deployment, body = only(self._deployments, request), await body_of(request, UnloadAdapter)
+        if not body.lora_name:
+            raise InvalidRequest(
+                "'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name"
+            )
+        policy = self._adapters.known(deployment, body.lora_name)
+        if policy is None:
+            raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
+        await self._policies.end(policy)
+        await self._policies.gone(policy)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _load(
+        self, request: Request, deployment: Deployment, body: LoadAdapter, *, in_place: bool
+    ) -> None:
+        name = body.lora_name
+        if not name or not body.lora_path:
+            absent = "lora_path" if name else "lora_name"
+            raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", param=absent)
+        known = self._adapters.known(deployment, name)
+        if known is not None and not in_place and _loaded(known):
+            raise InvalidRequest(
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set"
+                " 'load_inplace' to True.",
+                param="lora_name",
+            )
+        await self._adapters.load(request, deployment, name, Update(body.lora_path, "lora_path", reset=True))
+
+
+def _loaded(policy: Deployment) -> bool:
+    return any(view.report is not None and view.report.ready for view in policy.replicas.views)

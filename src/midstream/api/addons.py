@@ -1,0 +1,217 @@
+"""Fireworks' deployed models: LoRA add-ons that are loaded onto a deployment. Each is a policy of the name of its model.
+
+Owns: `/v1/accounts/A/deployedModels` (docs/fireworks.md). What loading does is a signal's for a policy (updates.py).
+Always holds:
+- An add-on's files lie in its deployment's bucket, named as its model. A load is answered once every replica serves it.
+- `replaceMergedAddon` ends the add-ons that were loaded here before, once the new one is served, and no other policy.
+- What this server cannot do is refused by the name of its field. A key sees and changes what is on its deployments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from midstream.api.adapter_calls import Adapters
+from midstream.api.deployments import PAGE_SIZE, PAGE_SIZE_MAX
+from midstream.api.policies import PolicyApi
+from midstream.api.resource import timestamp
+from midstream.api.status import replica_rows
+from midstream.api.updates import Update, body_of
+from midstream.core.errors import Conflict, InvalidRequest, NotFound
+from midstream.core.scopes import OBSERVE, PUBLISH
+from midstream.fleet.access import grant_of, meant
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.http.bodies import whole_number
+from midstream.ledger import DeploymentRow, Ledger
+
+COLLECTION = "/v1/accounts/{account}/deployedModels"
+REPLACE = "replaceMergedAddon"
+#: Field of the row of a policy that was loaded here.
+_ADDON = "_addon"
+_TEXTS = ("displayName", "description")
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The resource's fields. What the server says alone is passed over: a client may send back what it got."""
+
+    model: str | None = None
+    deployment: str | None = None
+    displayName: str | None = None
+    description: str | None = None
+    default: bool | None = None
+    public: bool | None = None
+    serverless: bool | None = None
+    name: Any = None
+    state: Any = None
+    status: Any = None
+    createTime: Any = None
+    updateTime: Any = None
+
+    def check(self) -> None:
+        for field, served in (("default", True), ("public", False), ("serverless", False)):
+            if getattr(self, field) not in (None, served):
+                raise InvalidRequest(f"{field}: is {str(served).lower()} for every add-on here", param=field)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
+
+
+class AddonApi:
+    def __init__(
+        self, ledger: Ledger, deployments: Deployments, policies: PolicyApi, adapters: Adapters
+    ) -> None:
+        self._ledger = ledger
+        self._deployments = deployments
+        self._policies = policies
+        self._adapters = adapters
+
+    def routes(self) -> list[BaseRoute]:
+        one = COLLECTION + "/{model}"
+        return [
+            Route(COLLECTION, self.list, methods=["GET"]),
+            Route(COLLECTION, self.load, methods=["POST"]),
+            Route(one, self.get, methods=["GET"]),
+            Route(one, self.patch, methods=["PATCH"]),
+            Route(one, self.unload, methods=["DELETE"]),
+        ]
+
+    async def load(self, request: Request) -> Response:
+        body = await body_of(request, Asked)
+        deployment = self._deployment(request, body.deployment)
+        self._check_account(request)
+        body.check()
+        replaces = request.query_params.get(REPLACE, "false").lower()
+        if replaces not in ("true", "false"):
+            raise InvalidRequest(f"{REPLACE}: must be true or false", param=REPLACE)
+        name = self._name(body.model)
+        if replaces == "false" and self._adapters.known(deployment, name) is not None:
+            raise Conflict(
+                f"model: {name!r} is loaded already; unload it first, or set {REPLACE}", param="model"
+            )
+        bucket = (await self._ledger.deployment(deployment.name)).bucket_url.rstrip("/")
+        policy = await self._adapters.load(
+            request, deployment, name, Update(f"{bucket}/{name}", "model", reset=True)
+        )
+        row = await self._ledger.update_deployment(policy.name, fields={_ADDON: True, **body.texts})
+        if replaces == "true":
+            await self._end_others(policy)
+        return JSONResponse(await self._shown(policy, row))
+
+    async def list(self, request: Request) -> Response:
+        """In the order of names; a page's token is the last name on it."""
+        self._check_account(request)
+        for field in ("filter", "orderBy"):
+            if request.query_params.get(field):
+                raise InvalidRequest(f"{field}: is not served here; all are listed by name", param=field)
+        rows = {row.name: row for row in await self._ledger.policies()}
+        grant = grant_of(request)
+        found = {
+            policy.policy: policy
+            for policy in self._deployments.policies()
+            if policy.name in rows and grant.allows((PUBLISH, OBSERVE), policy.host.name)
+        }
+        after = request.query_params.get("pageToken", "")
+        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE_MAX)
+        rest = [name for name in sorted(found) if name > after]
+        shown = [await self._shown(found[name], rows[found[name].name]) for name in rest[:size]]
+        token = rest[size - 1] if len(rest) > size else ""
+        return JSONResponse({"deployedModels": shown, "nextPageToken": token, "totalSize": len(found)})
+
+    async def get(self, request: Request) -> Response:
+        policy = self._one(request, (PUBLISH, OBSERVE))
+        return JSONResponse(await self._shown(policy, await self._ledger.deployment(policy.name)))
+
+    async def patch(self, request: Request) -> Response:
+        """Its texts change; where it is loaded does not."""
+        policy = self._one(request, (PUBLISH,))
+        body = await body_of(request, Asked)
+        body.check()
+        if body.model is not None and self._name(body.model) != policy.policy:
+            raise InvalidRequest("model: cannot be changed; load the other one", param="model")
+        if body.deployment is not None and self._deployment(request, body.deployment) is not policy.host:
+            raise InvalidRequest("deployment: cannot be changed; load the model there", param="deployment")
+        row = await self._ledger.update_deployment(policy.name, fields=body.texts)
+        return JSONResponse(await self._shown(policy, row))
+
+    async def unload(self, request: Request) -> Response:
+        policy = self._one(request, (PUBLISH,))
+        await self._policies.end(policy)
+        await self._policies.gone(policy)
+        return JSONResponse({})
+
+    # -- inside
+
+    async def _end_others(self, policy: Deployment) -> None:
+        rows = {row.name: row for row in await self._ledger.policies()}
+        for other in self._deployments.policies(policy.host):
+            row = rows.get(other.name)
+            if other is not policy and row is not None and row.fields.get(_ADDON):
+                await self._policies.end(other)
+
+    def _deployment(self, request: Request, name: str | None) -> Deployment:
+        """The one that the body names, else the default one. Raises Forbidden, NotFound, InvalidRequest."""
+
+        def find() -> Deployment:
+            if name is None:
+                return self._deployments.default
+            found = self._deployments.find(name, param="deployment")
+            if found.policy:
+                raise NotFound(f"there is no deployment {name!r}", param="deployment")
+            return found
+
+        grant = grant_of(request)
+        if grant.everywhere((PUBLISH,)):
+            return find()
+        return meant(self._deployments, grant, (PUBLISH,), find, name, None)
+
+    def _one(self, request: Request, scopes: tuple[str, ...]) -> Deployment:
+        name = request.path_params["model"]
+
+        def find() -> Deployment:
+            self._check_account(request)
+            found = [policy for policy in self._deployments.policies() if policy.policy == name]
+            if not found:
+                raise NotFound(f"there is no deployed model {name!r}", param="model")
+            return found[0]
+
+        grant = grant_of(request)
+        if grant.everywhere(scopes):
+            return find()
+        return meant(self._deployments, grant, scopes, find, None, name)
+
+    def _check_account(self, request: Request) -> None:
+        if f"accounts/{request.path_params['account']}" != self._deployments.default.names.account:
+            raise NotFound(f"there is no account {request.path_params['account']!r}", param="account")
+
+    def _name(self, model: str | None) -> str:
+        """The bare name of a model. Raises InvalidRequest."""
+        if not model:
+            raise InvalidRequest("model: name the add-on's model", param="model")
+        return model.removeprefix(f"{self._deployments.default.names.account}/models/")
+
+    async def _shown(self, policy: Deployment, row: DeploymentRow) -> dict[str, Any]:
+        state = await self._ledger.state(row.name)
+        rows = replica_rows(state, policy.replicas.views, {})
+        errors = [row["midstream"]["error"] for row in rows if row["loading_state"]["stage"] == "error"]
+        loaded = bool(rows) and all(row["loading_state"]["stage"] == "done" for row in rows)
+        told: Mapping[str, Any] = {name: row.fields[name] for name in _TEXTS if name in row.fields}
+        return {
+            "name": f"{policy.names.account}/deployedModels/{policy.policy}",
+            "model": policy.model,
+            "deployment": policy.host.name,
+            "default": True,
+            "public": False,
+            "serverless": False,
+            "state": "UNDEPLOYING" if row.deleting else "DEPLOYED" if loaded else "DEPLOYING",
+            "status": {"code": "FAILED_PRECONDITION" if errors else "OK", "message": (*errors, "")[0] or ""},
+            "createTime": timestamp(row.created_at),
+            "updateTime": timestamp(row.updated_at),
+            **told,
+        }

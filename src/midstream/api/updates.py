@@ -1,0 +1,143 @@
+"""An update of weights that a trainer asks for by a directory, and is answered once every replica serves it.
+
+Owns: what the calls of trainers (trainer_calls.py) and those for adapters (adapter_calls.py) share.
+Always holds:
+- An update is taken as a signal is, and answered once every replica serves the snapshot, or with the reason why not.
+- With several deployments a call that names none changes nothing: no default is guessed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from starlette.requests import Request
+
+from midstream.api.signals import Place, SignalBody
+from midstream.api.status import replica_rows
+from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotRefused, UnknownField
+from midstream.core.scopes import OBSERVE, PUBLISH
+from midstream.core.types import Desired
+from midstream.fleet.access import grant_of, shown_only
+from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
+from midstream.http.bodies import json_object, read_body
+from midstream.ledger import Ledger, SignalResult
+from midstream.snapshots.identity import check_identity
+
+#: How long an update, or a pause, may take to reach every replica.
+ANSWER_S_MAX = 600.0
+#: What replicas do not report changes: the ledger's view of them is asked for again after so long.
+LOOK_AGAIN_S = 1.0
+#: How trainers give weights to this server.
+INSTEAD = (
+    "this server takes weights from files alone. Write each checkpoint as a Hugging Face directory into the deployment's"
+    " bucket, {bucket}, and name it: prime-rl with weight_broadcast.type = 'filesystem', slime with disk transport,"
+    " others with POST /update_weights_from_disk, POST /hot_load/v1/models/hot_load or `midstream publish`"
+)
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class Take(Protocol):
+    """What takes a signal."""
+
+    async def __call__(
+        self,
+        request: Request,
+        deployment: Deployment,
+        body: SignalBody,
+        place: Place | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> SignalResult: ...
+
+
+class Update(NamedTuple):
+    """weight_version: the snapshot's identity; None: it is given one. param: the field that names the directory."""
+
+    directory: str
+    param: str
+    reset: bool
+    weight_version: str | None = None
+
+
+class Updates:
+    def __init__(self, ledger: Ledger, take: Take) -> None:
+        self._ledger = ledger
+        self._take = take
+
+    async def run(
+        self, request: Request, deployment: Deployment, update: Update, instead: str = INSTEAD
+    ) -> Desired:
+        """instead: what to do, said with the refusal of a place. Raises MidstreamError."""
+        if update.weight_version is not None:
+            check_identity(update.weight_version)
+        directory = update.directory
+        url = directory if "://" in directory else f"file://{quote(directory.rstrip('/'))}"
+        body = SignalBody(
+            update.weight_version or "",
+            reset_prompt_cache="all" if update.reset else "none",
+            policy=deployment.policy or None,
+        )
+        try:
+            result = await self._take(request, deployment, body, Place(url, update.param))
+        except InvalidRequest as error:
+            if error.param != update.param:
+                raise
+            raise SnapshotRefused(
+                f"{error.message}; {instead.format(bucket='that place')}", param=update.param
+            ) from error
+        await self.served(deployment, result.desired)
+        return result.desired
+
+    async def served(self, deployment: Deployment, desired: Desired) -> None:
+        """Returns when every replica serves it. Raises SnapshotRefused, Conflict and ReplicaUnavailable."""
+        deadline = asyncio.get_running_loop().time() + ANSWER_S_MAX
+        while True:
+            state = await self._ledger.state(deployment.name)
+            if state.desired is None or state.desired.generation > desired.generation:
+                raise Conflict(
+                    f"{desired.snapshot!r} was superseded by {state.snapshot!r} before it served everywhere"
+                )
+            rows = replica_rows(state, deployment.replicas.views, deployment.troubles)
+            stages = [row["loading_state"]["stage"] for row in rows]
+            if rows and set(stages) == {"done"}:
+                return
+            if "error" in stages:
+                bad = rows[stages.index("error")]["midstream"]
+                raise SnapshotRefused(f"{bad['replica']} could not load {desired.snapshot!r}: {bad['error']}")
+            left = deadline - asyncio.get_running_loop().time()
+            if not rows or left <= 0:
+                why = f"they are at {', '.join(stages)}" if rows else "there are none"
+                raise ReplicaUnavailable(f"not every replica serves {desired.snapshot!r}: {why}")
+            await deployment.replicas.change(min(left, LOOK_AGAIN_S), any_report=False)
+
+
+def only(deployments: Deployments, request: Request) -> Deployment:
+    """The deployment that the headers name, else the only one there is. Raises InvalidRequest, NotFound."""
+    headers = request.headers
+    if deployments.several and not (headers.get(DEPLOYMENT_HEADER) or headers.get(MODEL_HEADER)):
+        shown = shown_only(grant_of(request), (PUBLISH, OBSERVE), deployments)
+        names = ", ".join(one.name for one in shown)
+        raise InvalidRequest(
+            f"{DEPLOYMENT_HEADER}: this server has several deployments; name one in this header: {names}",
+            param=DEPLOYMENT_HEADER,
+        )
+    return deployments.named(headers)
+
+
+async def body_of(request: Request, kind: type[Body]) -> Body:
+    return checked(json_object(await read_body(request) or b"{}"), kind)
+
+
+def checked(raw: dict[str, Any], kind: type[Body]) -> Body:
+    """Raises UnknownField, InvalidRequest."""
+    for field in raw:
+        if field not in kind.__struct_fields__:
+            raise UnknownField(field)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from error

@@ -1,0 +1,192 @@
+"""Publishing adapters to a policy: what is written, what is signalled, what is refused before anything is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from publish_world import World, listening, weights
+
+from midstream import cli
+from midstream.client import PublishError, SnapshotPublisher
+from midstream.commands.status import POLICY_HEADS, render
+from midstream.snapshots.content import MANIFEST_FILE
+from midstream.snapshots.layout import read_file_layout
+
+WRITTEN = ["adapter_config.json", "adapter_model.safetensors", MANIFEST_FILE]
+
+
+class Adapter:
+    """As PEFT's models: it has several adapters, and writes those with names of their own into directories."""
+
+    def __init__(self, active: Any = "default") -> None:
+        self.active_adapter = active
+        self.peft_config = {"default": object(), "other": object()}
+
+    def save_pretrained(self, directory: str, safe_serialization: bool, selected_adapters: list[str]) -> None:
+        (name,) = selected_adapters
+        write_adapter(Path(directory) / ("" if name == "default" else name), value=len(name))
+
+
+def write_adapter(directory: Path, value: float = 1.0) -> Path:
+    directory.mkdir(exist_ok=True)
+    tensors = {"base_model.model.q.lora_A.weight": np.full((2, 3), value, np.float32)}
+    safetensors.numpy.save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+    (directory / "README.md").write_text("PEFT writes one")
+    (directory / "optimizer.safetensors").write_bytes(b"of the trainer")
+    return directory
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def files(world: World, identity: str) -> list[str]:
+    return sorted(file.name for file in (world.bucket / identity).iterdir())
+
+
+@pytest.mark.parametrize("how", ["directory", "model", "background", "publishers"])
+def test_an_adapter_is_written_whole_and_signalled_to_its_policy(world: World, how: str) -> None:
+    adapter = Adapter()
+    directory = write_adapter(world.root / "adapter", value=7.0)
+    given = adapter if how == "publishers" else None
+    with world.publisher(policy="red", adapter=given) as publisher:
+        if how == "directory":
+            done = publisher.publish("red-1", directory)
+        elif how == "model":
+            done = publisher.publish("red-1", adapter=adapter)
+        elif how == "background":
+            done = publisher.begin("red-1", adapter=adapter).wait(30)
+        else:
+            done = publisher.publish("red-1")
+    assert files(world, "red-1") == WRITTEN
+    assert (done.kind, done.why) == ("full", "an adapter is sent whole")
+    assert [signal["policy"] for signal in world.signals] == ["red"]
+    assert set(world.asked) == {"policy=red"}
+    assert world.hints == []
+    assert list(world.work.glob("*")) == [world.work / "lock"]
+
+
+def test_the_active_adapter_of_several_is_taken(world: World) -> None:
+    with world.publisher(policy="red") as publisher:
+        publisher.publish("red-1", adapter=Adapter("other"))
+        with pytest.raises(ValueError, match=r"\['a', 'b'\] are active; set one"):
+            publisher.publish("red-2", adapter=Adapter(["a", "b"]))
+    found = safetensors.numpy.load_file(world.bucket / "red-1" / "adapter_model.safetensors")
+    assert found["base_model.model.q.lora_A.weight"][0, 0] == len("other")
+    assert not (world.bucket / "red-2").exists()
+
+
+def test_every_adapter_is_whole_and_a_delta_is_refused(world: World) -> None:
+    with world.publisher(policy="red") as publisher:
+        for step in range(3):
+            publisher.publish(f"red-{step}", write_adapter(world.root / "adapter", value=step))
+        with pytest.raises(PublishError, match="cannot be a delta: an adapter is sent whole"):
+            publisher.publish("red-3", world.root / "adapter", kind="delta")
+    assert ["incremental_snapshot_metadata" in signal for signal in world.signals] == [False] * 3
+    for step in range(3):
+        read_file_layout(world.bucket / f"red-{step}" / "adapter_model.safetensors")
+
+
+def test_what_is_no_adapter_is_refused_before_anything_is_written(world: World) -> None:
+    cut = write_adapter(world.root / "cut")
+    tensors = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(tensors[:-1])
+    pickled = write_adapter(world.root / "pickled")
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    with world.publisher(policy="red") as publisher:
+        for directory in (cut, pickled, world.config):
+            with pytest.raises(PublishError, match="would not be whole"):
+                publisher.publish("red-1", directory)
+            with pytest.raises(PublishError, match="would not be whole"):
+                publisher.write_full("red-1", directory)
+        with pytest.raises(ValueError, match="a policy takes no tensors"):
+            publisher.publish("red-1", weights(0))
+        with pytest.raises(ValueError, match="a policy takes no model"):
+            publisher.publish("red-1", model=object())
+        with pytest.raises(ValueError, match="must be a PEFT model"):
+            publisher.publish("red-1", adapter=object())
+        with pytest.raises(ValueError, match="either the directory of an adapter"):
+            publisher.publish("red-1")
+    assert list(world.bucket.iterdir()) == []
+    assert world.signals == []
+
+
+def test_an_adapter_without_a_policy_is_refused(world: World) -> None:
+    directory = write_adapter(world.root / "adapter")
+    with pytest.raises(ValueError, match="give its name as policy"):
+        SnapshotPublisher("http://server", str(world.bucket), adapter=Adapter())
+    with world.publisher() as publisher:
+        with pytest.raises(PublishError, match="is an adapter: name the policy"):
+            publisher.publish("red-1", directory)
+        with pytest.raises(ValueError, match="give the publisher its name as policy"):
+            publisher.publish("red-1", adapter=Adapter())
+    assert list(world.bucket.iterdir()) == []
+
+
+def test_an_adapter_is_published_from_a_shell_and_leaves_what_deltas_stand_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(world.root)
+    kept = world.root / ".midstream" / "publish" / "checkpoint-0"
+    kept.mkdir(parents=True)
+    with listening(world) as address:
+        server = ("--server", address)
+        adapter = str(write_adapter(world.root / "red-7"))
+        code = cli.main(["publish", "--adapter", adapter, "--policy", "red", *server])
+        out, err = capsys.readouterr()
+        assert (code, "published red-7: full" in out) == (0, True), err
+        for arguments in (
+            ["--adapter", adapter],
+            [adapter, "--policy", "red"],
+            [],
+            [adapter, "--adapter", adapter],
+        ):
+            assert cli.main(["publish", *arguments, *server]) == 2
+    assert files(world, "red-7") == WRITTEN
+    assert [signal["policy"] for signal in world.signals] == ["red"]
+    assert kept.is_dir()
+
+
+def test_status_shows_each_policy_with_its_snapshots(world: World) -> None:
+    def row(replica: str, snapshot: str, stage: str = "done", error: str | None = None) -> dict[str, Any]:
+        return {
+            "current_snapshot_identity": snapshot,
+            "readiness": stage == "done",
+            "loading_state": {"stage": stage, "target_snapshot_identity": "red-2"},
+            "midstream": {"replica": replica, "error": error},
+        }
+
+    red = [row("r0", "red-2"), row("r1", "red-1", "error", "r is 4")]
+    blue = [{**row(name, "red-2")} for name in ("r1", "r0")]
+    policies = [
+        {"policy": "blue", "snapshot": "red-2", "frozen": True, "state": "READY", "replicas": blue},
+        {"policy": "red", "snapshot": "red-2", "frozen": False, "state": "READY", "replicas": red},
+    ]
+    world.policies = policies
+    with world.publisher() as publisher:
+        shown = render(
+            publisher.status(),
+            {name: {} for name in LOADS},
+            publisher.server.policies("accounts/a/deployments/d"),
+        )
+    lines = [line.split() for line in shown.partition("\n\n")[2].splitlines()]
+    assert lines == [
+        [head for head in POLICY_HEADS if head],
+        ["blue", "red-2", "done", "r0,", "r1", "frozen"],
+        ["red", "red-2", "done", "r0"],
+        ["red", "red-1", "error", "red-2", "r1", "r", "is", "4"],
+    ]
+
+
+LOADS = (
+    "midstream_replica_requests_in_flight",
+    "midstream_replica_prompt_tokens_total",
+    "midstream_replica_cached_prompt_tokens_total",
+)
