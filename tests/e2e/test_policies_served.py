@@ -97,6 +97,13 @@ def test_a_policy_is_forked_frozen_and_ended(server: Server, adapters: Adapters)
     checked(adapters, sample(server, "learner", prompt), "parent-2", prompt)
     refused = signalled(server, "parent-2", "opponent")
     assert (refused.status_code, refused.json()["error"]["param"]) == (409, "policy")
+    by_header = {"fireworks-deployment": "opponent"}
+    body = {"identity": "parent-2"}
+    refused = httpx.post(server.url + HOT_LOAD, json=body, headers=by_header, timeout=30)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "policy")
+    for call in ("/pause", "/abort_request", "/reset_prefix_cache"):
+        told = httpx.post(server.url + call, json={}, headers=by_header, timeout=30)
+        assert (told.status_code, "is a policy" in told.text) == (400, True), (call, told.text)
     names = [one["policy"] for one in httpx.get(policies).json()["policies"]]
     assert {"learner", "opponent"} <= set(names)
     assert httpx.delete(f"{policies}/opponent").status_code == 200
@@ -168,6 +175,9 @@ def test_a_bad_adapter_is_named_and_what_served_goes_on(
         expected = ""
     else:
         assert signalled(server, "not-there", policy).status_code == 400
+        assert signalled(server, "not-there", "never-made").status_code == 400
+        made = httpx.get(f"{server.url}/v1/{server.deployment}/policies").json()["policies"]
+        assert "never-made" not in [one["policy"] for one in made]
     if expected:
         assert signalled(server, f"wrong-{case}", policy).status_code == 200
         until = time.monotonic() + DEADLINE_S

@@ -298,6 +298,33 @@ def test_what_is_not_served_is_refused_by_name(
     assert run(core, [asked("r", range(9), "")])["r", 0].error is None
 
 
+@pytest.mark.parametrize("case", ["expert", "checkpoint", "huge"])
+def test_what_could_mean_two_things_is_refused(
+    tmp_path: Path, tiny_model: Callable[..., Path], case: str
+) -> None:
+    base = tiny_model()
+    directory = write(base, tmp_path, 0)
+    file, config = directory / "adapter_model.safetensors", directory / "adapter_config.json"
+    expected = "adapted twice: by itself and with all experts"
+    if case == "expert":
+        tensors = load_file(file)
+        name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
+        rank, hidden = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape
+        inner = json.loads((base / "config.json").read_text())["moe_intermediate_size"]
+        tensors[f"{name}.lora_A.weight"] = torch.zeros(rank, hidden)
+        tensors[f"{name}.lora_B.weight"] = torch.zeros(inner, rank)
+        save_file(tensors, file)
+    elif case == "checkpoint":
+        save_file({"a": torch.zeros(1)}, directory / "model.safetensors")
+        expected = "holds an adapter and a checkpoint"
+    else:
+        text = config.read_text()
+        config.write_text(re.sub(r'"lora_alpha": \d+', f'"lora_alpha": {10**400}', text))
+        expected = "a number is expected"
+    with pytest.raises(Exception, match=expected):
+        EngineCore(base, settings("auto")).stage(directory)
+
+
 def test_an_adapter_with_numbers_that_are_not_finite_is_refused(
     tmp_path: Path, tiny_model: Callable[..., Path], kernels: str
 ) -> None:

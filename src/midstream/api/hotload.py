@@ -112,9 +112,15 @@ class _Api:
     async def signal(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         body = parse_signal(await read_body(request))
-        if body.policy is not None:
-            deployment = await self.policies.ready(deployment, body.policy)
         place = self._place(request)
+        # A policy may be named by the header alone.
+        policy = body.policy if body.policy is not None else deployment.policy or None
+        if policy is not None:
+            if deployment.policy not in ("", policy):
+                raise SnapshotRefused(f"policy: {deployment.name} is another one", param="policy")
+            # Nothing is made for files that are not there.
+            await _found(*await self._url(request, deployment.host, body.identity, place))
+            deployment = await self.policies.ready(deployment.host, policy)
         result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))
         desired = result.desired
         return JSONResponse(

@@ -125,7 +125,13 @@ def only(deployments: Deployments, request: Request) -> Deployment:
             f"{DEPLOYMENT_HEADER}: this server has several deployments; name one in this header: {names}",
             param=DEPLOYMENT_HEADER,
         )
-    return deployments.named(headers)
+    found = deployments.named(headers)
+    if found.policy:
+        raise InvalidRequest(
+            f"{DEPLOYMENT_HEADER}: {found.policy!r} is a policy, and this call is for all of {found.host.name}",
+            param=DEPLOYMENT_HEADER,
+        )
+    return found
 
 
 async def body_of(request: Request, kind: type[Body]) -> Body:

@@ -217,6 +217,9 @@ class DesiredState:
         """Whether it is gone. The row goes once no replica has the policy: one of the same name is not taken for it."""
         assert isinstance(policy.replicas, PolicyReplicas)
         policy.replicas.ending = True
+        if self._running is None or not policy.replicas.all_heard(policy.host.wanted):
+            # A replica that is not heard may have it.
+            return False
         # What is on its way arrives before the end does.
         await policy.reconciler.settle()
         try:

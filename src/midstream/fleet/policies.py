@@ -121,6 +121,11 @@ class PolicyReplicas(ReplicaSet):
     async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
         """A pause is the deployment's, with all its policies."""
 
+    def all_heard(self, wanted: int) -> bool:
+        """Whether all replicas that there should be have reported."""
+        views = (*self._of.views, *self._of.leaving)
+        return len(self._of.views) >= wanted and all(view.report is not None for view in views)
+
     @property
     def held(self) -> bool:
         """Whether a replica still has the policy."""

@@ -200,6 +200,8 @@ class Proxy:
         replicas, prefixes = deployment.replicas, deployment.prefixes
         home = None if session is None else deployment.sessions.home(session)
         at_home = None if home is None else replicas.named(home)
+        # A policy may not be loaded yet where its session lives.
+        stays = at_home is not None and at_home.replica.usable
         if at_home is not None and not at_home.usable:
             at_home = None
         if at_home is not None and at_home.name not in tried and (eligible is None or eligible(at_home)):
@@ -220,7 +222,7 @@ class Proxy:
                 return None
             placed = Placed(*found)
             if session is not None:
-                stays = at_home is not None
+                stays = stays or at_home is not None
                 placed.stamp = 0 if stays else deployment.sessions.settle(session, placed.view.name)
         if prompt is not None:
             prefixes.learn(prompt, placed.view.name)

@@ -186,7 +186,9 @@ class ReplicaRoute(Route):
         placed = self._choose()
         if placed is None:
             none = ReplicaUnavailable("no replica can take the request now")
-            return self._policy_wait.judge(self._deployment, self._tried) or self._failed(none)
+            return self._policy_wait.judge(
+                self._deployment, set() if self._lost else self._tried
+            ) or self._failed(none)
         self._placed, self._view = placed, placed.view
         return PLACED
 

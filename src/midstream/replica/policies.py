@@ -83,7 +83,9 @@ class Policy:
         account = parts.names.account
         self.names = ServedNames(f"{account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
         self.gate = Gate(parts.on_change, bounds.requests_max)
-        slot = parts.engine.slot(name)
+        # The engine knows it by a name of its own: one of an old name is another policy there, too.
+        self.own_name = f"{name}#{number}"
+        slot = parts.engine.slot(self.own_name)
         self.pins = Pins(parts.on_change, bounds.pin_drain_s, bounds.residency, slot.retain)
         self.pins.begin(able=info.card.has("resident_snapshots"))
         self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=outside.monotonic)
@@ -94,7 +96,7 @@ class Policy:
             files=replace(parts.files, source=source, hints=self._hints),
             entrance=Entrance(self.gate, self.pins, self.namespaces),
             machine=SwapMachine(outside.clock),
-            checker=Checker(parts.engine, outside.new_boot, slot=slot, policy=name),
+            checker=Checker(parts.engine, outside.new_boot, slot=slot, policy=self.own_name),
             monotonic=outside.monotonic,
             on_change=parts.on_change,
             on_engine_death=lambda reason: parts.died(boot.id, reason),
@@ -114,8 +116,8 @@ class Policy:
             boot_now=boot.now,
             serving=lambda: self.driver.machine.serving,
             on_engine_death=lambda reason: parts.died(boot.id, reason),
-            policy=name,
-            salted=f"{name}#{number}",
+            policy=self.own_name,
+            salted=self.own_name,
         )
         self.driving = asyncio.create_task(self.driver.run(), name=f"swap driver of {name}")
 
@@ -167,6 +169,8 @@ class Policies:
         # (name, made) of those that were ended last.
         self._ended: deque[tuple[str, float]] = deque(maxlen=ENDED_KNOWN)
         self._closing: set[asyncio.Task[None]] = set()
+        # Ended ones whose requests run on.
+        self._going: list[Policy] = []
         self._paused = False
 
     def __repr__(self) -> str:
@@ -174,6 +178,11 @@ class Policies:
 
     def __iter__(self) -> Iterator[Policy]:
         return iter(tuple(self._policies.values()))
+
+    @property
+    def everyone(self) -> list[Policy]:
+        """With those that were ended and have requests left."""
+        return [*self, *self._going]
 
     def desire(self, desired: Desired, boot: Boot) -> None:
         if (desired.policy, desired.made) in self._ended:
@@ -212,10 +221,11 @@ class Policies:
         return True
 
     async def _end(self, policy: Policy) -> None:
+        self._going.append(policy)
         await policy.close()
-        # A newer policy of this name has the engine's slot by now.
-        if policy.name not in self._policies:
-            self._parts.engine.end_policy(policy.name)
+        self._parts.engine.end_policy(policy.own_name)
+        await policy.gate.drained()
+        self._going.remove(policy)
 
     def pause(self, paused: bool) -> None:
         self._paused = paused

@@ -246,7 +246,7 @@ class Replica:
 
     async def drained(self) -> None:
         """Take no more requests, and wait until none is inside."""
-        gates = [self.gate, *(policy.gate for policy in self.policies)]
+        gates = [self.gate, *(policy.gate for policy in self.policies.everyone)]
         for gate in gates:
             gate.set(Door.DOWN)
         for gate in gates:
@@ -309,7 +309,7 @@ class Replica:
     def abort(self, ids: tuple[str, ...] | None = None) -> int:
         """Ends requests with what they have; None: all. Returns how many."""
         own = 0 if self.service is None else self.service.abort(ids)
-        return own + sum(policy.service.abort(ids) for policy in self.policies)
+        return own + sum(policy.service.abort(ids) for policy in self.policies.everyone)
 
     def reset_cache(self) -> None:
         for namespaces in (self.namespaces, *(policy.namespaces for policy in self.policies)):
@@ -345,7 +345,7 @@ class Replica:
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
             error=self._down if machine.error is None else machine.error,
-            in_flight=self.gate.inside + sum(policy.gate.inside for policy in self.policies),
+            in_flight=self.gate.inside + sum(policy.gate.inside for policy in self.policies.everyone),
             policies=self.policies.reports(),
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core.errors import SnapshotIncompatible
-from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_file_layout, read_json
+from midstream.snapshots.layout import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    CheckpointSpec,
+    TensorSpec,
+    read_file_layout,
+    read_json,
+)
 from midstream.snapshots.messages import and_more, shown, shown_value
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -25,6 +32,7 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 #: All that an adapter is. The weights come first, as in a bucket.
 ADAPTER_FILES = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE)
 RANK_MAX = 256
+NUMBER_MAX = 1e9
 DTYPES = ("F32", "F16", "BF16")
 
 #: By field of the configuration: the values that change nothing here.
@@ -85,7 +93,13 @@ class AdapterSpec:
 
 
 def is_adapter(directory: Path) -> bool:
-    return (directory / ADAPTER_CONFIG_FILE).exists()
+    """A checkpoint may have an adapter's configuration beside it, of which it was merged."""
+    own = (directory / ADAPTER_CONFIG_FILE).exists()
+    return own and ((directory / ADAPTER_WEIGHTS_FILE).exists() or not _has_checkpoint(directory))
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
 
 
 def check_adapter_files(directory: Path) -> None:
@@ -101,6 +115,8 @@ def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:
     """
     config = read_json(directory, ADAPTER_CONFIG_FILE)
     _check_config(config)
+    if _has_checkpoint(directory):
+        raise SnapshotIncompatible(f"{shown(directory.name)}: holds an adapter and a checkpoint; publish one")
     tensors = dict(read_file_layout(directory / ADAPTER_WEIGHTS_FILE).tensors)
     copies = _copies(tensors, base)
     for name in copies:
@@ -111,9 +127,11 @@ def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:
         module, found = _map(path, (a, tensors[a]), (b, tensors[b]), shapes)
         if module in maps:
             raise SnapshotIncompatible(f"{shown(a)}: {shown(module)} is adapted twice")
-        maps[module] = _scaled(module, found, config)
+        # PEFT's patterns are of the names that its file has; those of fused experts have none of their own there.
+        maps[module] = _scaled(module if found.experts else path, found, config)
     if not maps:
         raise SnapshotIncompatible(f"{ADAPTER_WEIGHTS_FILE}: adapts nothing")
+    _check_experts(maps)
     _check_targets(config, maps, base)
     return AdapterSpec(maps, copies)
 
@@ -146,6 +164,14 @@ def _check_config(config: dict[str, Any]) -> None:
             raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: {field} is not numbers by module")
         for each in pattern:
             _compiled(field, each)
+
+
+def _check_experts(maps: Mapping[str, AdaptedMap]) -> None:
+    """The maps of an expert are adapted one by one, or those of all experts together."""
+    together = {module.rpartition(".")[0] for module, found in maps.items() if found.experts}
+    for module in maps:
+        if (match := _EXPERT.fullmatch(module)) and match[1] in together:
+            raise SnapshotIncompatible(f"{shown(module)} is adapted twice: by itself and with all experts")
 
 
 def _copies(tensors: Mapping[str, TensorSpec], base: CheckpointSpec) -> dict[str, str]:
@@ -355,4 +381,4 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= NUMBER_MAX
