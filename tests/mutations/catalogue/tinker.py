@@ -56,6 +56,14 @@ TINKER = (
         ("tinker/test_trainer_routes.py",),
     ),
     Mutation(
+        "saved_adapter_kept_as_whole_weights",
+        "tinker/samplers.py",
+        "            if exported.adapter:\n                await self._publish.put_adapter(identity, directory)",
+        "            if not exported.adapter:\n                await self._publish.put_adapter(identity, directory)",
+        "A saved path of a LoRA run is an adapter, beside all others.",
+        ("tinker/test_tinker_samplers.py",),
+    ),
+    Mutation(
         "adapter_in_use_ended",
         "tinker/adapters.py",
         "            while held.users:\n",
