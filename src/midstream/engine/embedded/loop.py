@@ -229,10 +229,11 @@ class EngineLoop:
 
     def _commit(self, command: m.Commit) -> None:
         call, snapshot = command.call, command.snapshot
-        staged = self._staged.pop(command.policy, None)
+        staged = self._staged.get(command.policy)
         if staged != snapshot:
             self._channel.send(m.Done(call, error=f"{snapshot} is not the staged snapshot ({staged})"))
             return
+        del self._staged[command.policy]
         timing = self._core.commit(snapshot, command.policy)
         # The reply to a commit in the step before, of another policy, goes out first.
         self._send_committed()
