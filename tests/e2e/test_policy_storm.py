@@ -44,6 +44,7 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     pinned: str | None = None
+    streamed: bool = False
     #: What computed the KV that the answer stands on. A prompt may be computed in pieces, before and after a switch.
     kv: set[str] = field(default_factory=set)
 
@@ -135,6 +136,7 @@ async def ask(storm: Storm, answer: Answer) -> None:
         "perf_metrics_in_response": True,
         "stream": storm.random.random() < 0.5,
     }
+    answer.streamed = bool(body["stream"])
     async with storm.http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             text = (await response.aread()).decode()
@@ -178,14 +180,17 @@ def take(answer: Answer, event: dict[str, Any]) -> None:
         assert label.partition("@")[0].rpartition("/")[2] == answer.policy
 
 
-def by_whom(adapters: Adapters, answer: Answer) -> dict[str, list[bool]]:
-    """For each adapter, which of the answer's log-probabilities are its own."""
+def by_whom(adapters: Adapters, answer: Answer) -> str:
+    """For each adapter that any of the answer's log-probabilities is of: which of them are, as 1."""
     told = torch.tensor(answer.logprobs)
     ids, start = [*answer.prompt, *answer.ids], len(answer.prompt) - 1
-    return {
-        name: ((told - adapters.logprobs(name, ids)[start:]).abs() < TOLERANCE).tolist()
+    own = {
+        name: ((told - adapters.logprobs(name, ids)[start:]).abs() < TOLERANCE).int().tolist()
         for name in (*adapters.made, "base")
     }
+    told_by = [f"{name}: {''.join(map(str, of))}" for name, of in own.items() if any(of)]
+    said = {*answer.labels}, answer.kv, answer.pinned, answer.streamed
+    return f"labels, KV, pinned, streamed: {said}; numbers are of {', '.join(told_by)}"
 
 
 def judge(storm: Storm, adapters: Adapters) -> int:
@@ -202,7 +207,7 @@ def judge(storm: Storm, adapters: Adapters) -> int:
         (identity,) = labels
         expected = adapters.logprobs(identity, [*answer.prompt, *answer.ids])[len(answer.prompt) - 1 :]
         worst = (torch.tensor(answer.logprobs) - expected).abs().max().item()
-        assert worst < TOLERANCE, (worst, answer, by_whom(adapters, answer))
+        assert worst < TOLERANCE, f"{worst} off; {by_whom(adapters, answer)}"
         checked += 1
     return checked
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from typing import Any
+
 import pytest
-from ledger_helpers import DEPLOYMENT, moved, on_ledger, signal
+from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, signal
 
 from midstream.core.errors import Conflict, NotFound
 from midstream.core.types import Desired, Stage
-from midstream.ledger import Death, Disagreement, Ledger, Signalled
+from midstream.ledger import Death, Disagreement, Fleet, Ledger, Signal, Signalled
+from midstream.ledger.deployments import FROZEN
 
 OTHER = "accounts/local/deployments/other"
+POLICY = f"{DEPLOYMENT}/policies/red"
 
 
 def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
@@ -157,3 +163,46 @@ def test_a_disagreement_is_stored_once_and_ends_once(url: str) -> None:
         assert (await signal(ledger, "b")).desired.generation == 6, "above the generation of the reload"
 
     on_ledger(url, work)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [({"deleting": True}, "being ended"), ({"fields": {FROZEN: True}}, "is frozen")]
+)
+def test_a_policy_that_is_frozen_or_being_ended_takes_no_signal(
+    url: str, change: dict[str, Any], why: str
+) -> None:
+    """Also when that happens between a caller's look and its signal."""
+
+    async def work(ledger: Ledger) -> None:
+        await ledger.create_deployment(POLICY, model="red", bucket_url="file:///bucket")
+        red = Signal(identity="red-1", url="file:///bucket/red-1")
+        assert (await ledger.signal(POLICY, red, Fleet(), chain_max=1)).changed
+        await ledger.update_deployment(POLICY, **change)  # type: ignore[arg-type]
+        for identity in ("red-1", "red-2"):
+            with pytest.raises(Conflict, match=why):
+                await ledger.signal(POLICY, replace(red, identity=identity), Fleet(), chain_max=1)
+        assert (await ledger.state(POLICY)).snapshot == "red-1"
+
+    on_ledger(url, work)
+
+
+def test_a_policy_made_again_is_later_whatever_the_clock_says(url: str) -> None:
+    times = [1000.0] * 3 + [5.0] * 3 + [1001.0] * 10
+
+    async def run() -> list[float]:
+        ledger = Ledger(url, now=lambda: times.pop(0))
+        try:
+            await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+            made = []
+            for _ in range(6):
+                row = await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+                made.append(row.created_at)
+                await ledger.delete_deployment(POLICY)
+            with pytest.raises(NotFound):
+                await ledger.create_deployment(f"{OTHER}/policies/red", model="red", bucket_url="b")
+            return made
+        finally:
+            ledger.close()
+
+    made = asyncio.run(run())
+    assert made == sorted(set(made))

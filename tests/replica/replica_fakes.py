@@ -348,6 +348,9 @@ class FakeSource(SnapshotSource):
         self.fetching = asyncio.Event()
         self.released = asyncio.Event()
 
+    def of_policy(self, policy: str) -> SnapshotSource:
+        return self
+
     async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
         self.calls.append(f"fetch {desired.snapshot}{' anew' if anew else ''}")
         self.fetching.set()

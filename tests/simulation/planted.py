@@ -12,10 +12,12 @@ from typing import Any
 
 import simclock
 
-from midstream.core.types import Desired
+from midstream.core.types import Desired, ReplicaReport
+from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
 from midstream.fleet import loop as fleet_loop
 from midstream.fleet import reconcile
 from midstream.fleet.sessions import SessionTable
+from midstream.fleet.view import ReplicaView
 from midstream.http.upstream import UpstreamPool
 from midstream.launch.process import Child, Life
 from midstream.ledger.database import Database
@@ -23,6 +25,7 @@ from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import Event
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
+from midstream.proxy.versions import VersionJudge
 from midstream.replica.gate import Gate, Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.response.work import Surroundings
@@ -206,6 +209,13 @@ def _a_later_report_admits() -> None:
         self._placed_under = self._view.report or self._placed_under
         return before(self)
 
+    def lines(self: VersionJudge, view: ReplicaView, under: ReplicaReport) -> list[bytes]:
+        if self.constraint.empty:
+            return []
+        admitted = Admitted(under.snapshot, pinned=self.constraint.snapshot is not None)
+        return [f"{HEADER_ADMITTED}: {as_header(admitted)}".encode()]
+
+    VersionJudge.lines = lines  # type: ignore[method-assign]
     ReplicaRoute._own_lines = own_lines  # type: ignore[method-assign]
     UpstreamPool.take = lambda self: None  # type: ignore[method-assign]
     UpstreamPool.open = slow  # type: ignore[method-assign]
@@ -236,5 +246,5 @@ FOUND_AT = {
     "places_leak": (0, "nobody asked for anything"),
     "old_by_the_clock": (7, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),
-    "a_later_report_admits": (5, "pinned to"),
+    "a_later_report_admits": (12, "pinned to"),
 }

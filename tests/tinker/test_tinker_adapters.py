@@ -149,6 +149,26 @@ def test_one_that_cannot_be_ended_holds_up_nobody() -> None:
     play(1, scene)
 
 
+def test_one_that_could_not_be_ended_counts_again_and_makes_way_later() -> None:
+    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+        await use(adapters, 1)
+
+        def refuse(what: str, of: str) -> None:
+            if what == "end":
+                policies.before = None
+                raise Failed("the ledger's disk is full", "server")
+
+        policies.before = refuse
+        await use(adapters, 2)
+        assert set(policies.loaded) == {policy(1), policy(2)}
+        await use(adapters, 3)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert set(policies.loaded) == {policy(3)}
+
+    play(1, scene)
+
+
 def test_those_of_a_process_before_count_and_go_and_others_policies_are_let_alone() -> None:
     async def scene(adapters: Adapters, policies: FakePolicies) -> None:
         async with adapters.use(name(1)), adapters.use(name(2)):

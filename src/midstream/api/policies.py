@@ -29,12 +29,11 @@ from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import json_object, read_body
 from midstream.ledger import DeploymentRow, Ledger
+from midstream.ledger.deployments import FROZEN, check_takes
 
 OF_ONE = "/v1/accounts/{account}/deployments/{name}"
 POLICIES_MAX = 256
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-#: Field of a policy's row.
-_FROZEN = "frozen"
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,10 +76,8 @@ class PolicyApi:
             await self._changed()
             found = await self._made(deployment, name)
             row = await self._ledger.deployment(found.name)
-        if row.deleting:
-            raise Conflict(f"policy {name!r} is being ended; make it again once it is gone", param="policy")
-        if row.fields.get(_FROZEN):
-            raise Conflict(f"policy {name!r} is frozen: it takes no snapshot", param="policy")
+        # The ledger looks again as it takes the signal. Nothing is read for one that it would refuse.
+        check_takes(row)
         return found
 
     def named(self, deployment: Deployment, name: str) -> Deployment:
@@ -114,7 +111,7 @@ class PolicyApi:
         if asked.from_ is not None:
             await self._fork(request, self.named(deployment, asked.from_), policy)
         if asked.frozen is not None:
-            await self._ledger.update_deployment(policy.name, fields={_FROZEN: asked.frozen or None})
+            await self._ledger.update_deployment(policy.name, fields={FROZEN: asked.frozen or None})
         row = await self._ledger.deployment(policy.name)
         return JSONResponse(await self._shown(policy, row), headers={HEADER_MADE: policy.name})
 
@@ -186,7 +183,7 @@ class PolicyApi:
             "policy": policy.policy,
             "model": row.model,
             "state": "DELETING" if row.deleting else "READY",
-            "frozen": bool(row.fields.get(_FROZEN)),
+            "frozen": bool(row.fields.get(FROZEN)),
             "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
             "generation": row.generation,
             "replicas": replica_rows(state, policy.replicas.views, {}),

@@ -1,11 +1,12 @@
 """The ledger's deployments: made, changed, reset, removed. Each function is part of its caller's transaction.
 
 Always holds: a deployment that is removed or reset leaves no snapshot behind. A reset one goes on counting generations, so that
-no replica takes an older message for a newer one.
+no replica takes an older message for a newer one. Of a deployment's policies, one that is made later has a later time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,11 @@ from midstream.ledger.schema import (
     weights,
 )
 
-#: Field of a deployment's row: its Pause.
+#: Fields of a deployment's row: its Pause; of a policy's, whether it takes no signal.
 _PAUSE = "_pause"
+FROZEN = "frozen"
+#: Of a deployment: when its newest policy was made.
+_POLICY_MADE = "_policy_made"
 _OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
 
 
@@ -81,6 +85,15 @@ def lock(db: sa.Connection, name: str) -> Any:
     return find(db, name)
 
 
+def check_takes(row: Any) -> None:
+    """Raises Conflict where a signal may not change what a deployment, or a policy, serves."""
+    policy = row.name.rpartition("/policies/")[2]
+    if row.deleting:
+        raise Conflict(f"{policy!r} is being ended; make it again once it is gone", param="policy")
+    if row.fields.get(FROZEN):
+        raise Conflict(f"policy {policy!r} is frozen: it takes no snapshot", param="policy")
+
+
 def one(db: sa.Connection, name: str) -> DeploymentRow:
     return as_row(find(db, name))
 
@@ -119,6 +132,13 @@ def ensure(
 
 
 def create(db: sa.Connection, fresh: Fresh, now: float) -> DeploymentRow:
+    """A policy is made later than all of its deployment before it, whatever the clock says. Raises Conflict."""
+    host, of_policy, _ = fresh.name.partition("/policies/")
+    if of_policy:
+        row = lock(db, host)
+        now = max(now, math.nextafter(row.fields.get(_POLICY_MADE, 0.0), math.inf))
+        fields = {**row.fields, _POLICY_MADE: now}
+        db.execute(deployments.update().where(deployments.c.id == row.id).values(fields=fields))
     if not insert_new(db, deployments, fresh.values(now)):
         raise Conflict(f"there is a deployment {fresh.name} already")
     return one(db, fresh.name)

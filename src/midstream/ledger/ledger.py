@@ -159,7 +159,10 @@ class Ledger:
         replicas_max: int = 1,
         fields: Mapping[str, Any] | None = None,
     ) -> DeploymentRow:
-        """fields: other properties that the API was given, as JSON values. Raises Conflict when the name is taken."""
+        """fields: other properties that the API was given, as JSON values. Raises Conflict when the name is taken.
+
+        A policy's name needs its deployment. Raises NotFound without it.
+        """
         fresh = deployments.Fresh(
             name, model, bucket_url, transition, replicas_min, replicas_max, dict(fields or {})
         )

@@ -163,6 +163,7 @@ def accept(
     now: float,
 ) -> SignalResult:
     row = deployments.lock(db, name)
+    deployments.check_takes(row)
     generation = max(row.last_generation, fleet.generation_floor) + 1
     if not signal.identity:
         signal = replace(signal, identity=_name_of(db, row, signal, generation))

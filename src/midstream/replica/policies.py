@@ -5,7 +5,9 @@ Always holds:
 - A policy serves nothing before its first switch, and no request reaches it until then.
 - What one policy waits for, holds up or fails at changes nothing for another.
 - A policy that is ended and made again shares no cached KV with the one before: its salts have another number.
-- One that was ended stays so: a message of a gateway that has not heard of its end does not make it again.
+- One that was ended stays so, and of one name the newest made counts. A message of a gateway that has not heard of it changes
+  nothing.
+- The engine has a policy until the last request that it was ended under is done.
 - A policy lives for one boot. The gateway says again what it should serve.
 """
 
@@ -14,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,11 +153,15 @@ class Policy:
             resident=self.pins.resident(machine.serving),
         )
 
-    async def close(self) -> None:
+    def shut(self) -> None:
+        """It takes no more requests and no more snapshots. Those that run go on."""
         self.gate.set(Door.DOWN)
         # A request that ends later keeps nothing in the engine.
         self.pins.begin(able=False)
         self.driving.cancel()
+
+    async def close(self) -> None:
+        self.shut()
         await self._hints.close()
         await asyncio.wait((self.driving,))
 
@@ -166,8 +171,8 @@ class Policies:
         self._parts = parts
         self._numbers = itertools.count(1)
         self._policies: dict[str, Policy] = {}
-        # (name, made) of those that were ended last.
-        self._ended: deque[tuple[str, float]] = deque(maxlen=ENDED_KNOWN)
+        # By name, when the newest that was ended was made; the one that was ended last stands last.
+        self._ended: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         # Ended ones whose requests run on.
         self._going: list[Policy] = []
@@ -185,15 +190,17 @@ class Policies:
         return [*self, *self._going]
 
     def desire(self, desired: Desired, boot: Boot) -> None:
-        if (desired.policy, desired.made) in self._ended:
+        name, made = desired.policy, desired.made
+        policy = self._policies.get(name)
+        if made and made <= self._ended.get(name, 0.0):
             return
-        policy = self._policies.get(desired.policy)
-        if policy is not None and policy.made != desired.made:
-            self.end(policy.name, policy.made)
+        if policy is not None and policy.made != made:
+            if made < policy.made:
+                return
+            self.end(name, policy.made)
             policy = None
         if policy is None:
-            policy = Policy(desired.policy, desired.made, next(self._numbers), self._parts, boot)
-            self._policies[desired.policy] = policy
+            policy = self._policies[name] = Policy(name, made, next(self._numbers), self._parts, boot)
             policy.gate.pause(self._paused)
             policy.gate.set(Door.OPEN)
             policy.driving.add_done_callback(lambda task: self._driver_ended(policy, boot, task))
@@ -208,23 +215,30 @@ class Policies:
 
     def end(self, name: str, made: float) -> bool:
         """Forget a policy; requests that run go on to their end. Whether it was here."""
-        if made:
-            self._ended.append((name, made))
+        self._note_end(name, made)
         policy = self._policies.get(name)
         if policy is None or policy.made != made:
             return False
         del self._policies[name]
+        self._going.append(policy)
+        policy.shut()
         task = asyncio.create_task(self._end(policy), name=f"end of policy {name}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         self._parts.on_change()
         return True
 
+    def _note_end(self, name: str, made: float) -> None:
+        newest = max(made, self._ended.pop(name, 0.0))
+        if newest:
+            self._ended[name] = newest
+        if len(self._ended) > ENDED_KNOWN:
+            del self._ended[next(iter(self._ended))]
+
     async def _end(self, policy: Policy) -> None:
-        self._going.append(policy)
+        await policy.gate.drained()
         await policy.close()
         self._parts.engine.end_policy(policy.own_name)
-        await policy.gate.drained()
         self._going.remove(policy)
 
     def pause(self, paused: bool) -> None:
@@ -237,8 +251,11 @@ class Policies:
 
     async def close(self) -> None:
         """Of a boot that ends."""
-        ended, self._policies = list(self), {}
-        await asyncio.gather(*(policy.close() for policy in ended), *self._closing)
+        # Requests of ended ones go with the engine, and nobody waits for their clients.
+        ended, self._policies, self._going = self.everyone, {}, []
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*(policy.close() for policy in ended))
 
     def _driver_ended(self, policy: Policy, boot: Boot, task: asyncio.Task[Any]) -> None:
         if task.cancelled():

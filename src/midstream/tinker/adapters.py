@@ -7,6 +7,7 @@ Always holds:
 - One that a sample uses is not ended. When all are in use, the one that was loaded first takes no further sample, and makes way
   once those that it has are done. So nobody waits for ever.
 - One that failed to load is ended again, and its error is its own users' alone.
+- One that could not be ended counts again once the policies are listed anew, before the next that wants a place.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ class Adapters:
                 await held.idle.wait()
             await self._policies.end(held.policy)
         except Failed as error:
+            self._listed = False
             logger.warning("the policy %s may stay loaded: %s", held.policy, error.message)
         finally:
             del self._held[held.policy]
@@ -185,12 +187,12 @@ class Adapters:
             self._begin_end(leaver)
 
     async def _list(self) -> None:
-        """What is loaded since before this process began."""
+        """What is loaded since before this process began, or could not be ended."""
         async with self._listing:
             if self._listed:
                 return
             for policy in await self._policies.known():
-                if is_own_policy(policy):
+                if is_own_policy(policy) and policy not in self._held:
                     self._held[policy] = self._new(policy, placed=True)
             self._listed = True
 

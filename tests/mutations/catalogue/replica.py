@@ -395,4 +395,20 @@ REPLICA = (
             "replica/test_wire_sglang.py::test_events_tell_all_so_far_or_what_is_new",
         ),
     ),
+    Mutation(
+        "older_policy_takes_the_place_of_the_newer",
+        "replica/policies.py",
+        "            if made < policy.made:\n                return\n",
+        "",
+        "A message of an older policy of the name changes nothing for the newer one.",
+        ("replica/test_replica_policies.py",),
+    ),
+    Mutation(
+        "policy_ended_under_its_requests",
+        "replica/policies.py",
+        "        await policy.gate.drained()\n        await policy.close()\n",
+        "        await policy.close()\n",
+        "The engine has a policy until the last request that it was ended under is done.",
+        ("replica/test_replica_policies.py",),
+    ),
 )

@@ -79,4 +79,12 @@ TINKER = (
         "A replica that has forgotten a policy is not told of it again.",
         ("control/test_policy_ends.py",),
     ),
+    Mutation(
+        "adapter_that_could_not_be_ended_is_forgotten",
+        "tinker/adapters.py",
+        "            self._listed = False\n            logger",
+        "            logger",
+        "A policy that could not be ended counts again once the policies are listed anew.",
+        ("tinker/test_tinker_adapters.py",),
+    ),
 )
