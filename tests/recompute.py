@@ -112,10 +112,18 @@ class Recomputer:
             if directory not in self._loaded:
                 self._loaded[directory] = self._load(directory)
 
+    def add_model(self, snapshot: str, model: Any) -> None:
+        """Of a snapshot that is no checkpoint, as an adapter over one. No other snapshot has modules of this model."""
+        self._checkpoints[snapshot] = Path(snapshot)
+        self._loaded[Path(snapshot)] = self._observed(model)
+
     def _load(self, directory: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=self._attention
         )
+        return self._observed(model)
+
+    def _observed(self, model: Any) -> Any:
         layer = 0
         for module in model.modules():
             if type(module).__name__.lower().endswith("topkrouter"):

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import torch
+from recompute import Passes, Recomputer
 from serving import Server, serve
 from test_failover import engine, itself, running
 from test_policies_served import HOT_LOAD, Adapters
@@ -44,7 +45,6 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     pinned: str | None = None
-    streamed: bool = False
     #: What computed the KV that the answer stands on. A prompt may be computed in pieces, before and after a switch.
     kv: set[str] = field(default_factory=set)
 
@@ -136,7 +136,6 @@ async def ask(storm: Storm, answer: Answer) -> None:
         "perf_metrics_in_response": True,
         "stream": storm.random.random() < 0.5,
     }
-    answer.streamed = bool(body["stream"])
     async with storm.http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             text = (await response.aread()).decode()
@@ -189,12 +188,14 @@ def by_whom(adapters: Adapters, answer: Answer) -> str:
         for name in (*adapters.made, "base")
     }
     told_by = [f"{name}: {''.join(map(str, of))}" for name, of in own.items() if any(of)]
-    said = {*answer.labels}, answer.kv, answer.pinned, answer.streamed
-    return f"labels, KV, pinned, streamed: {said}; numbers are of {', '.join(told_by)}"
+    return f"{answer}; its numbers are of {', '.join(told_by)}"
 
 
 def judge(storm: Storm, adapters: Adapters) -> int:
-    """How many answers were recomputed: those of one snapshot."""
+    """How many answers were recomputed: those of one snapshot. A router's tie may have gone either way."""
+    recomputer = Recomputer({})
+    for name, model in adapters.made.items():
+        recomputer.add_model(name, model)
     checked = 0
     for answer in storm.answers:
         labels = {*answer.labels, *answer.kv}
@@ -204,10 +205,18 @@ def judge(storm: Storm, adapters: Adapters) -> int:
         if len(labels) != 1 or len(answer.ids) != len(answer.logprobs) or not answer.ids:
             storm.counts["crossed"] += len(labels) > 1
             continue
-        (identity,) = labels
-        expected = adapters.logprobs(identity, [*answer.prompt, *answer.ids])[len(answer.prompt) - 1 :]
-        worst = (torch.tensor(answer.logprobs) - expected).abs().max().item()
-        assert worst < TOLERANCE, f"{worst} off; {by_whom(adapters, answer)}"
+        ids, told = [*answer.prompt, *answer.ids], torch.tensor(answer.logprobs)
+        first, targets = len(answer.prompt) - 1, torch.tensor(answer.ids)[:, None]
+
+        def fits(
+            made: Passes, first: int = first, targets: torch.Tensor = targets, told: torch.Tensor = told
+        ) -> bool:
+            own = made.logprobs[first:].gather(1, targets)[:, 0]
+            return bool((told - own).abs().max() < TOLERANCE)
+
+        made = recomputer.first_that(fits, ids[:-1], [*labels] * (len(ids) - 1))
+        assert made is not None, by_whom(adapters, answer)
+        storm.counts["tie"] += bool(made.ties)
         checked += 1
     return checked
 
