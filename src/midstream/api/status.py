@@ -42,8 +42,9 @@ _MAX_AGE = Need("max_cache_age", "know how old cached KV is; signal all, new_ses
 _POLICY = Need("cache_policies", "keep cached KV from being reused; signal none")
 # What the fields of reset_prompt_cache need.
 SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
-# What the field policy needs.
+# What the field policy needs, and what a signal without it.
 _SEVERAL = Need("policies", "serve adapters; serve a merged checkpoint in a deployment of its own")
+_FULL = Need("full_snapshots", "take full weights; signal a policy")
 
 
 def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
@@ -53,6 +54,8 @@ def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) ->
     if signal.policy is not None:
         # Whatever its cache policy would need: this is what the signal is for.
         needs.insert(0, ("policy", _SEVERAL))
+    else:
+        needs.insert(0, ("identity", _FULL))
     for card in _cards(reports):
         for param, need in needs:
             if not card.has(need.feature):
