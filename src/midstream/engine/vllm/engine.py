@@ -4,7 +4,7 @@ Owns: the server's process (or the URL of one to attach to), the requests inside
 time from a successful `start` to the end of the server.
 Always holds:
 - A boot begins with the base weights and a prefix cache in which no request finds anything.
-- Every token is labelled with the weights that sampled it (labels.py).
+- Every token is labelled with the weights that sampled it (labels.py). Of a policy, these are its adapter's (adapters.py).
 - An event that leaves the serving weights in doubt ends the boot, so that the replica starts over.
 - When a boot ends, every request and call under way ends with EngineDied, and nothing more is sent to its server.
 """
@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -124,7 +125,6 @@ class VllmEngine(Engine):
             self._salts = Salts(secrets.token_bytes(16))
             await self._take_over()
         except BaseException as error:
-            # This includes cancellation: nothing is left running.
             await self._server.close()
             if isinstance(error, START_ERRORS):
                 raise EngineDied(str(error)) from error
@@ -147,12 +147,10 @@ class VllmEngine(Engine):
         self._no_policies = self._server.no_adapters
         self._adapters = None if self._no_policies else await self._prove_adapters()
         if not self._attached and self._adapters is None:
-            size, context, scorer = (
-                self._shape.vocab_size,
-                self._server.max_model_len,
-                self._scorer(self._own),
+            reload = partial(self._control.reload, self._model_dir)
+            await prove_reload(
+                self._scorer(self._own), self._shape.vocab_size, self._server.max_model_len, reload
             )
-            await prove_reload(scorer, size, context, lambda: self._control.reload(self._model_dir))
 
     async def _prove_adapters(self) -> Adapters | None:
         """None: the server serves, but no adapters."""
@@ -173,20 +171,17 @@ class VllmEngine(Engine):
         return Weights(self._server.served_name, self._epochs)
 
     def _info(self) -> ModelInfo:
-        shape = self._shape
+        shape, server = self._shape, self._server
+        card = vllm_card(server.version, routes=server.returns_routes, no_policies=self._no_policies)
         return ModelInfo(
-            max_model_len=self._server.max_model_len,
+            max_model_len=server.max_model_len,
             vocab_size=shape.vocab_size,
             moe_layers=len(shape.moe_layers),
             top_k=shape.top_k,
             num_experts=shape.num_experts,
             eos_token_ids=shape.eos_token_ids,
             grammars=True,
-            card=vllm_card(
-                self._server.version,
-                routes=self._server.returns_routes,
-                no_policies=self._no_policies,
-            ),
+            card=card,
         )
 
     async def close(self) -> None:

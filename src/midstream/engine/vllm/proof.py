@@ -112,7 +112,10 @@ class Proof:
             shared += _drift(greedy, await self._greedy(own.name, OWN))
         finally:
             await asyncio.wait((beside,))
-        beside.result()
+            # An error of its own is worth less than one of the base weights.
+            failed = beside.exception()
+        if failed is not None:
+            raise failed
         for off, bound in ((max(alone), TOLERANCE), (sum(shared) / len(shared), SHARED_TOLERANCE)):
             if not off <= bound:
                 raise NotExact(
