@@ -201,7 +201,7 @@ def test_policies_beyond_vllms_places_are_refused_and_an_ended_one_makes_room(
     end(lora_bed, "place-0")
     with pytest.raises(openai.NotFoundError):
         sample(lora_bed.server, "place-0", [1, 2, 3])
-    ready(lora_bed.server, "one-more", "late")
+    load(lora_bed.server, "one-more", "late")
     checked(adapters, sample(lora_bed.server, "late", [1, 2, 3]), "one-more", [1, 2, 3])
     end(lora_bed, "late")
 

@@ -44,7 +44,7 @@ _POLICY = Need("cache_policies", "keep cached KV from being reused; signal none"
 SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
 # What the field policy needs, and what a signal without it.
 _SEVERAL = Need("policies", "serve adapters; serve a merged checkpoint in a deployment of its own")
-_FULL = Need("full_snapshots", "take full weights; signal a policy")
+FULL = Need("full_snapshots", "take full weights; signal a policy")
 
 
 def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
@@ -55,7 +55,7 @@ def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) ->
         # Whatever its cache policy would need: this is what the signal is for.
         needs.insert(0, ("policy", _SEVERAL))
     else:
-        needs.insert(0, ("identity", _FULL))
+        needs.insert(0, ("identity", FULL))
     for card in _cards(reports):
         for param, need in needs:
             if not card.has(need.feature):
@@ -73,7 +73,7 @@ def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
     """What a model's object says of the engines that serve it: `engine` and `max_model_len`. None while no engine is known.
 
     `engine` names the features that all of them have, and those that one or more of them lacks. Engines of several kinds or
-    versions are named with commas. `max_model_len` is the shortest.
+    versions are named with commas. `why` has reasons for some that are lacking. `max_model_len` is the shortest.
     """
     heard = [report for report in reports if report is not None]
     cards = _cards(heard)
@@ -86,6 +86,8 @@ def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
         "features": in_order(common),
         "lacks": in_order(ENGINE_FEATURES.keys() - common),
     }
+    if why := {feature: reason for card in cards for feature, reason in card.why.items()}:
+        engine["why"] = why
     return {"engine": engine, **context_of(heard)}
 
 
