@@ -80,7 +80,7 @@ def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
     if not cards:
         return None
     common = set(ENGINE_FEATURES).intersection(*(card.features for card in cards))
-    engine = {
+    engine: dict[str, Any] = {
         "kind": _all(card.kind for card in cards),
         "version": _all(card.version for card in cards),
         "features": in_order(common),

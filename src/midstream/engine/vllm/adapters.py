@@ -116,11 +116,11 @@ class Adapters:
     async def stage(self, policy: str, snapshot: str, directory: Path) -> None:
         """As Slot.stage; the caller ends it with the boot."""
         self.drop_staged(policy)
-        others = ({*self._serving} | {*self._coming}) - {policy}
-        if len(others) >= self._proven.places - 1:
+        others, places = ({*self._serving} | {*self._coming}) - {policy}, self._proven.places
+        if len(others) >= places - 1:
             raise StagingFailed(
-                f"vLLM computes {self._proven.places} adapters in a step (--max-loras), which is room for {len(others)} "
-                "policies and one that is switched: start it with more"
+                f"vLLM computes {places} adapters in a step (--max-loras). That is room for {places - 1} policies and a swap "
+                "of one of them; start it with more"
             )
         new = self._new(policy, snapshot)
         self._coming[policy] = new
