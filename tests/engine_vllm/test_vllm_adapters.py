@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun
 
 from midstream.engine.base import EngineDied, StagingFailed
+from midstream.engine.vllm import adapters as adapters_module
 from midstream.engine.vllm.adapters import FOLDER
 from midstream.engine.vllm.engine import VllmEngine
+from midstream.snapshots.adapter import AdapterSpec, read_adapter
 
 _NUMBERS = itertools.count(1)
 
@@ -138,7 +141,11 @@ def test_names_of_an_earlier_boot_mean_nothing(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_swap_waits_while_requests_run_under_as_many_adapters_as_vllm_computes(tmp_path: Path) -> None:
+def test_a_swap_waits_while_requests_run_under_as_many_adapters_as_vllm_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
     async def main() -> None:
         async with attached(tmp_path, places=3) as (engine, fake):
             for policy in ("red", "blue"):
@@ -148,13 +155,7 @@ def test_a_swap_waits_while_requests_run_under_as_many_adapters_as_vllm_computes
             names = {*fake.adapters}
             assert len(names) == 3
             waiting = asyncio.create_task(publish(engine, tmp_path, "blue", 2))
-            given_up = engine.slot("red")
-            directory = write_adapter(tmp_path / "given up", 3)
-            dropped = asyncio.create_task(given_up.stage("red-3", directory))
-            await until(lambda: "red" in engine._adapters._coming)  # type: ignore[union-attr]
-            given_up.drop_staged()
-            with pytest.raises(StagingFailed, match="given up"):
-                await dropped
+            await until(lambda: "waits" in caplog.text)
             assert {*fake.adapters} == names
             assert not waiting.done()
             with pytest.raises(StagingFailed, match="--max-loras"):
@@ -164,6 +165,46 @@ def test_a_swap_waits_while_requests_run_under_as_many_adapters_as_vllm_computes
             await waiting
             assert {weights_of(r) for r in old.records()} == {1}
             await settled(fake, 2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when", ["its files are read", "it waits for a place"])
+def test_one_that_is_dropped_before_vllm_has_it_takes_no_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    caplog.set_level("INFO")
+    reading, read_on = threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> AdapterSpec:
+        reading.set()
+        assert read_on.wait(20)
+        return read_adapter(*args)
+
+    async def main() -> None:
+        async with attached(tmp_path, places=2) as (engine, fake):
+            await publish(engine, tmp_path, "red", 1)
+            old, (running,) = await begun(engine, fake, asking("old", policy="red"))
+            await publish(engine, tmp_path, "red", 2)
+            names = {*fake.adapters}
+            monkeypatch.setattr(adapters_module, "read_adapter", slowly)
+            slot = engine.slot("red")
+            staging = asyncio.create_task(slot.stage("red-3", write_adapter(tmp_path / "dropped", 3)))
+            await until(reading.is_set)
+            if when == "its files are read":
+                slot.drop_staged()
+                read_on.set()
+            else:
+                read_on.set()
+                await until(lambda: "waits: requests run under 2 adapters" in caplog.text)
+                slot.drop_staged()
+            with pytest.raises(StagingFailed, match="given up"):
+                await staging
+            assert {*fake.adapters} == names
+            running.to_the_end()
+            await old.ended()
+            await settled(fake, 1)
+            await publish(engine, tmp_path, "red", 4)
 
     asyncio.run(main())
 

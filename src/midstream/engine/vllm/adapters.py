@@ -172,6 +172,8 @@ class Adapters:
 
     async def _place(self, new: Version) -> None:
         """Wait until a further version may run."""
+        # It may have been dropped while its files were read.
+        self._check_wanted(new)
         while len(self._placed) >= self._proven.places:
             logger.info(
                 "%s waits: requests run under %d adapters (--max-loras)", new.weights.name, len(self._placed)
