@@ -23,6 +23,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from midstream.core.types import TokenRecord
+from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.proof import write_probe
 
 BLOCK = 4
@@ -301,6 +302,8 @@ class FakeVllm:
         self.routes = True
         # Adapters in one step; 0: it serves none. By name: the number of each that it has, and where its files are.
         self.places = 0
+        # It runs vLLM for CPUs, with midstream's worker extension.
+        self.cpu = False
         self.adapters: dict[str, int] = {}
         self.files: dict[str, Path] = {}
         # Parts of paths where adapters are taken and left out.
@@ -438,9 +441,7 @@ class FakeVllm:
             case "/v1/models":
                 return 200, {"data": [{"id": OWN, "max_model_len": MAX_MODEL_LEN}]}
             case "/server_info":
-                model = {"logprobs_mode": "raw_logprobs", "enable_return_routed_experts": self.routes}
-                lora = {"max_loras": self.places} if self.places else None
-                return 200, {"vllm_config": {"model_config": model, "lora_config": lora}}
+                return 200, {"vllm_config": self._config()}
             case "/v1/load_lora_adapter":
                 return self._load(body["lora_name"], Path(body["lora_path"]))
             case "/v1/unload_lora_adapter":
@@ -465,6 +466,15 @@ class FakeVllm:
             case _:
                 return 404, {"error": {"message": f"no {method} {path}"}}
         return 200, {}
+
+    def _config(self) -> dict[str, Any]:
+        model = {"logprobs_mode": "raw_logprobs", "enable_return_routed_experts": self.routes}
+        lora = {"max_loras": self.places} if self.places else None
+        config: dict[str, Any] = {"model_config": model, "lora_config": lora}
+        if self.cpu:
+            config["device_config"] = {"device": "cpu"}
+            config["parallel_config"] = {"worker_extension_cls": WORKER}
+        return config
 
     def _reload(self, directory: Path) -> tuple[int, Any]:
         assert self.paused, "weights are loaded between steps only"

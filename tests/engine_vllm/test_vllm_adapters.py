@@ -387,6 +387,19 @@ class TestTheProofAtTheStart:
 
         asyncio.run(main())
 
+    def test_experts_on_a_cpu_are_refused_before_they_end_the_server(self, tmp_path: Path) -> None:
+        def small(fake: FakeVllm) -> None:
+            fake.cpu = True
+
+        async def main() -> None:
+            with pytest.raises(EngineDied, match="cannot compute a model with experts"):
+                async with attached(tmp_path, places=2, set_up=small):
+                    pass
+            async with attached(tmp_path, set_up=small):
+                pass
+
+        asyncio.run(main())
+
 
 POLICIES = ("red", "blue")
 OPS = st.lists(
