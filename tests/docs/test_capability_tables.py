@@ -15,13 +15,13 @@ from midstream.replica.request.checked import REQUEST_NEEDS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
 
-#: Of each engine, the cards of the fewest and of the most features that it can have.
+#: Of each engine, cards that between them have and lack each feature that depends on anything.
 ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
     "embedded": (
         embedded_card(grammars=False, reproducible=False),
         embedded_card(grammars=True, reproducible=True),
     ),
-    "vllm": (vllm_card("0.32.0", routes=False), vllm_card("0.32.0", routes=True)),
+    "vllm": (vllm_card("0.32.0", routes=False), vllm_card("0.32.0", routes=True, no_policies="")),
 }
 WHY_NOT = {"vllm": LACKS}
 
@@ -52,12 +52,13 @@ def test_the_table_of_features_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_an_engines_column_is_what_it_declares(kind: str) -> None:
-    fewest, most = ENGINES[kind]
-    assert fewest.kind == most.kind == kind
+    cards = ENGINES[kind]
+    assert {card.kind for card in cards} == {kind}
     head, rows = table("Features", "feature")
     for row in rows:
         name, cell = row[0].strip("`"), row[head.index(kind)]
-        expected = "yes" if fewest.has(name) else "if" if most.has(name) else "no"
+        has = [card.has(name) for card in cards]
+        expected = "yes" if all(has) else "if" if any(has) else "no"
         assert re.split("[ :]", cell)[0] == expected, f"{kind}, {name}: {cell!r}"
         assert expected == "yes" or len(cell) > 10, "which condition, or why not?"
         if expected == "no":
@@ -79,11 +80,13 @@ def test_what_is_refused_is_what_the_tables_say() -> None:
     }
     of_requests = {(need.feature, need.param) for need in REQUEST_NEEDS}
     of_signals = {(need.feature, "reset_prompt_cache") for need in signals.SIGNAL_NEEDS}
+    of_signals |= {(signals.FULL.feature, "identity")}
     assert told == of_requests | of_signals
 
 
 def test_what_is_not_refused_is_said_to_be_less_exact() -> None:
     _, rows = table("What is only less exact without a feature", "feature")
     # A pause needs `freeze` (tests/hotload/test_trainer_calls_api.py), and a signal's policy `policies`.
-    refused = {need.feature for need in (*REQUEST_NEEDS, *signals.SIGNAL_NEEDS)} | {"freeze", "policies"}
+    needs = (*REQUEST_NEEDS, *signals.SIGNAL_NEEDS, signals.FULL)
+    refused = {need.feature for need in needs} | {"freeze", "policies"}
     assert {row[0].strip("`") for row in rows} == ENGINE_FEATURES.keys() - refused

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from midstream.core.types import TokenRecord
+from midstream.engine.vllm.arguments import WORKER
+from midstream.engine.vllm.proof import write_probe
 
 BLOCK = 4
 # Hidden layers, and which of them has no experts.
@@ -29,6 +32,10 @@ VOCAB, LAYERS, DENSE, EXPERTS, TOP_K = 260, 3, 0, 8, 2
 MAX_MODEL_LEN = 512
 GENERATE = "/inference/v1/generate"
 PATHS = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version", GENERATE)
+OWN = "theirs"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+#: The linear maps of the model, and their shapes, where a test needs them.
+MAPS = {"self_attn.q_proj": (16, 8), "mlp.down_proj": (8, 16)}
 
 
 async def until(condition: Callable[[], object], what: str = "", timeout_s: float = 20.0) -> None:
@@ -57,6 +64,25 @@ def write_model(directory: Path) -> Path:
     }
     write_weights(directory, 0)
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_tensors(directory: Path) -> Path:
+    """What adapters are compared with."""
+    named = {f"model.layers.{n}.{path}.weight": shape for n in range(LAYERS) for path, shape in MAPS.items()}
+    named["lm_head.weight"] = (VOCAB, 8)
+    save_file(
+        {name: np.zeros(shape, np.float32) for name, shape in named.items()}, directory / "model.safetensors"
+    )
+    return directory
+
+
+def write_adapter(directory: Path, number: int, path: str = "self_attn.q_proj") -> Path:
+    """An adapter of layer 0 alone, of which only its number matters."""
+    write_probe(directory, f"model.layers.0.{path}", MAPS[path])
+    config = directory / "adapter_config.json"
+    asked = json.loads(config.read_text()) | {"lora_alpha": number, "layers_to_transform": [0]}
+    config.write_text(json.dumps(asked))
     return directory
 
 
@@ -105,6 +131,21 @@ class FakeRequest:
     gone: bool = False
     lie: Callable[[list[dict[str, Any]]], list[dict[str, Any]] | None] = lambda spans: spans
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    # Of the adapter that it began with.
+    adapter: int | None = None
+
+    @property
+    def weights(self) -> int:
+        """The number of those that compute its next token."""
+        assert self.fake.weights is not None, "half-loaded weights were used"
+        if self.adapter is not None:
+            return self.adapter
+        return self.fake.leaking() or self.fake.weights
+
+    @property
+    def model(self) -> str:
+        model: str = self.body["model"]
+        return model
 
     @property
     def prompt(self) -> list[int]:
@@ -127,8 +168,8 @@ class FakeRequest:
         if self.placed:
             return
         self.placed = True
-        self.reused = self.fake.find(self.salt, self.prompt)
-        self.fake.fill(self.salt, self.prompt)
+        self.reused = self.fake.find(self.model + self.salt, self.prompt)
+        self.fake.fill(self.model + self.salt, self.prompt)
 
     def sample(self, count: int = 1) -> list[tuple[int, float]]:
         """Tokens that the model gave and nobody was told of yet."""
@@ -136,11 +177,10 @@ class FakeRequest:
         new = []
         for _ in range(count):
             position = len(self.prompt) + len(self.tokens)
-            assert self.fake.weights is not None, "half-loaded weights were used"
-            new.append((token_at(position, self.fake.weights), logprob_at(position, self.fake.weights)))
+            new.append((token_at(position, self.weights), logprob_at(position, self.weights)))
             self.tokens.append(new[-1][0])
             self.versions.append(self.fake.version)
-        self.fake.fill(self.salt, [*self.prompt, *self.tokens[:-1]])
+        self.fake.fill(self.model + self.salt, [*self.prompt, *self.tokens[:-1]])
         return new
 
     def write(self, new: Sequence[tuple[int, float]], finish: str | None = None, **more: Any) -> None:
@@ -227,9 +267,8 @@ class FakeRequest:
         """What a request for prompt_logprobs is answered with."""
         # Computed anew, whatever is cached.
         self.placed = True
-        new = self.sample(1)
-        weights = self.fake.weights
-        assert weights is not None
+        new = self.sample(self.sampling["max_tokens"])
+        weights = self.weights
         scores: list[Any] = [None]
         for position, token in enumerate(self.prompt[1:], start=1):
             scores.append({str(token): {"logprob": logprob_at(position, weights), "rank": 1}})
@@ -241,7 +280,13 @@ class FakeRequest:
             "weight_versions": self.lie(self._spans()),
             "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in new]},
         }
-        return {"request_id": "x", "choices": [choice], "usage": None, "prompt_logprobs": scores}
+        asked = "prompt_logprobs" in self.sampling
+        return {
+            "request_id": "x",
+            "choices": [choice],
+            "usage": None,
+            "prompt_logprobs": scores if asked else None,
+        }
 
 
 class FakeVllm:
@@ -255,6 +300,16 @@ class FakeVllm:
         self.weights: int | None = 0
         self.loads = 0
         self.routes = True
+        # Adapters in one step; 0: it serves none. By name: the number of each that it has, and where its files are.
+        self.places = 0
+        # It runs vLLM for CPUs, with midstream's worker extension.
+        self.cpu = False
+        self.adapters: dict[str, int] = {}
+        self.files: dict[str, Path] = {}
+        # Parts of paths where adapters are taken and left out.
+        self.ignored: set[str] = set()
+        # As vLLM's CPU kernels: the base weights are given the adapter that was loaded last.
+        self.leaks = False
         # Bytes in an HTTP chunk; 0: whole events.
         self.cut = 0
         self.healthy = True
@@ -288,6 +343,9 @@ class FakeVllm:
         """No fault that was asked for happens any more."""
         self._faults.clear()
 
+    def leaking(self) -> int:
+        return list(self.adapters.values())[-1] if self.leaks and self.adapters else 0
+
     def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
         found = []
         # The last token is always computed.
@@ -320,7 +378,7 @@ class FakeVllm:
         """As its own supervisor would do: the same address, and nothing of before."""
         port = int(self.url.rpartition(":")[2])
         await self.stop()
-        self.paused, self.version, self.weights, self.cache = False, "default", 0, {}
+        self.paused, self.version, self.weights, self.cache, self.adapters = False, "default", 0, {}, {}
         self._resumed.set()
         await self.start(port)
 
@@ -377,14 +435,19 @@ class FakeVllm:
             case "/health":
                 return (200 if self.healthy else 503), {}
             case "/openapi.json":
-                return 200, {"paths": {p: {} for p in PATHS}}
+                return 200, {"paths": {p: {} for p in (*PATHS, LOAD, UNLOAD)}}
             case "/version":
                 return 200, {"version": "0.32.0"}
             case "/v1/models":
-                return 200, {"data": [{"id": "theirs", "max_model_len": MAX_MODEL_LEN}]}
+                return 200, {"data": [{"id": OWN, "max_model_len": MAX_MODEL_LEN}]}
             case "/server_info":
-                model = {"logprobs_mode": "raw_logprobs", "enable_return_routed_experts": self.routes}
-                return 200, {"vllm_config": {"model_config": model}}
+                return 200, {"vllm_config": self._config()}
+            case "/v1/load_lora_adapter":
+                return self._load(body["lora_name"], Path(body["lora_path"]))
+            case "/v1/unload_lora_adapter":
+                if self.adapters.pop(body["lora_name"], None) is None:
+                    return 404, {"error": {"message": "it cannot be found"}}
+                return 200, {}
             case "/pause":
                 self.paused = True
                 self._resumed.clear()
@@ -404,6 +467,15 @@ class FakeVllm:
                 return 404, {"error": {"message": f"no {method} {path}"}}
         return 200, {}
 
+    def _config(self) -> dict[str, Any]:
+        model = {"logprobs_mode": "raw_logprobs", "enable_return_routed_experts": self.routes}
+        lora = {"max_loras": self.places} if self.places else None
+        config: dict[str, Any] = {"model_config": model, "lora_config": lora}
+        if self.cpu:
+            config["device_config"] = {"device": "cpu"}
+            config["parallel_config"] = {"worker_extension_cls": WORKER}
+        return config
+
     def _reload(self, directory: Path) -> tuple[int, Any]:
         assert self.paused, "weights are loaded between steps only"
         number = int((directory / "weights").read_text())
@@ -414,6 +486,16 @@ class FakeVllm:
         self.weights = number
         return 200, {"results": [None]}
 
+    def _load(self, name: str, directory: Path) -> tuple[int, Any]:
+        if name in self.adapters:
+            return 400, {"error": {"message": f"{name} has already been loaded"}}
+        config = json.loads((directory / "adapter_config.json").read_text())
+        header = (directory / "adapter_model.safetensors").read_bytes().decode("latin-1")
+        left_out = any(part in header for part in self.ignored)
+        self.adapters[name] = 0 if left_out else config["lora_alpha"]
+        self.files[name] = directory
+        return 200, {}
+
     async def _generate(
         self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -421,7 +503,11 @@ class FakeVllm:
             _answer(writer, *self.refuse)
             await reader.read()
             return
-        request = FakeRequest(self, body, writer)
+        if body["model"] not in (OWN, *self.adapters):
+            _answer(writer, 404, {"error": {"message": f"The model {body['model']} does not exist."}})
+            await reader.read()
+            return
+        request = FakeRequest(self, body, writer, adapter=self.adapters.get(body["model"]))
         if body["stream"]:
             writer.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

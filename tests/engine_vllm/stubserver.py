@@ -125,6 +125,9 @@ class Handler(BaseHTTPRequestHandler):
             paths = ["/health", "/v1/models"]
             paths += ["/inference/v1/generate"] * ("--enable-scale-out" in flags)
             paths += [*DEV] * (os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
+            paths += ["/v1/load_lora_adapter"] * (
+                os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True"
+            )
             self.answer(200, {"openapi": "3.1.0", "paths": {path: {} for path in paths}})
         elif path == "/version":
             self.answer(200, {"version": "0.32.0"})
@@ -135,7 +138,12 @@ class Handler(BaseHTTPRequestHandler):
             mode = flags[flags.index("--logprobs-mode") + 1] if "--logprobs-mode" in flags else "raw_logprobs"
             routes = "--enable-return-routed-experts" in flags
             model = {"logprobs_mode": mode, "enable_return_routed_experts": routes}
-            self.answer(200, {"vllm_config": {"model_config": model}, "vllm_env": {}})
+            config: dict[str, Any] = {"model_config": model, "lora_config": None}
+            if "--max-loras" in flags:
+                targets = ["q_proj"] if "--lora-target-modules" in flags else None
+                places = int(flags[flags.index("--max-loras") + 1])
+                config["lora_config"] = {"max_loras": places, "target_modules": targets}
+            self.answer(200, {"vllm_config": config, "vllm_env": {}})
         else:
             self.answer(404, {"detail": "Not Found"})
 

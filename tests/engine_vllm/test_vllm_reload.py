@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from midstream.core.types import GenerateRequest, TokenRecord
 from midstream.engine.vllm.arguments import WORKER, WORKER_DIR, command_line, environment
@@ -43,14 +44,19 @@ def method(packs_on_reload: bool) -> Any:
     return Method
 
 
-@pytest.mark.parametrize("packs_on_reload", [False, True])
-def test_experts_are_packed_once_by_every_load(packs_on_reload: bool) -> None:
+def worker() -> Any:
+    """The extension's module. Without vLLM it changes nothing when it is loaded."""
     spec = importlib.util.spec_from_file_location("loaded_worker", WORKER_DIR / "midstream_vllm_worker.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Without vLLM it changes nothing.
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("packs_on_reload", [False, True])
+def test_experts_are_packed_once_by_every_load(packs_on_reload: bool) -> None:
+    module = worker()
     assert hasattr(module, WORKER.partition(".")[2])
     kind = method(packs_on_reload)
     module._pack_after_reload(kind)
@@ -58,6 +64,44 @@ def test_experts_are_packed_once_by_every_load(packs_on_reload: bool) -> None:
     for load in range(1, 4):
         made._setup_kernel("layer", w13=1, w2=2)
         assert made.moe_kernel.fused_experts.packed == ["layer"] * load
+
+
+class LoraKernels:
+    """As vLLM's modules for adapters on a CPU: the index -1 is the last adapter's."""
+
+    @staticmethod
+    def bgmv_shrink(inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
+        output[:] = scaling * torch.einsum("bi,boi->bo", inputs, weights[indices])
+
+    class Wrapper:
+        sampler_indices = torch.tensor([0, -1])
+
+        def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, more: float) -> None:
+            assert x.shape[0] == self.sampler_indices.shape[0], "vLLM fails here"
+            y += more
+
+
+def test_a_row_without_an_adapter_gets_none_and_the_others_their_own() -> None:
+    first: Any = type("Ops", (), {"bgmv_shrink": staticmethod(LoraKernels.bgmv_shrink)})
+    second: Any = type("Kernels", (), {"bgmv_shrink": staticmethod(LoraKernels.bgmv_shrink)})
+    worker()._spare_rows_without_adapter(first, second)
+    inputs, weights = torch.randn(4, 6), torch.randn(3, 2, 6)
+    indices = torch.tensor([1, -1, 2, -1])
+    for module in (first, second):
+        output = torch.full((4, 2), 9.0)
+        module.bgmv_shrink(inputs, weights, output, indices, 0.5)
+        for row, index in enumerate(indices.tolist()):
+            expected = torch.zeros(2) if index < 0 else 0.5 * weights[index] @ inputs[row]
+            assert torch.allclose(output[row], expected, atol=1e-6)
+
+
+def test_the_output_layer_of_a_scored_prompt_has_no_adapter_and_does_not_fail() -> None:
+    wrapper: Any = type("Wrapper", (LoraKernels.Wrapper,), {})
+    worker()._leave_out_rows_of_prompts(wrapper)
+    for rows, added in ((2, 1.0), (39, 0.0)):
+        y = torch.zeros(rows, 5)
+        wrapper().add_lora_logits(y, torch.zeros(rows, 3), 1.0)
+        assert (y == added).all()
 
 
 def test_only_vllm_for_cpus_is_given_the_worker(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from stubserver import Fake, running, until
 from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import server as server_module
-from midstream.engine.vllm.arguments import command_line, environment
+from midstream.engine.vllm.arguments import adapter_places, command_line, environment
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 
 MODEL = Path("/models/tiny")
@@ -392,6 +392,27 @@ class TestAttach:
         pids = fake.pids()
         assert all(running(pids[name]) for name in ("server", "core", "worker"))
 
+    @pytest.mark.parametrize(
+        ("flags", "variable", "lacks"),
+        [
+            ((), "True", "vLLM runs without --enable-lora"),
+            (("--max-loras", "4"), "", "vLLM runs without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+            (("--max-loras", "4", "--lora-target-modules", "q_proj"), "True", "with --lora-target-modules"),
+            (("--max-loras", "4"), "True", ""),
+        ],
+    )
+    def test_whether_it_takes_adapters(
+        self, fake: Fake, attached: Callable[..., str], flags: tuple[str, ...], variable: str, lacks: str
+    ) -> None:
+        url = attached(*flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING=variable)
+
+        async def check(server: VllmServer) -> None:
+            assert server.no_adapters.endswith(lacks)
+            assert bool(server.no_adapters) == bool(lacks)
+            assert server.adapter_places == (4 if flags else 0)
+
+        with_server(make(fake, url), check)
+
     def test_its_end_is_noticed(self, fake: Fake, attached: Callable[..., str]) -> None:
         async def check(server: VllmServer) -> None:
             os.kill(fake.pids()["server"], signal.SIGKILL)
@@ -477,6 +498,12 @@ class TestArguments:
             (("--config=x.yaml",), "--config cannot be given"),
             (("--no-enable-scale-out",), "--no-enable-scale-out cannot be given"),
             (("--api-server-count", "2"), "--api-server-count must be 1, got 2"),
+            (("--lora-modules", "a=b"), "--lora-modules cannot be given: publish adapters as policies"),
+            (
+                ("--lora_target_modules", "q_proj"),
+                "--lora-target-modules cannot be given: vLLM would leave out",
+            ),
+            (("--enable-lora", "--max-loras", "many"), "--max-loras must be a number, got many"),
             (("-asc=2",), "--api-server-count must be 1, got 2"),
             (("--logprobs-mode", "processed_logprobs"), "--logprobs-mode must be raw_logprobs"),
             (("--logprobs_mode=raw_logits",), "--logprobs-mode must be raw_logprobs"),
@@ -488,6 +515,17 @@ class TestArguments:
             self.line(*args)
         assert said in str(refused.value)
         assert "secret" not in str(refused.value)
+
+    def test_adapters(self) -> None:
+        assert "--max-loras" not in self.line()
+        line = self.line("--enable-lora")
+        assert line[line.index("--max-loras") + 1] == str(adapter_places(["--enable-lora"])) == "8"
+        assert self.line("--enable_lora", "--max-loras=3")[-2:] == ["--enable_lora", "--max-loras=3"]
+        assert adapter_places(["--enable_lora", "--max-loras=3"]) == 3
+        assert adapter_places(["--max-loras", "3"]) == 0
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment({}, {}, "python")
+        env = environment({}, {}, "python", adapters=True)
+        assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 
     def test_those_that_only_look_like_it_are_not(self) -> None:
         args = ("--model-impl", "vllm", "--logprobs-mode=raw_logprobs", "--api-server-count", "1", "-tp", "2")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fake_vllm import FakeRequest, FakeVllm, until, write_model, write_weights
+from fake_vllm import FakeRequest, FakeVllm, until, write_model, write_tensors, write_weights
 
 from midstream.core.config import VllmSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, SamplingParams, TokenRecord
@@ -17,13 +17,18 @@ from midstream.engine.vllm.engine import VllmEngine
 
 
 @asynccontextmanager
-async def attached(folder: Path, **settings: Any) -> AsyncIterator[tuple[VllmEngine, FakeVllm]]:
-    """An engine that was started on a fake server."""
+async def attached(
+    folder: Path, *, places: int = 0, set_up: Callable[[FakeVllm], None] = lambda fake: None, **settings: Any
+) -> AsyncIterator[tuple[VllmEngine, FakeVllm]]:
+    """An engine that was started on a fake server. places: adapters that it serves at once."""
     fake = FakeVllm()
+    fake.places = places
+    set_up(fake)
     await fake.start()
-    engine = VllmEngine(
-        write_model(folder / "model"), VllmSettings(**settings), folder / "cache", url=fake.url
-    )
+    model = write_model(folder / "model")
+    if places:
+        write_tensors(model)
+    engine = VllmEngine(model, VllmSettings(**settings), folder / "cache", url=fake.url)
     try:
         await engine.start()
         fake.calls.clear()

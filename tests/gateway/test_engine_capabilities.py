@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from midstream.api.app import control_app
@@ -178,6 +179,20 @@ def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play)
         # Lost.
         server.replicas.views[0].report = None
         assert (await server.model())["midstream"]["engine"]["kind"] == "embedded"
+
+    play(work)
+
+
+def test_full_weights_are_refused_where_policies_stand_on_the_base_and_the_reason_is_told(play: Play) -> None:
+    async def work(server: Server) -> None:
+        why = {"full_snapshots": "policies stand on the weights that vLLM began with"}
+        server.report(0, msgspec.structs.replace(card("full_snapshots"), why=why))
+        answer = await server.signal()
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "identity")
+        assert error["message"].endswith(f"(feature full_snapshots): {why['full_snapshots']}")
+        assert await server.desired() is None
+        assert (await server.model())["midstream"]["engine"]["why"] == why
 
     play(work)
 

@@ -1,6 +1,7 @@
 """One `midstream serve --engine vllm` with two replicas for the whole folder: a start takes a minute and 3 GB for each.
 
-The modules run in ORDER: what kills processes comes last, and at its very end the server itself is killed.
+The modules run in ORDER: policies have a server of their own, which has ended when the other one starts. What kills processes
+comes last, and at its very end the server itself is killed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from vllm_bed import PYTHON, REQUIRED, Bed, installed, vllm_bed
 
-ORDER = ["test_vllm_conformance", "test_vllm_openai", "test_vllm_hotload", "test_vllm_kills"]
+ORDER = [
+    "test_vllm_policies",
+    "test_vllm_conformance",
+    "test_vllm_openai",
+    "test_vllm_hotload",
+    "test_vllm_kills",
+]
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
 
@@ -45,12 +54,49 @@ def checkpoint(weights: Callable[[int], Path]) -> Path:
     return weights(0)
 
 
-@pytest.fixture(scope="session")
-def bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Bed]:
+def needs_vllm() -> None:
     if not installed():
         why = f"vLLM is not installed in {PYTHON.parents[1].name}: make setup-vllm"
         if os.environ.get(REQUIRED):
             pytest.fail(why)
         pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without experts, in float32. vLLM for CPUs serves no adapters of others."""
+    from midstream.models.tiny_moe import VOCAB_SIZE, build_tokenizer
+
+    directory = tmp_path_factory.mktemp("dense")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def lora_bed(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Iterator[Bed]:
+    """One replica whose vLLM serves four adapters at once, of rank 8 at most."""
+    needs_vllm()
+    args = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
+    with vllm_bed(tmp_path_factory.mktemp("lora"), dense, *args, replicas=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Bed]:
+    needs_vllm()
     with vllm_bed(tmp_path_factory.mktemp("vllm"), checkpoint) as running:
         yield running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import time
@@ -28,7 +29,7 @@ POLL_S = 0.1
 CONFIG = """
 [vllm]
 python = "{python}"
-args = ["--enforce-eager", "--max-model-len", "{context}", "--dtype", "float32"]
+args = ["--enforce-eager", "--max-model-len", "{context}", "--dtype", "float32"{more}]
 env = {{ VLLM_CPU_KVCACHE_SPACE = "1", {mark} = "1" }}
 """
 
@@ -91,11 +92,22 @@ class Bed:
 
 
 @contextlib.contextmanager
-def vllm_bed(place: Path, checkpoint: Path) -> Iterator[Bed]:
+def vllm_bed(place: Path, checkpoint: Path, *args: str, replicas: int = 2) -> Iterator[Bed]:
+    """args: more of them for vLLM."""
     mark = f"MIDSTREAM_TEST_{secrets.token_hex(6).upper()}"
     config = place / "midstream.toml"
-    config.write_text(CONFIG.format(python=PYTHON, context=CONTEXT, mark=mark))
-    options = ("--engine", "vllm", "--replicas", "2", "--config", str(config), "--model", str(checkpoint))
+    more = "".join(f", {json.dumps(arg)}" for arg in args)
+    config.write_text(CONFIG.format(python=PYTHON, context=CONTEXT, mark=mark, more=more))
+    options = (
+        "--engine",
+        "vllm",
+        "--replicas",
+        str(replicas),
+        "--config",
+        str(config),
+        "--model",
+        str(checkpoint),
+    )
     with serve(place / "state", *options, "--no-tinker") as server:
         yield Bed(server, checkpoint, mark)
 

@@ -42,8 +42,9 @@ _MAX_AGE = Need("max_cache_age", "know how old cached KV is; signal all, new_ses
 _POLICY = Need("cache_policies", "keep cached KV from being reused; signal none")
 # What the fields of reset_prompt_cache need.
 SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
-# What the field policy needs.
+# What the field policy needs, and what a signal without it.
 _SEVERAL = Need("policies", "serve adapters; serve a merged checkpoint in a deployment of its own")
+FULL = Need("full_snapshots", "take full weights; signal a policy")
 
 
 def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
@@ -53,6 +54,8 @@ def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) ->
     if signal.policy is not None:
         # Whatever its cache policy would need: this is what the signal is for.
         needs.insert(0, ("policy", _SEVERAL))
+    else:
+        needs.insert(0, ("identity", FULL))
     for card in _cards(reports):
         for param, need in needs:
             if not card.has(need.feature):
@@ -70,19 +73,21 @@ def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
     """What a model's object says of the engines that serve it: `engine` and `max_model_len`. None while no engine is known.
 
     `engine` names the features that all of them have, and those that one or more of them lacks. Engines of several kinds or
-    versions are named with commas. `max_model_len` is the shortest.
+    versions are named with commas. `why` has reasons for some that are lacking. `max_model_len` is the shortest.
     """
     heard = [report for report in reports if report is not None]
     cards = _cards(heard)
     if not cards:
         return None
     common = set(ENGINE_FEATURES).intersection(*(card.features for card in cards))
-    engine = {
+    engine: dict[str, Any] = {
         "kind": _all(card.kind for card in cards),
         "version": _all(card.version for card in cards),
         "features": in_order(common),
         "lacks": in_order(ENGINE_FEATURES.keys() - common),
     }
+    if why := {feature: reason for card in cards for feature, reason in card.why.items()}:
+        engine["why"] = why
     return {"engine": engine, **context_of(heard)}
 
 

@@ -99,7 +99,10 @@ def engine_name(card: EngineCard) -> str:
 
 def refusal(param: str, card: EngineCard, feature: str, words: str) -> str:
     """words: what the engine does not do, as in `does not {words}`."""
-    return f"{param}: this deployment's engine ({engine_name(card)}) does not {words} (feature {feature})"
+    why = f": {card.why[feature]}" if feature in card.why else ""
+    return (
+        f"{param}: this deployment's engine ({engine_name(card)}) does not {words} (feature {feature}){why}"
+    )
 
 
 def in_order(features: Collection[str]) -> list[str]:

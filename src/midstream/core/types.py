@@ -366,19 +366,25 @@ ENGINE_FEATURES: dict[str, str] = {
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
     "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
     "freeze": "requests that stand still in a pause and go on with their KV (mode keep)",
+    "full_snapshots": "snapshots of full weights, loaded while streams run",
     "policies": "LoRA adapters, many at once, each a policy of its own",
+    "policy_crossing": "streams that cross a swap of their policy and go on with the new adapter",
     "resident_snapshots": "snapshots that have served stay loaded, for requests that ask for them",
     "short_swap": "a pause that does not grow with the model at a swap",
 }
 
 
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is and can do. kind: as in the setting `engine`; features: names from ENGINE_FEATURES, in its order."""
+    """What an engine is and can do. kind: as in the setting `engine`; features: names from ENGINE_FEATURES, in its order.
+
+    why: of some features that it lacks, the reason in this engine's settings.
+    """
 
     kind: str = "embedded"
     # Version of the engine's own software. "" means unknown.
     version: str = ""
     features: tuple[str, ...] = tuple(ENGINE_FEATURES)
+    why: dict[str, str] = {}
 
     def has(self, feature: str) -> bool:
         return feature in self.features

@@ -50,7 +50,8 @@ class Slot(abc.ABC):
     async def commit(self, snapshot: str) -> SwapTiming:
         """Switch to the staged snapshot at a step boundary; running sequences continue with their KV.
 
-        Every token sampled before the switch is labelled with the old snapshot, every one after it with the new one.
+        Every token sampled before the switch is labelled with the old snapshot, every one after it with the new one. Without
+        the feature `policy_crossing`, running sequences of a policy end under the snapshot that they began with, and say so.
         Only safe after stage(snapshot) returned; raises StagingFailed when that snapshot is not the one staged,
         EngineDied. The timing's pause_ms runs from the end of the last step before the switch to the switch.
         """

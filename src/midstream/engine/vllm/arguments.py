@@ -26,29 +26,43 @@ LACKS = {
     "priorities": "its scheduler goes by arrival, unless its own flags say otherwise",
     "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
     "freeze": "vLLM's own pause would hold up the check of a snapshot that is loaded meanwhile; pause with wait or abort",
-    "policies": "midstream does not drive vLLM's own LoRA serving yet; serve a merged checkpoint",
+    "policy_crossing": "vLLM ends a request with the adapter that it began with",
     "resident_snapshots": "a vLLM server holds one set of weights",
     "short_swap": "weights are loaded in place, while the streams stand still",
 }
 
 
-def vllm_features(*, routes: bool) -> tuple[str, ...]:
-    """routes: the server was started with --enable-return-routed-experts (which needs a GPU)."""
-    lacks = set(LACKS) | (set() if routes else {"routes"})
-    return tuple(feature for feature in ENGINE_FEATURES if feature not in lacks)
+#: Why there are no policies, unless the proof at the start says otherwise.
+NO_LORA = "vLLM runs without --enable-lora"
+#: Why there are no snapshots of full weights beside policies.
+ON_BASE = "policies stand on the weights that vLLM began with (--enable-lora)"
 
 
-def vllm_card(version: str, *, routes: bool) -> EngineCard:
-    return EngineCard(kind="vllm", version=version, features=vllm_features(routes=routes))
+def vllm_card(version: str, *, routes: bool, no_policies: str = NO_LORA) -> EngineCard:
+    """routes: the server was started with --enable-return-routed-experts (which needs a GPU).
+
+    no_policies: why it serves none; empty if it does.
+    """
+    why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
+    lacks = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
+    features = tuple(feature for feature in ENGINE_FEATURES if feature not in lacks)
+    return EngineCard(kind="vllm", version=version, features=features, why=why)
 
 
 MODULE = "vllm.entrypoints.openai.api_server"
 
 GPUS = "CUDA_VISIBLE_DEVICES"
+LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 #: The extension that midstream loads into the workers of vLLM for CPUs, and its directory.
 WORKER_FLAG = "worker-extension-cls"
 WORKER = "midstream_vllm_worker.Worker"
 WORKER_DIR = Path(__file__).parent / "worker_extension"
+
+#: The flag that makes vLLM serve adapters.
+LORA_FLAG = "enable-lora"
+#: Adapters in one step, and its value unless the user gives another. vLLM's default is 1.
+PLACES_FLAG = "max-loras"
+PLACES = 8
 
 _ONE = "a replica is one server: set `replicas`"
 _OURS = "midstream gives it itself"
@@ -70,6 +84,8 @@ REFUSED = {
     "disable-fastapi-docs": "midstream reads /openapi.json to see that the endpoints it needs are there",
     "no-enable-scale-out": "midstream's requests go to /inference/v1/generate",
     "no-enable-prompt-tokens-details": "midstream reports how much of a prompt was cached",
+    "lora-modules": "publish adapters as policies",
+    "lora-target-modules": "vLLM would leave out what an adapter has besides",
     "data-parallel-external-lb": _ONE,
     "data-parallel-hybrid-lb": _ONE,
 }
@@ -102,6 +118,17 @@ def given_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
     return flags
 
 
+def adapter_places(args: Sequence[str]) -> int:
+    """Adapters that vLLM computes in one step; 0: it serves none. Raises ConfigError."""
+    flags = dict(given_flags(args))
+    if LORA_FLAG not in flags:
+        return 0
+    value = flags.get(PLACES_FLAG) or str(PLACES)
+    if not value.isdecimal():
+        raise ConfigError(f"vllm.args: --{PLACES_FLAG} must be a number, got {value}")
+    return int(value)
+
+
 def _is_flag(arg: str) -> bool:
     return arg.startswith("-") and not arg[1:2].isdigit() and len(arg) > 1
 
@@ -110,6 +137,7 @@ def check_arguments(args: Sequence[str]) -> None:
     """Raises ConfigError for flags that midstream depends on."""
     if args and not _is_flag(args[0]):
         raise ConfigError(f"vllm.args: expected a flag of vLLM first, got {args[0]!r}")
+    adapter_places(args)
     for name, value in given_flags(args):
         if name in REFUSED:
             raise ConfigError(f"vllm.args: --{name} cannot be given: {REFUSED[name]}")
@@ -137,6 +165,8 @@ def command_line(
         # A generator on the CPU has no offset to set, so a seeded request whose prompt is computed in pieces ends the server.
         ours["no-enable-chunked-prefill"] = None
     given = {name for name, _ in given_flags(args)}
+    if LORA_FLAG in given:
+        ours[PLACES_FLAG] = str(PLACES)
     command = [python, "-P", "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     for name, value in ours.items():
@@ -171,8 +201,12 @@ def environment(
     python: str,
     cores: Sequence[int] = (),
     gpus: Sequence[int] = (),
+    *,
+    adapters: bool = False,
 ) -> dict[str, str]:
     """The environment `base` of this process, then midstream's variables for vLLM, then `given`, the user's settings.
+
+    adapters: they are loaded and unloaded while the server runs.
 
     gpus: indices among the GPUs that this process sees. Raises ConfigError when it does not see so many.
     """
@@ -183,6 +217,8 @@ def environment(
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    if adapters:
+        env[LORA_VARIABLE] = "True"
     if cores:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     if gpus and GPUS not in given:

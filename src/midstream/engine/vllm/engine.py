@@ -4,7 +4,7 @@ Owns: the server's process (or the URL of one to attach to), the requests inside
 time from a successful `start` to the end of the server.
 Always holds:
 - A boot begins with the base weights and a prefix cache in which no request finds anything.
-- Every token is labelled with the weights that sampled it (labels.py).
+- Every token is labelled with the weights that sampled it (labels.py). Of a policy, these are its adapter's (adapters.py).
 - An event that leaves the serving weights in doubt ends the boot, so that the replica starts over.
 - When a boot ends, every request and call under way ends with EngineDied, and nothing more is sent to its server.
 """
@@ -15,9 +15,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,14 +31,17 @@ from midstream.core.types import (
     SwapTiming,
     TokenRecord,
 )
-from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.arguments import vllm_card
+from midstream.engine.vllm.adapters import FOLDER, Adapters, AdapterSlot
+from midstream.engine.vllm.arguments import NO_LORA, ON_BASE, vllm_card
+from midstream.engine.vllm.boot import Boot
 from midstream.engine.vllm.labels import Epochs, Salts
 from midstream.engine.vllm.model import Shape, read_shape
-from midstream.engine.vllm.requests import ChoiceStream, Scorer, VllmRequest, WrongWeights, finished
+from midstream.engine.vllm.proof import NoAdapters, Proof
+from midstream.engine.vllm.requests import ChoiceStream, Scorer, VllmRequest, Weights, WrongWeights, finished
 from midstream.engine.vllm.server import ServerFailed, VllmServer
-from midstream.engine.vllm.staging import Staging
+from midstream.engine.vllm.staging import Stager, Staging
 from midstream.engine.vllm.swap import Control, NotExact, Refused, Unchanged, prove_reload, switch
 from midstream.http.call import CallFailed, open_stream
 
@@ -53,8 +56,6 @@ HEALTH_S_MAX = 5.0
 ANSWER_S_MAX = 30.0
 #: A server that raises one of these while it starts cannot serve.
 START_ERRORS = (ServerFailed, CallFailed, Refused, NotExact, WrongWeights)
-
-T = TypeVar("T")
 
 
 class VllmEngine(Engine):
@@ -84,11 +85,8 @@ class VllmEngine(Engine):
             gpus=gpus,
             log=cache_dir / "vllm.log",
         )
-        # Of the last boot; set to the reason when it ends.
-        self._boot_ended: asyncio.Future[str] | None = None
+        self._boot = Boot()
         self._watcher: asyncio.Task[None] | None = None
-        # Small tasks, which end with the boot.
-        self._tasks: set[asyncio.Task[None]] = set()
         # pause, resume and commit run one at a time.
         self._control_lock = asyncio.Lock()
         self._paused = False
@@ -99,9 +97,12 @@ class VllmEngine(Engine):
         self._epochs = Epochs(BASE_SNAPSHOT)
         self._salts = Salts(b"")
         self._requests: dict[str, VllmRequest] = {}
-        # The staged snapshot, its files, and where vLLM reads them.
-        self._staged: tuple[str, Path, Path] | None = None
-        self._stager: asyncio.Task[Path] | None = None
+        self._stager = Stager(self._staging, self._boot.while_alive)
+        # Of a boot that serves policies.
+        self._adapters: Adapters | None = None
+        # Why not; empty if it does.
+        self._no_policies = NO_LORA
+        self._adapter_dir = cache_dir / FOLDER
         self._serving_dir = self._model_dir
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
         self._death: Callable[[str], Awaitable[None]] | None = None
@@ -112,10 +113,6 @@ class VllmEngine(Engine):
     @property
     def pid(self) -> int | None:
         return self._server.pid
-
-    @property
-    def _running(self) -> bool:
-        return self._boot_ended is not None and not self._boot_ended.done()
 
     async def start(self) -> ModelInfo:
         await self._stop()
@@ -128,12 +125,12 @@ class VllmEngine(Engine):
             self._salts = Salts(secrets.token_bytes(16))
             await self._take_over()
         except BaseException as error:
-            # This includes cancellation: nothing is left running.
             await self._server.close()
             if isinstance(error, START_ERRORS):
                 raise EngineDied(str(error)) from error
             raise
-        self._paused, self._boot_ended = False, asyncio.get_running_loop().create_future()
+        self._paused = False
+        self._boot.begin()
         self._watcher = asyncio.create_task(self._watch(), name="vLLM's end")
         return self._info()
 
@@ -147,21 +144,44 @@ class VllmEngine(Engine):
         await self._control.set_version(self._epochs.serving_version)
         if self._attached:
             await self._control.resume()
-        else:
-            size, context = self._shape.vocab_size, self._server.max_model_len
-            await prove_reload(self._scorer(), size, context, lambda: self._control.reload(self._model_dir))
+        self._no_policies = self._server.no_adapters
+        self._adapters = None if self._no_policies else await self._prove_adapters()
+        if not self._attached and self._adapters is None:
+            reload = partial(self._control.reload, self._model_dir)
+            await prove_reload(
+                self._scorer(self._own), self._shape.vocab_size, self._server.max_model_len, reload
+            )
+
+    async def _prove_adapters(self) -> Adapters | None:
+        """None: the server serves, but no adapters."""
+        self._server.check_adapters(experts=bool(self._shape.moe_layers))
+        sizes = (self._shape.vocab_size, self._server.max_model_len)
+        proof = Proof(self._server, self._control, self._scorer, sizes, self._adapter_dir)
+        try:
+            proven = await proof.run(self._model_dir, self._own)
+        except NoAdapters as error:
+            self._no_policies = str(error)
+            logger.warning("vLLM serves no policies: %s", error)
+            return None
+        own = (self._epochs.serving_version, self._check_alive, self._boot.in_background)
+        return Adapters(self._control, proven, self._adapter_dir, *own)
+
+    @property
+    def _own(self) -> Weights:
+        return Weights(self._server.served_name, self._epochs)
 
     def _info(self) -> ModelInfo:
-        shape = self._shape
+        shape, server = self._shape, self._server
+        card = vllm_card(server.version, routes=server.returns_routes, no_policies=self._no_policies)
         return ModelInfo(
-            max_model_len=self._server.max_model_len,
+            max_model_len=server.max_model_len,
             vocab_size=shape.vocab_size,
             moe_layers=len(shape.moe_layers),
             top_k=shape.top_k,
             num_experts=shape.num_experts,
             eos_token_ids=shape.eos_token_ids,
             grammars=True,
-            card=vllm_card(self._server.version, routes=self._server.returns_routes),
+            card=card,
         )
 
     async def close(self) -> None:
@@ -169,15 +189,21 @@ class VllmEngine(Engine):
         self._staging.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        self._check_running()
+        self._boot.check()
         if (problem := self.refuses(request)) is not None:
             yield GenerationEvent(error=problem)
             return
-        run = self._requests[request.request_id] = VllmRequest(request)
+        adapters = self._adapters
+        version = adapters.begin(request.policy) if adapters is not None and request.policy else None
+        if version is None and request.policy:
+            yield GenerationEvent(error=f"the policy {request.policy} serves nothing yet")
+            return
+        weights = self._own if version is None else version.weights
+        run = self._requests[request.request_id] = VllmRequest(request, weights)
         try:
             prompt: tuple[TokenRecord, ...] | None = None
             if request.prompt_records:
-                scored = await self._score(request)
+                scored = await self._score(run)
                 if isinstance(scored, str):
                     yield GenerationEvent(error=scored)
                     return
@@ -201,18 +227,20 @@ class VllmEngine(Engine):
         finally:
             self._requests.pop(request.request_id, None)
             run.close()
+            if version is not None and adapters is not None:
+                adapters.end(version)
 
     def refuses(self, request: GenerateRequest) -> str | None:
         return protocol.problem(request)
 
-    def _scorer(self) -> Scorer:
-        server = self._server
-        return Scorer(server.url, server.headers, self._epochs, self._shape, server.served_name)
+    def _scorer(self, weights: Weights) -> Scorer:
+        return Scorer(self._server.url, self._server.headers, weights.epochs, self._shape, weights.name)
 
-    async def _score(self, request: GenerateRequest) -> tuple[TokenRecord, ...] | str:
+    async def _score(self, run: VllmRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or the reason why there are none."""
+        scorer = self._scorer(run.weights)
         try:
-            return await self._while_alive(self._scorer().score(request, self._salt(request)[0]))
+            return await self._boot.while_alive(scorer.score(run.request, self._salt(run)[0]))
         except (CallFailed, WrongWeights) as error:
             reason = f"vLLM did not score the prompt: {error}"
             await self._check_alive(reason)
@@ -223,8 +251,9 @@ class VllmEngine(Engine):
         if index not in run.open:
             return
         request = run.request
-        salt, clean = self._salt(request)
-        choice = ChoiceStream(request, index, self._epochs, self._shape, run.put, clean=clean, prompt=prompt)
+        salt, clean = self._salt(run)
+        epochs = run.weights.epochs
+        choice = ChoiceStream(request, index, epochs, self._shape, run.put, clean=clean, prompt=prompt)
         choice.salt = salt
         choice.on_error = lambda: self._ended(run, choice, None)
         run.choices[index] = choice
@@ -232,7 +261,7 @@ class VllmEngine(Engine):
         data = protocol.body(
             request,
             index,
-            model=self._server.served_name,
+            model=run.weights.name,
             salt=salt,
             stream=True,
             routes_start=size - request.want_routes if self._server.returns_routes else None,
@@ -249,7 +278,7 @@ class VllmEngine(Engine):
             choice.response.ended.add_done_callback(lambda ended: self._ended(run, choice, ended.result()))
 
         try:
-            await self._while_alive(connect())
+            await self._boot.while_alive(connect())
         except CallFailed as error:
             await self._check_alive(str(error))
             choice.fail(f"vLLM did not take the request: {error}")
@@ -258,7 +287,7 @@ class VllmEngine(Engine):
         if choice.over:
             return
         doubt = reason or choice.server_error
-        if doubt is None or not self._running:
+        if doubt is None or not self._boot.running:
             choice.ended(reason)
             return
         self._start_task(run, "whether vLLM died", self._lost, choice, doubt)
@@ -273,9 +302,9 @@ class VllmEngine(Engine):
 
         Otherwise `reason` concerns one request alone.
         """
-        self._check_running()
+        self._boot.check()
         problem = await self._problem()
-        self._check_running()
+        self._boot.check()
         if problem is not None:
             self._end_boot(f"{problem}: {reason}")
             raise EngineDied(f"{problem}: {reason}")
@@ -299,27 +328,6 @@ class VllmEngine(Engine):
             return None
         return f"vLLM was restarted, or given weights by others: it has {version!r}, not {ours!r}"
 
-    def _check_running(self) -> None:
-        if not self._running:
-            raise EngineDied("vLLM is not running")
-
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when the boot ends. Raises EngineDied."""
-        over, task = self._boot_ended, asyncio.create_task(work)
-        assert over is not None
-        try:
-            await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
-            if over.done():
-                raise EngineDied(over.result())
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
-            if not task.cancelled():
-                # Mark the error as seen: nobody else looks at it.
-                task.exception()
-
     def _start_task(
         self, run: VllmRequest, name: str, work: Callable[..., Awaitable[None]], *args: object
     ) -> None:
@@ -331,9 +339,7 @@ class VllmEngine(Engine):
             except EngineDied as error:
                 run.put(error)
 
-        task = asyncio.create_task(working(), name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._boot.in_background(working(), name)
 
     def _count(self, request: GenerateRequest, event: GenerationEvent) -> None:
         self._counts["generated_tokens"] += len(event.tokens)
@@ -341,11 +347,12 @@ class VllmEngine(Engine):
             self._counts["prompt_tokens"] += len(request.prompt)
             self._counts["cached_prompt_tokens"] += event.cached_tokens or 0
 
-    def _salt(self, request: GenerateRequest) -> tuple[str, bool]:
-        """The request's salt for vLLM, and whether all KV cached under it is of the serving weights."""
+    def _salt(self, run: VllmRequest) -> tuple[str, bool]:
+        """The request's salt for vLLM, and whether all KV cached under it is of the weights that it runs under."""
+        request = run.request
         # A resumed request may be limited to younger KV than other requests of its namespace.
         resumed = bool(request.emitted)
-        return self._salts.of(request.salt, self._epochs.now, request.kv_age_max, passing=resumed)
+        return self._salts.of(request.salt, run.weights.epochs.now, request.kv_age_max, passing=resumed)
 
     def end_choice(self, request_id: str, index: int) -> None:
         if (run := self._requests.get(request_id)) is not None:
@@ -356,43 +363,39 @@ class VllmEngine(Engine):
             run.abort()
 
     async def stage(self, snapshot: str, directory: Path) -> None:
-        self._check_running()
-        self.drop_staged()
-        mine = self._stager = asyncio.create_task(self._staging.put(directory), name=f"staging {snapshot}")
-        try:
-            await self._while_alive(asyncio.wait((mine,)))
-            if self._stager is not mine:
-                raise StagingFailed(f"snapshot {snapshot!r} was given up while it was staged")
-            self._staged, self._stager = (snapshot, directory, mine.result()), None
-        except BaseException as error:
-            # This includes cancellation. A copy that was made nevertheless is freed.
-            mine.cancel()
-            await asyncio.wait((mine,))
-            if not mine.cancelled() and mine.exception() is None:
-                self._staging.drop(mine.result())
-            if isinstance(error, OSError):
-                raise StagingFailed(f"the snapshot's files cannot be read: {error}") from error
-            raise
+        self._boot.check()
+        if self._adapters is not None:
+            raise StagingFailed(f"vLLM takes no full weights here: {ON_BASE}")
+        await self._stager.stage(snapshot, directory)
 
     def drop_staged(self) -> None:
-        if self._stager is not None:
-            self._stager.cancel()
-            self._stager = None
-        if self._staged is not None:
-            self._staging.drop(self._staged[2])
-            self._staged = None
+        self._stager.drop()
+
+    def slot(self, policy: str) -> Slot:
+        return AdapterSlot(policy, self._running_adapters, self._boot.while_alive)
+
+    def _running_adapters(self) -> Adapters:
+        self._boot.check()
+        if self._adapters is None:
+            raise StagingFailed(f"vLLM serves no policies: {self._no_policies}")
+        return self._adapters
+
+    def end_policy(self, policy: str) -> None:
+        if self._adapters is not None:
+            self._adapters.end_policy(policy)
 
     async def commit(self, snapshot: str) -> SwapTiming:
         async with self._control_lock:
-            self._check_running()
-            if self._staged is None or self._staged[0] != snapshot:
+            self._boot.check()
+            staged = self._stager.staged
+            if staged is None or staged.snapshot != snapshot:
                 raise StagingFailed(f"snapshot {snapshot!r} is not staged")
-            started, (_, directory, fast) = time.perf_counter(), self._staged
+            started = time.perf_counter()
             try:
-                crossed = await self._switch(snapshot, fast)
+                crossed = await self._switch(snapshot, staged.fast)
             finally:
                 self.drop_staged()
-            self._serving_dir = directory
+            self._serving_dir = staged.directory
             pause_ms = (time.perf_counter() - started) * 1e3
             return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
 
@@ -406,7 +409,7 @@ class VllmEngine(Engine):
             crossed = self._begin_epoch(snapshot)
 
         try:
-            await self._while_alive(
+            await self._boot.while_alive(
                 switch(self._control, files, self._serving_dir, version, on_switch, resume=not self._paused)
             )
         except Unchanged as error:
@@ -435,7 +438,7 @@ class VllmEngine(Engine):
                     continue
                 crossed += 1
                 bounded = run.request.kv_age_max is not None and choice.labels.count == 0
-                if bounded and self._salt(run.request)[0] != choice.salt:
+                if bounded and self._salt(run)[0] != choice.salt:
                     choice.close()
                     self._start_task(run, "a choice begun anew", self._begin, run, index, choice.prompt)
                 else:
@@ -450,9 +453,9 @@ class VllmEngine(Engine):
 
     async def _set_paused(self, paused: bool) -> None:
         async with self._control_lock:
-            self._check_running()
+            self._boot.check()
             try:
-                await self._while_alive(self._control.pause() if paused else self._control.resume())
+                await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
             except (CallFailed, Refused) as error:
                 self._end_boot(str(error))
                 raise EngineDied(str(error)) from error
@@ -471,7 +474,7 @@ class VllmEngine(Engine):
     async def _watch(self) -> None:
         """Wait for the end of the boot: the end of the server, or an event that made it useless."""
         try:
-            reason = await self._while_alive(self._server.wait_ended())
+            reason = await self._boot.while_alive(self._server.wait_ended())
         except EngineDied as error:
             reason = str(error)
         logger.error("vLLM ended: %s", reason)
@@ -484,8 +487,7 @@ class VllmEngine(Engine):
         """End the boot: every request and every call ends with EngineDied."""
         for run in self._requests.values():
             run.put(EngineDied(reason))
-        if self._boot_ended is not None and not self._boot_ended.done():
-            self._boot_ended.set_result(reason)
+        self._boot.end(reason)
 
     async def _stop(self) -> None:
         watcher, self._watcher = self._watcher, None
@@ -493,6 +495,5 @@ class VllmEngine(Engine):
             watcher.cancel()
         self._end_boot("vLLM was stopped")
         self.drop_staged()
-        for task in self._tasks:
-            task.cancel()
+        self._boot.cancel_tasks()
         await self._server.close()

@@ -94,6 +94,17 @@ class Epochs:
         self._snapshots.append(snapshot)
 
 
+class OneEpoch(Epochs):
+    """Of an adapter, which never changes. version: of the base weights that it stands on, as vLLM names them."""
+
+    def __init__(self, snapshot: str, version: str) -> None:
+        super().__init__(snapshot)
+        self._version = version
+
+    def version(self, epoch: int, snapshot: str) -> str:
+        return self._version
+
+
 class ChoiceLabels:
     """The labels given to the tokens of one choice, and what is known of the KV behind them."""
 

@@ -14,6 +14,7 @@ Always holds: all records are of one snapshot. A prompt whose scores crossed a s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import nan
 
 from msgspec.structs import replace
@@ -24,9 +25,11 @@ from midstream.engine.vllm import protocol
 from midstream.engine.vllm.labels import ChoiceLabels, Epochs, Spans
 from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
-from midstream.http.call import ResponseStream, call
+from midstream.http.call import CallFailed, ResponseStream, call
 
 TRIES = 4
+#: The status for a model that a server does not have. Ours have what they were given, unless they were restarted.
+UNKNOWN_MODEL = 404
 ANSWER_S_MAX = 600.0
 
 
@@ -65,6 +68,8 @@ class Scorer:
         for _ in range(TRIES):
             epoch = self._epochs.now
             status, answer = await call(self._url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._headers)
+            if status == UNKNOWN_MODEL:
+                raise CallFailed(protocol.error_of(status, answer))
             if status != 200:
                 return protocol.error_of(status, answer)
             if self._epochs.now == epoch:
@@ -100,6 +105,14 @@ class Scorer:
         wrong = [version for version, _, _ in spans or () if version != ours]
         if wrong:
             raise WrongWeights(f"its scores are of weights {wrong[0]!r}, and {ours!r} serve")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a request runs under. name: at the server. epochs: what its tokens are labelled with."""
+
+    name: str
+    epochs: Epochs
 
 
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -174,8 +187,9 @@ class ChoiceStream:
 
     @property
     def server_error(self) -> str | None:
-        """The error that the server reported. It may lie in this request, or the server itself may be dying."""
-        if self.response is not None and self.response.status >= 500:
+        """The error that the server reported. It may lie in this request, or the server may be dying or another one."""
+        status = 0 if self.response is None else self.response.status
+        if self.response is not None and (status >= 500 or status == UNKNOWN_MODEL):
             return protocol.error_of(self.response.status, self._error_body)
         return self._error
 
@@ -280,8 +294,9 @@ class ChoiceStream:
 class VllmRequest(RequestEvents):
     """A request inside the engine: its choices, and their events for the iterator."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, weights: Weights) -> None:
         super().__init__(request)
+        self.weights = weights
         self.choices: dict[int, ChoiceStream] = {}
 
     def end_choice(self, index: int) -> None:

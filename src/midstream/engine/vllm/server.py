@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -27,12 +27,16 @@ from midstream.core.config import VllmSettings
 from midstream.core.text import NOT_JSON
 from midstream.engine.vllm import keeper, protocol
 from midstream.engine.vllm.arguments import (
+    LORA_VARIABLE,
+    NO_LORA,
     WORKER,
     WORKER_DIR,
     WORKER_FLAG,
+    adapter_places,
     command_line,
     environment,
     given_flags,
+    is_cpu_build,
 )
 from midstream.http.call import CallFailed, call
 
@@ -54,6 +58,7 @@ INFO_S_MAX = 120.0
 LOG_LINES = 15
 LOG_BYTES = 64 * 2**10
 SEEDS = 2**31
+LOAD_ADAPTER = "/v1/load_lora_adapter"
 _DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
 #: The endpoints that a server must have, and the flag or variable that gives it each.
 ENDPOINTS = {
@@ -107,6 +112,11 @@ class _DeviceConfig(msgspec.Struct, frozen=True):
     device: Any = None
 
 
+class _LoraConfig(msgspec.Struct, frozen=True):
+    max_loras: int = 0
+    target_modules: list[str] | None = None
+
+
 class _ParallelConfig(msgspec.Struct, frozen=True):
     worker_extension_cls: str = ""
 
@@ -115,6 +125,7 @@ class _Config(msgspec.Struct, frozen=True):
     model_config: _ModelConfig = _ModelConfig()
     device_config: _DeviceConfig = _DeviceConfig()
     parallel_config: _ParallelConfig = _ParallelConfig()
+    lora_config: _LoraConfig | None = None
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -163,7 +174,10 @@ class VllmServer:
         self.max_model_len = 0
         # It returns the experts that computed each token.
         self.returns_routes = False
+        # Adapters that it computes in one step, and why it serves none; empty if it does.
+        self.adapter_places, self.no_adapters = 0, NO_LORA
         self._packs_experts = True
+        self._on_cpu = False
 
     def __repr__(self) -> str:
         kind = "attached" if self._attached else f"pid={self.pid}"
@@ -243,7 +257,13 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{port}"
         args, seed = self._settings.args, secrets.randbelow(SEEDS)
         command = command_line(self._python, self._model_dir, self.served_name, port, seed, args)
-        env = environment(os.environ, self._settings.env, self._python, self._cores, self._gpus)
+        self.adapter_places = adapter_places(args)
+        self.no_adapters = "" if self.adapter_places else NO_LORA
+        self._on_cpu = is_cpu_build(self._python)
+        own = self._settings.env
+        env = environment(
+            os.environ, own, self._python, self._cores, self._gpus, adapters=bool(self.adapter_places)
+        )
         flags = {name for name, _ in given_flags(args)}
         self.returns_routes = "enable-return-routed-experts" in flags
         with _log_file(self._log) as log:
@@ -304,9 +324,9 @@ class VllmServer:
             )
         self.served_name, self.max_model_len = named[0].id, named[0].max_model_len
         if self._attached:
-            await self._inspect_settings()
+            await self._inspect_settings(paths)
 
-    async def _inspect_settings(self) -> None:
+    async def _inspect_settings(self, paths: Container[str]) -> None:
         """Check that an attached server reports raw log-probabilities, and find out whether it returns routes."""
         info = await self._get("/server_info?config_format=json", _Info, timeout_s=INFO_S_MAX)
         model = info.vllm_config.model_config
@@ -317,7 +337,16 @@ class VllmServer:
         self.returns_routes = model.enable_return_routed_experts
         config = info.vllm_config
         worker = config.parallel_config.worker_extension_cls
-        self._packs_experts = config.device_config.device != "cpu" or worker == WORKER
+        self._on_cpu = config.device_config.device == "cpu"
+        self._packs_experts = not self._on_cpu or worker == WORKER
+        lora = config.lora_config or _LoraConfig()
+        self.adapter_places = lora.max_loras
+        if not lora.max_loras:
+            self.no_adapters = NO_LORA
+        elif lora.target_modules:
+            self.no_adapters = "vLLM runs with --lora-target-modules"
+        else:
+            self.no_adapters = "" if LOAD_ADAPTER in paths else f"vLLM runs without {LORA_VARIABLE}=True"
 
     def check_reload(self, *, experts: bool) -> None:
         """Raises ServerFailed when the server would compute wrongly with weights that are loaded in place."""
@@ -325,6 +354,13 @@ class VllmServer:
             raise self._failed(
                 f"the vLLM server at {self.url} runs on a CPU, where vLLM leaves reloaded experts in a form that it cannot "
                 f"compute with: start it with PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
+            )
+
+    def check_adapters(self, *, experts: bool) -> None:
+        """Raises ServerFailed when the server cannot compute a model with experts, whatever it is asked for."""
+        if experts and self._on_cpu:
+            raise self._failed(
+                "vLLM for CPUs cannot compute a model with experts when it runs with --enable-lora: start it without"
             )
 
     async def _get(self, path: str, kind: type[Any], hint: str = "", timeout_s: float = INSPECT_S_MAX) -> Any:

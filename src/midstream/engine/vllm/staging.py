@@ -8,6 +8,7 @@ free memory. Copies of a process that died are gone when the next process of the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -18,9 +19,12 @@ import re
 import shutil
 import stat
 import threading
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from midstream.engine.base import StagingFailed
 from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE
 from midstream.snapshots.tasks import finished
 
@@ -124,6 +128,53 @@ class Staging:
         except OSError:
             return 0
         return int(self._share * min(free.f_bavail * free.f_frsize, _available_memory()))
+
+
+class Staged(NamedTuple):
+    """directory: of the verified files. fast: where vLLM reads them."""
+
+    snapshot: str
+    directory: Path
+    fast: Path
+
+
+class Stager:
+    """One snapshot at a time, beside what serves. while_alive: raises EngineDied when the boot ends meanwhile."""
+
+    def __init__(
+        self, staging: Staging, while_alive: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+    ) -> None:
+        self._staging = staging
+        self._while_alive = while_alive
+        self._copying: asyncio.Task[Path] | None = None
+        self.staged: Staged | None = None
+
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        """As Slot.stage."""
+        self.drop()
+        mine = self._copying = asyncio.create_task(self._staging.put(directory), name=f"staging {snapshot}")
+        try:
+            await self._while_alive(asyncio.wait((mine,)))
+            if self._copying is not mine:
+                raise StagingFailed(f"snapshot {snapshot!r} was given up while it was staged")
+            self.staged, self._copying = Staged(snapshot, directory, mine.result()), None
+        except BaseException as error:
+            # This includes cancellation. A copy that was made nevertheless is freed.
+            mine.cancel()
+            await asyncio.wait((mine,))
+            if not mine.cancelled() and mine.exception() is None:
+                self._staging.drop(mine.result())
+            if isinstance(error, OSError):
+                raise StagingFailed(f"the snapshot's files cannot be read: {error}") from error
+            raise
+
+    def drop(self) -> None:
+        if self._copying is not None:
+            self._copying.cancel()
+            self._copying = None
+        if self.staged is not None:
+            self._staging.drop(self.staged.fast)
+            self.staged = None
 
 
 def snapshot_files(directory: Path) -> dict[str, Path] | None:

@@ -31,16 +31,16 @@ TOLERANCE = 0.02
 
 
 class NotExact(Exception):
-    """Reloaded weights give other numbers."""
+    """vLLM computes other numbers than it should."""
 
 
 async def prove_reload(
     scorer: Scorer, vocab_size: int, context: int, reload: Callable[[], Awaitable[None]]
 ) -> None:
     """reload: loads the serving weights once more. Raises NotExact, and the errors of scorer and reload."""
-    before = await _score(scorer, vocab_size, context)
+    before = await score(scorer, vocab_size, context)
     await reload()
-    after = await _score(scorer, vocab_size, context)
+    after = await score(scorer, vocab_size, context)
     off = [abs(a - b) for a, b in zip(before, after, strict=True)]
     # A number that is not finite fails, too.
     if not all(difference <= TOLERANCE for difference in off):
@@ -50,8 +50,13 @@ async def prove_reload(
         )
 
 
-async def _score(scorer: Scorer, vocab_size: int, context: int) -> list[float]:
-    prompt = tuple((i * 7919 + 13) % vocab_size for i in range(max(2, min(TOKENS, context - 1))))
+def proof_prompt(vocab_size: int, context: int) -> tuple[int, ...]:
+    return tuple((i * 7919 + 13) % vocab_size for i in range(max(2, min(TOKENS, context - 1))))
+
+
+async def score(scorer: Scorer, vocab_size: int, context: int) -> list[float]:
+    """The log-probabilities of a fixed prompt, computed anew. Raises NotExact, CallFailed, WrongWeights."""
+    prompt = proof_prompt(vocab_size, context)
     request = GenerateRequest(
         request_id=f"proof-{secrets.token_hex(8)}",
         prompt=prompt,
@@ -122,6 +127,15 @@ class Control:
 
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version}, CALL_S_MAX)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """vLLM reads the files of `directory` between two steps, and perhaps again later."""
+        body = {"lora_name": name, "lora_path": str(directory)}
+        await self._post("/v1/load_lora_adapter", body, self._load_s_max)
+
+    async def unload_adapter(self, name: str) -> None:
+        """No request can name it any more; those that run go on."""
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name}, CALL_S_MAX)
 
     async def _post(self, path: str, body: object, timeout_s: float) -> None:
         data = b"" if body is None else json.dumps(body).encode()

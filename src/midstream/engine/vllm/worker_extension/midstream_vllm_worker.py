@@ -1,8 +1,15 @@
-"""A worker extension of vLLM for CPUs (--worker-extension-cls): it packs reloaded experts for their kernel.
+"""A worker extension of vLLM for CPUs (--worker-extension-cls). It mends three defects of vLLM 0.32.
 
-vLLM 0.32 packs the weights of unquantized experts for its CPU kernel when it loads a model, but not when `reload_weights`
+vLLM packs the weights of unquantized experts for its CPU kernel when it loads a model, but not when `reload_weights`
 replaces them. The kernel would then read the right numbers in the wrong order. Weights that a version packs by itself are
 left alone.
+
+In a batch, a row without an adapter has the adapter index -1. vLLM's CPU kernels for LoRA index with it, and so give such a
+row the adapter of the last slot. Here those rows get zeros from the first of the two products, so the second adds nothing.
+
+For log-probabilities of a prompt the output layer has a row for each of its tokens, and vLLM has an adapter index for each
+request of the batch. Its CPU kernels fail there, and the engine ends. Here the output layer's adapter is left out of such a
+pass. midstream serves no adapter of the output layer, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -11,6 +18,8 @@ import importlib
 from typing import Any
 
 METHODS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
+LORA_KERNELS = "vllm.lora.punica_wrapper.punica_cpu"
 
 
 class Worker:
@@ -43,8 +52,38 @@ def _pack_after_reload(methods: type[Any]) -> None:
     methods._setup_kernel = set_up_and_pack
 
 
+def _spare_rows_without_adapter(*modules: Any) -> None:
+    """modules: all that call bgmv_shrink by their own name for it."""
+    shrink = modules[0].bgmv_shrink
+
+    def spare(inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
+        shrink(inputs, weights, output, indices, scaling)
+        output[indices < 0] = 0
+
+    for module in modules:
+        module.bgmv_shrink = spare
+
+
+def _leave_out_rows_of_prompts(wrapper: type[Any]) -> None:
+    add = wrapper.add_lora_logits
+
+    def add_where_rows_are_requests(self: Any, y: Any, x: Any, *args: Any, **kwargs: Any) -> None:
+        if x.view(-1, x.shape[-1]).shape[0] == self.sampler_indices.shape[0]:
+            add(self, y, x, *args, **kwargs)
+
+    wrapper.add_lora_logits = add_where_rows_are_requests
+
+
 try:
     _pack_after_reload(importlib.import_module(METHODS).UnquantizedFusedMoEMethod)
 except (ImportError, AttributeError) as error:
     # This is another version of vLLM. midstream finds out whether it reloads correctly.
     print(f"midstream: experts are not packed after a reload: {error}", flush=True)
+
+try:
+    _kernels = importlib.import_module(LORA_KERNELS)
+    _spare_rows_without_adapter(importlib.import_module(LORA_OPS), _kernels)
+    _leave_out_rows_of_prompts(_kernels.PunicaWrapperCPU)
+except (ImportError, AttributeError) as error:
+    # midstream finds out here, too, whether the numbers are right.
+    print(f"midstream: vLLM's kernels for LoRA are as they were: {error}", flush=True)

@@ -1,0 +1,201 @@
+"""The proof, at every start, that a vLLM server computes with adapters: small ones are loaded, and numbers are compared.
+
+For each kind of linear map in the model's layers an adapter of this kind alone must change the log-probabilities of a prompt.
+With an adapter in each of vLLM's places, the base weights must give the numbers that they gave before, also in steps that they
+share with an adapter. vLLM's kernels for a CPU would fail this without midstream's worker extension.
+
+Always holds: no adapter of the proof is left at the server, and none of its files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import random
+import secrets
+import shutil
+import struct
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from midstream.core.errors import SnapshotError
+from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.vllm import protocol
+from midstream.engine.vllm.adapters import Proven, adaptable
+from midstream.engine.vllm.requests import ANSWER_S_MAX, Scorer, Weights
+from midstream.engine.vllm.server import VllmServer
+from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, Refused, proof_prompt, score
+from midstream.http.call import CallFailed, call
+from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from midstream.snapshots.layout import read_spec
+from midstream.snapshots.tasks import finished
+
+logger = logging.getLogger(__name__)
+
+#: How far the outputs of a map move for an input of size 1.
+STRENGTH = 4.0
+#: Tokens that the base generates, and those that an adapter generates beside it.
+OWN, BESIDE = 6, 24
+#: In nats, on average over a prompt that shares its steps with others. In bfloat16 a batch changes the rounding.
+SHARED_TOLERANCE = 0.25
+
+
+class NoAdapters(Exception):
+    """vLLM serves, but no adapters. The message says why."""
+
+
+class Proof:
+    """sizes: of the vocabulary and of the context. folder: for adapters' files; what it has is removed."""
+
+    def __init__(
+        self,
+        server: VllmServer,
+        control: Control,
+        scorer: Callable[[Weights], Scorer],
+        sizes: tuple[int, int],
+        folder: Path,
+    ) -> None:
+        self._server = server
+        self._control = control
+        self._scorer = scorer
+        self._vocab_size, self._context = sizes
+        self._folder = folder
+        self._mark = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+        self._loaded: list[str] = []
+
+    async def run(self, model_dir: Path, own: Weights) -> Proven:
+        """own: the base weights. Raises NoAdapters, NotExact, CallFailed, WrongWeights."""
+        await finished(shutil.rmtree, self._folder, True)
+        try:
+            base = await asyncio.to_thread(read_spec, model_dir)
+        except SnapshotError as error:
+            raise NoAdapters(str(error)) from error
+        kinds = adaptable(base)
+        if not kinds:
+            raise NoAdapters("the model has no linear maps that midstream knows how to adapt")
+        try:
+            before, greedy = await self._score(own), await self._greedy(own.name, OWN)
+            proven, refusal = set(), ""
+            for kind, module in kinds.items():
+                try:
+                    name = await self._load(module, base.tensors[f"{module}.weight"].shape)
+                except Refused as error:
+                    refusal = str(error)
+                    continue
+                if max(_differences(before, await self._score(Weights(name, own.epochs)))) > TOLERANCE:
+                    proven.add(kind)
+            if not proven:
+                raise NoAdapters(refusal or "no adapter changes what vLLM computes")
+            if left_out := sorted(kinds.keys() - proven):
+                logger.warning("vLLM does not adapt %s; such adapters are refused", ", ".join(left_out))
+            module = kinds[min(proven)]
+            while len(self._loaded) < self._server.adapter_places:
+                await self._load(module, base.tensors[f"{module}.weight"].shape)
+            await self._compare(own, before, greedy)
+        finally:
+            await self._clean_up()
+        return Proven(base, frozenset(proven), self._server.adapter_places)
+
+    async def _compare(self, own: Weights, before: list[float], greedy: list[protocol.Token]) -> None:
+        """Raises NotExact unless the base weights give what they gave before."""
+        alone = _differences(before, await self._score(own)) + _drift(
+            greedy, await self._greedy(own.name, OWN)
+        )
+        beside = asyncio.create_task(self._greedy(self._loaded[-1], BESIDE))
+        try:
+            shared = _differences(before, await self._score(own))
+            shared += _drift(greedy, await self._greedy(own.name, OWN))
+        finally:
+            await asyncio.wait((beside,))
+            # An error of its own is worth less than one of the base weights.
+            failed = beside.exception()
+        if failed is not None:
+            raise failed
+        for off, bound in ((max(alone), TOLERANCE), (sum(shared) / len(shared), SHARED_TOLERANCE)):
+            if not off <= bound:
+                raise NotExact(
+                    f"beside adapters vLLM gives the base weights log-probabilities that differ by {off:.3g}. Start it "
+                    "without --enable-lora, or on a CPU with midstream's worker extension"
+                )
+
+    async def _load(self, module: str, shape: tuple[int, ...]) -> str:
+        name = f"proof-{self._mark}-{next(self._numbers)}"
+        directory = self._folder / name
+        await asyncio.to_thread(write_probe, directory, module, shape)
+        await self._control.load_adapter(name, directory)
+        self._loaded.append(name)
+        return name
+
+    async def _score(self, weights: Weights) -> list[float]:
+        return await score(self._scorer(weights), self._vocab_size, self._context)
+
+    async def _greedy(self, name: str, count: int) -> list[protocol.Token]:
+        prompt = proof_prompt(self._vocab_size, max(2, self._context - count))
+        count = max(1, min(count, self._context - len(prompt)))
+        request = GenerateRequest(
+            request_id=name,
+            prompt=prompt,
+            sampling=SamplingParams(max_tokens=count, temperature=0.0),
+            want_logprobs=True,
+        )
+        data = protocol.body(request, 0, model=name, salt=secrets.token_hex(16), stream=False)
+        status, answer = await call(
+            self._server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._server.headers
+        )
+        if status != 200:
+            raise CallFailed(protocol.error_of(status, answer))
+        try:
+            return list(protocol.read_answer(answer).tokens)
+        except protocol.InvalidAnswer as error:
+            raise NotExact(f"vLLM's answer to a prompt cannot be used: {error}") from error
+
+    async def _clean_up(self) -> None:
+        for name in self._loaded:
+            try:
+                await self._control.unload_adapter(name)
+            except (CallFailed, Refused) as error:
+                logger.warning("%s: vLLM keeps its name: %s", name, error)
+        await finished(shutil.rmtree, self._folder, True)
+
+
+def _differences(a: list[float], b: list[float]) -> list[float]:
+    """Infinite where a number is not finite."""
+    off = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return [each if math.isfinite(each) else math.inf for each in off]
+
+
+def _drift(a: list[protocol.Token], b: list[protocol.Token]) -> list[float]:
+    """Of greedy tokens, up to the first that differs: a near tie, after which the prompts differ, too."""
+    same = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0].token_id == pair[1].token_id, zip(a, b, strict=True)
+        )
+    )
+    return _differences(*([token.logprob for token in tokens[: same + 1]] for tokens in (a, b)))
+
+
+def write_probe(directory: Path, module: str, shape: tuple[int, ...]) -> None:
+    """An adapter of rank 1 of one map, strong enough to be seen in any model. shape: (outputs, inputs)."""
+    outputs, inputs = shape
+    signs = random.Random(module)
+    a = array("f", (signs.choice((-1.0, 1.0)) / math.sqrt(inputs) for _ in range(inputs)))
+    b = array("f", (signs.choice((-STRENGTH, STRENGTH)) for _ in range(outputs)))
+    header, parts, at = {}, [], 0
+    for side, sizes, numbers in (("A", [1, inputs], a), ("B", [outputs, 1], b)):
+        data = numbers.tobytes()
+        name = f"base_model.model.{module}.lora_{side}.weight"
+        header[name] = {"dtype": "F32", "shape": sizes, "data_offsets": [at, at + len(data)]}
+        parts.append(data)
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [module.rsplit(".", 1)[-1]]}
+    directory.mkdir(parents=True)
+    (directory / ADAPTER_WEIGHTS_FILE).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
