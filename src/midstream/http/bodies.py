@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from midstream.core.errors import InvalidRequest, PayloadTooLarge
-from midstream.core.text import NOT_JSON
+from midstream.core.text import NOT_JSON, decoded
 
 MAX_BODY_BYTES = 2**20
 
@@ -29,7 +29,7 @@ async def read_body(request: Request) -> bytes:
 def json_object(body: bytes) -> dict[str, Any]:
     """Raises InvalidRequest."""
     try:
-        raw = msgspec.json.decode(body)
+        raw = decoded(msgspec.json.decode, body)
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from targets import (
+    adapters,
     http_client,
     http_server,
+    inference_wires,
     rollout_requests,
     signals,
     snapshot_files,
@@ -19,6 +21,10 @@ TARGETS: dict[str, Target] = {
     "http_responses": http_client.TARGET,
     "rollout_bodies": rollout_requests.BODY,
     "rollout_headers": rollout_requests.HEADERS,
+    "messages_bodies": inference_wires.MESSAGES_BODIES,
+    "responses_bodies": inference_wires.RESPONSES_BODIES,
+    "token_bodies": inference_wires.TOKEN_BODIES,
+    "text_bodies": inference_wires.TEXT_BODIES,
     "grammars": rollout_requests.GRAMMAR,
     "sse_events": rollout_requests.EVENT,
     "tool_calls": tool_markup.TARGET,
@@ -28,6 +34,7 @@ TARGETS: dict[str, Target] = {
     "checkpoints": snapshot_files.DIRECTORY,
     "manifests": snapshot_files.MANIFEST,
     "model_configs": snapshot_files.CONFIG,
+    "adapters": adapters.TARGET,
     "arc2_blobs": snapshot_files.BLOB,
     "arc2_deltas": snapshot_files.DELTA,
     "tinker_json": tinker_bodies.JSON,
