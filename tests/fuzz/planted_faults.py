@@ -5,12 +5,17 @@ Always holds: each is of the kind that tests with chosen inputs miss: a bound, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
+from midstream.api import adapter_calls
 from midstream.engine.vllm import protocol
 from midstream.replica.text import toolcalls
-from midstream.snapshots import layout
+from midstream.replica.wire import messages, sglang, table, textcalls
+from midstream.snapshots import adapter, layout
 from midstream.snapshots.arc2 import blob
 
 
@@ -54,9 +59,46 @@ def _line_forgotten() -> None:
     protocol.ChunkReader.feed = forgetful  # type: ignore[method-assign]
 
 
+def _expert_of_many_names() -> None:
+    """`01` is another name of expert 1, and the engine would keep one of the two."""
+    adapter._EXPERT = re.compile(adapter._EXPERT.pattern.replace("0|[1-9][0-9]{0,8}", r"\d+"))
+
+
+def _block_error_escapes() -> None:
+    """A block with a field of another kind is an error of the server."""
+    messages.convert = lambda block, kind, where, param: msgspec.convert(block, kind)
+
+
+def _items_called_messages() -> None:
+    """A refusal of an item names the field of the chat that it was made into."""
+    own = table.GENERATING["responses"]
+    table.GENERATING["responses"] = own._replace(rename=lambda error, details: None)
+
+
+def _starts_unchecked() -> None:
+    """What is told of a prompt may begin behind it."""
+    sglang._check_starts = lambda body, prompts, logprobs, routes: None
+
+
+def _tokens_unchecked() -> None:
+    """Text is asked for of ids that no token has."""
+    textcalls.split_prompts = lambda prompt, vocab_size: [tuple(prompt)]  # type: ignore[arg-type]
+
+
+def _adapter_called_policy() -> None:
+    """A refusal of an adapter's name names a field that the call has not."""
+    adapter_calls._rename = lambda error, param: None
+
+
 FAULTS = {
     "ranges_unbounded": Planted("safetensors", 100_000, _ranges_unbounded),
     "tag_cut_short": Planted("tool_calls", 100_000, _tag_cut_short),
     "frames_unchecked": Planted("arc2_blobs", 100_000, _frames_unchecked),
     "line_forgotten": Planted("vllm_streams", 100_000, _line_forgotten),
+    "expert_of_many_names": Planted("adapters", 100_000, _expert_of_many_names),
+    "block_error_escapes": Planted("messages_bodies", 100_000, _block_error_escapes),
+    "items_called_messages": Planted("responses_bodies", 100_000, _items_called_messages),
+    "starts_unchecked": Planted("token_bodies", 100_000, _starts_unchecked),
+    "tokens_unchecked": Planted("text_bodies", 100_000, _tokens_unchecked),
+    "adapter_called_policy": Planted("control_bodies", 100_000, _adapter_called_policy),
 }

@@ -71,7 +71,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "a"}
         ),
         ("/v1/messages/count_tokens", {"messages": HI, "tools": [{"type": HOLE, "name": "f"}]}),
         ("/v1/responses", {"input": [{"type": HOLE}]}),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}, "midstream": {"snapshot": HOLE}}),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {}, "midstream": {"snapshot": HOLE}},
+        ),
         ("/generate", {"input_ids": [[1], [2]], "sampling_params": [{"stop": HOLE}, {"stop": HOLE}]}),
         ("/tokenize", {"messages": [{"role": HOLE, "content": "a"}]}),
     ],

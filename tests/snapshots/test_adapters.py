@@ -23,7 +23,9 @@ def base(*more: str) -> CheckpointSpec:
     square = [Q, *(f"{EXPERTS}.{n}.{part}_proj" for n in (0, 1) for part in ("gate", "up", "down")), *more]
     shapes = {f"{path}.weight": (HIDDEN, HIDDEN) for path in square}
     shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
-    return CheckpointSpec({n: TensorSpec("F32", shape, "model.safetensors") for n, shape in shapes.items()}, {})
+    return CheckpointSpec(
+        {n: TensorSpec("F32", shape, "model.safetensors") for n, shape in shapes.items()}, {}
+    )
 
 
 def written(place: Path, tensors: dict[str, tuple[str, tuple[int, int]]], **config: Any) -> Path:
@@ -79,7 +81,7 @@ def test_a_copy_of_a_base_tensor_has_a_dtype_in_which_it_can_be_compared(tmp_pat
 
 def test_a_refusal_is_short_whatever_the_configuration_says(tmp_path: Path) -> None:
     directory = written(tmp_path, maps(Q), rank_pattern={"q_proj": 10**4000})
-    with pytest.raises(SnapshotIncompatible, match="has rank 1, adapter_config.json says 1000") as refused:
+    with pytest.raises(SnapshotIncompatible, match=r"has rank 1, adapter_config\.json says 1000") as refused:
         read_adapter(directory, base())
     assert len(str(refused.value)) < 1000
 

@@ -344,7 +344,9 @@ class _Scaling:
         self._rank: int = config["r"]
         self._alpha: float = config["lora_alpha"]
         self._of_root = bool(config.get("use_rslora"))
-        self._ranks, self._alphas = (_compiled(config.get(f) or {}) for f in ("rank_pattern", "alpha_pattern"))
+        self._ranks, self._alphas = (
+            _compiled(config.get(f) or {}) for f in ("rank_pattern", "alpha_pattern")
+        )
 
     def of(self, module: str, found: AdaptedMap) -> AdaptedMap:
         """`found` with its scaling. module: the path that patterns are matched with."""

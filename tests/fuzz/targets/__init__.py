@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from targets import (
     adapters,
+    control_bodies,
     http_client,
     http_server,
     inference_wires,
@@ -29,6 +30,7 @@ TARGETS: dict[str, Target] = {
     "sse_events": rollout_requests.EVENT,
     "tool_calls": tool_markup.TARGET,
     "signals": signals.TARGET,
+    "control_bodies": control_bodies.TARGET,
     "replica_messages": signals.INTERNAL,
     "safetensors": snapshot_files.SAFETENSORS,
     "checkpoints": snapshot_files.DIRECTORY,

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from midstream.core import sessions
-from midstream.core.errors import InvalidRequest, MidstreamError
 from midstream.core.headers import HEADER_RECORDS, HEADER_SESSION, HEADER_UNKNOWN_FIELDS
 from midstream.core.resumption import read_resume
+from midstream.core.text import NOT_JSON
 from midstream.core.wires import WIRES
 from midstream.fleet.sessions import body_model, session_key
 from midstream.proxy.resume import resume_body
@@ -134,8 +134,9 @@ def check_refusal(path: Path, body: bytes, answer: Answer) -> None:
         return
     try:
         given = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        check(False, "a field of what is no JSON", error)
+    except NOT_JSON:
+        # An unknown field is refused where it stands, before the rest is looked at.
+        return
     root = re.split(r"[.\[]", param)[0]
     known = {*path.body.__struct_encode_fields__, *(given if isinstance(given, dict) else ())}
     check(root in known or param in known, "a field that this wire has not", param, message)
@@ -187,7 +188,9 @@ def check_agreement(path: Path, body: bytes) -> None:
     check(body_model(body) == made.model, "the gateway reads another model", body_model(body), made.model)
     key, _ = refusable(lambda: session_key({}, body, wire.user))
     own, _ = refusable(
-        lambda: sessions.session_key(sessions.named_in_body(made.prompt_cache_key, made.session_id, made.user))
+        lambda: sessions.session_key(
+            sessions.named_in_body(made.prompt_cache_key, made.session_id, made.user)
+        )
     )
     # A name that is written with escapes is none to the gateway's search, which costs affinity only.
     check(key == own or b"\\" in body, "the gateway reads another session", key, own)
@@ -196,7 +199,9 @@ def check_agreement(path: Path, body: bytes) -> None:
     check(constraint == asked, "the gateway reads another version constraint", constraint, asked)
     resumed = read_resume(resume_body(path.path.encode(), "r0", True, "", body))
     again = read(path, bytes(resumed.body))
-    check(plain(path, again) == plain(path, found), "another request when its stream is resumed", again, found)
+    check(
+        plain(path, again) == plain(path, found), "another request when its stream is resumed", again, found
+    )
 
 
 def plain(path: Path, found: Read) -> str:

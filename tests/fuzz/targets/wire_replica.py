@@ -79,7 +79,7 @@ class SaysLittle(Engine):
         if not request.urgent:
             self.asked.append(request)
         size, limit = len(request.prompt), request.sampling.max_tokens
-        check(0 < size and size + limit <= INFO.max_model_len, "more than the context", size, limit)
+        check(size > 0 and size + limit <= INFO.max_model_len, "more than the context", size, limit)
         check(all(0 <= t < INFO.vocab_size for t in request.prompt), "no token", request.prompt)
         check(0 <= request.prompt_records <= size, "records of no token", request.prompt_records)
         for index in request.choices:
