@@ -42,7 +42,7 @@ def test_an_equal_copy_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.embed_tokens", "x\nWARNING all is lost\x1b[2J.embed_tokens", "y" * 9999 + ".embed_tokens"]
+    "name", ["model.embed_tokens", "x\rWARNING all is lost\x1b[2J.embed_tokens", "y" * 9999 + ".embed_tokens"]
 )
 def test_a_copy_with_other_numbers_is_refused_on_a_short_line(tmp_path: Path, name: str) -> None:
     base, adapter = directories(tmp_path, name, 2.0)

@@ -14,7 +14,7 @@ import msgspec
 from midstream.api import adapter_calls
 from midstream.engine.vllm import protocol
 from midstream.replica.text import toolcalls
-from midstream.replica.wire import messages, sglang, table, textcalls
+from midstream.replica.wire import messages, table, textcalls, vllm
 from midstream.snapshots import adapter, layout
 from midstream.snapshots.arc2 import blob
 
@@ -59,9 +59,9 @@ def _line_forgotten() -> None:
     protocol.ChunkReader.feed = forgetful  # type: ignore[method-assign]
 
 
-def _expert_of_many_names() -> None:
-    """`01` is another name of expert 1, and the engine would keep one of the two."""
-    adapter._EXPERT = re.compile(adapter._EXPERT.pattern.replace("0|[1-9][0-9]{0,8}", r"\d+"))
+def _patterns_unchecked() -> None:
+    """Any text of a configuration is compiled as a regular expression."""
+    adapter._PATTERN = re.compile(r".{1,255}")
 
 
 def _block_error_escapes() -> None:
@@ -75,9 +75,9 @@ def _items_called_messages() -> None:
     table.GENERATING["responses"] = own._replace(rename=lambda error, details: None)
 
 
-def _starts_unchecked() -> None:
-    """What is told of a prompt may begin behind it."""
-    sglang._check_starts = lambda body, prompts, logprobs, routes: None
+def _sampling_called_otherwise() -> None:
+    """A refusal of a sampling parameter names OpenAI's field."""
+    vllm._WIRE_NAMES = {}
 
 
 def _tokens_unchecked() -> None:
@@ -95,10 +95,10 @@ FAULTS = {
     "tag_cut_short": Planted("tool_calls", 100_000, _tag_cut_short),
     "frames_unchecked": Planted("arc2_blobs", 100_000, _frames_unchecked),
     "line_forgotten": Planted("vllm_streams", 100_000, _line_forgotten),
-    "expert_of_many_names": Planted("adapters", 100_000, _expert_of_many_names),
+    "patterns_unchecked": Planted("adapters", 100_000, _patterns_unchecked),
     "block_error_escapes": Planted("messages_bodies", 100_000, _block_error_escapes),
     "items_called_messages": Planted("responses_bodies", 100_000, _items_called_messages),
-    "starts_unchecked": Planted("token_bodies", 100_000, _starts_unchecked),
+    "sampling_called_otherwise": Planted("token_bodies", 100_000, _sampling_called_otherwise),
     "tokens_unchecked": Planted("text_bodies", 100_000, _tokens_unchecked),
     "adapter_called_policy": Planted("control_bodies", 100_000, _adapter_called_policy),
 }

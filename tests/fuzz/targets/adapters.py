@@ -129,20 +129,29 @@ def weights_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def weights_of(lines: bytes) -> bytes:
-    """The file that lines of a name, a dtype and a shape describe. What is no such line is the file itself."""
-    tensors = []
+    """The file that lines describe: a path, a dtype, a rank, outputs and inputs; or a tensor's name, dtype and shape.
+
+    What has another line is the file itself.
+    """
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
     for line in lines.decode("utf-8", "surrogateescape").split("\n"):
         found = _LINE.fullmatch(line)
         if found is None or math.prod(shape := tuple(map(int, found["shape"].split()))) > NUMBERS_MAX:
             return lines
-        tensors.append((found["name"], found["dtype"], shape))
+        name, dtype = found["name"], found["dtype"]
+        if len(shape) != 3:
+            tensors.append((name, dtype, shape))
+            continue
+        rank, outputs, inputs = shape
+        tensors.append((f"{PREFIX}{name}.lora_A.weight", dtype, (rank, inputs)))
+        tensors.append((f"{PREFIX}{name}.lora_B.weight", dtype, (outputs, rank)))
     return weights_file(tensors)
 
 
 @cache
 def base() -> tuple[Path, CheckpointSpec]:
     """Beside the directory of an input."""
-    place = directory().parent / "base"
+    place = directory().parent / "adapters-base"
     place.mkdir()
     (place / "config.json").write_bytes(b"{}")
     (place / WEIGHTS_FILE).write_bytes(weights_file((name, "F32", shape) for name, shape in BASE.items()))
@@ -242,10 +251,9 @@ def check_numbers(spec: AdapterSpec, place: Path, base_place: Path, tensors: Map
 
 def lines(paths: Mapping[str, tuple[int, int]], rank: int = 1, dtype: str = "F32", *copies: str) -> bytes:
     """paths: in the file, with their outputs and inputs. copies: names of tensors of the base."""
-    found = []
+    found = list[str]()
     for path, (outputs, inputs) in paths.items():
-        for side, (rows, columns) in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            found.append(f"{PREFIX}{path}.lora_{side}.weight {dtype} {rows} {columns}")
+        found.append(f"{path} {dtype} {rank} {outputs} {inputs}")
     found += [f"{PREFIX}{own} {dtype} {_VOCAB} {_HIDDEN}" for own in copies]
     return "\n".join(found).encode()
 
@@ -287,7 +295,7 @@ WORDS: tuple[bytes, ...] = (
     *(b'"r":', b'"lora_alpha":', b'"use_rslora":true', b'"rank_pattern":{', b'"alpha_pattern":{'),
     *(b'"target_modules":', b'"layers_to_transform":', b'"exclude_modules":', b'"modules_to_save":["'),
     *(b"NaN", b"Infinity", b"1e309", b"-0", b"-0.0", b"1e-320", b"9" * 400, b"null", b"true", b"[" * 32),
-    *(b"a|" * 120, b"^", b"$", b"|", b".lora_A.weight", b".lora_B.weight", b"base_model.model."),
+    *(b"a|" * 120, b"^", b"$", b"|", b".lora_A.weight F32 1 4", b"base_model.model.", b" F32 1 3 4"),
     *(b".base_layer", b".experts.", b"block_sparse_moe", b"00", b"\xd9\xa1", b"9" * 4400, BETWEEN),
     *(b"embed_tokens", b"lm_head", b"\n", b" BOOL 6 4", b" F8_E4M3 6 4", b" I8 6 4", b" 1 4", b"\\ud800"),
 )

@@ -10,6 +10,7 @@ import asyncio
 import json
 import posixpath
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,7 +205,11 @@ class Gateway:
 
 def gateway() -> Gateway:
     if not _gateways:
-        _gateways.append(Gateway(directory().parent))
+        place = directory().parent / "control"
+        # Of the one before, in this process.
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        _gateways.append(Gateway(place))
     return _gateways[0]
 
 
