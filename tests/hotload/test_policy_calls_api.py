@@ -127,6 +127,19 @@ def test_a_name_that_no_adapter_can_have_is_refused_by_the_calls_own_field(tmp_p
         ("POST", "/update_weights", {}, "weight_dir"),
         ("POST", "/update_weights_from_disk", {}, "model_path"),
         ("POST", "/update_weights_from_disk", {"model_path": {}}, "model_path"),
+        (
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": "/a", "weight_version": "a\x7f"},
+            "weight_version",
+        ),
+        (
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": "/a", "weight_version": "base"},
+            "weight_version",
+        ),
+        ("POST", "/update_weights_from_disk", {"model_path": "/a", "weight_version": ""}, "weight_version"),
         ("POST", ADDONS, {"displayName": 1}, "displayName"),
         ("POST", POLICIES, {"policy": "red", "from": 1}, "from"),
         ("POST", POLICIES, {"policy": "red", "frozen": "no"}, "frozen"),
@@ -143,5 +156,24 @@ def test_a_field_of_another_kind_is_refused_by_its_name(
         message = answer.json()["error"]["message"]
         assert message.startswith(f"{param}") or f"'{param}'" in message
         assert server.policies == []
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"), [("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path")]
+)
+def test_a_directory_without_files_is_refused_by_the_calls_own_field(
+    tmp_path: Path, path: str, param: str
+) -> None:
+    async def work(server: PolicyServer) -> None:
+        answer = await server.http.post(path, json={param: str(server.bucket / "nothing")})
+        assert refused(answer) == (400, param)
+        assert "write the snapshot, then signal it" in answer.json()["error"]["message"]
+        # A signal names it by its identity.
+        assert refused(await server.signal({"identity": "nothing"})) == (400, "identity")
+        place = (server.bucket / "nothing").as_uri()
+        answer = await server.signal({"identity": "x"}, x_fireworks_hot_load_source_url=place)
+        assert refused(answer) == (400, "identity")
 
     serve(tmp_path, work)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from midstream.api.signals import Place, SignalBody
 from midstream.api.status import replica_rows
-from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotRefused
+from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.scopes import OBSERVE, PUBLISH
 from midstream.core.types import Desired
 from midstream.fleet.access import grant_of, shown_only
@@ -70,7 +70,7 @@ class Updates:
     ) -> Desired:
         """instead: what to do, said with the refusal of a place. Raises MidstreamError."""
         if update.weight_version is not None:
-            check_identity(update.weight_version)
+            check_identity(update.weight_version, "weight_version")
         directory = update.directory
         url = directory if "://" in directory else f"file://{quote(directory.rstrip('/'))}"
         body = SignalBody(
@@ -81,7 +81,8 @@ class Updates:
         try:
             result = await self._take(request, deployment, body, Place(url, update.param))
         except InvalidRequest as error:
-            if error.param != update.param:
+            # A place without a snapshot is a good place: another one would not help.
+            if error.param != update.param or isinstance(error.__cause__, SnapshotError):
                 raise
             raise SnapshotRefused(
                 f"{error.message}; {instead.format(bucket='that place')}", param=update.param
