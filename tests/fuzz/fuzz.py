@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import os
 import re
 import subprocess
@@ -25,6 +26,10 @@ PROGRESS_S = 5.0
 MEMORY_MB = 2048
 #: Beyond its time a process gets so long to start and to end.
 GRACE_S = 120.0
+LATE = {
+    "trainer_states": ("midstream.trainer.checkpoints", "midstream.trainer.optimizer"),
+    "adapters": ("midstream.engine.adapter",),
+}
 _STATUS = re.compile(r"^#(\d+)\s+\S+\s+cov: (\d+) ft: (\d+) corp: (\d+)", re.MULTILINE)
 _DONE = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
 _ARTIFACT = re.compile(r"Test unit written to (\S+)")
@@ -161,9 +166,9 @@ def fuzz_one(options: argparse.Namespace) -> None:
     with atheris.instrument_imports(include=["midstream"]):
         from targets import TARGETS
 
-        if options.one == "trainer_states":
-            import midstream.trainer.checkpoints
-            import midstream.trainer.optimizer  # noqa: F401
+        # What a target imports late, because of torch. Within an input it would look like a hang.
+        for module in LATE.get(options.one, ()):
+            importlib.import_module(module)
     target = TARGETS[options.one]
     if options.plant:
         import planted_faults

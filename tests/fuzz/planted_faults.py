@@ -5,12 +5,17 @@ Always holds: each is of the kind that tests with chosen inputs miss: a bound, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
+from midstream.api import adapter_calls
 from midstream.engine.vllm import protocol
 from midstream.replica.text import toolcalls
-from midstream.snapshots import layout
+from midstream.replica.wire import messages, table, textcalls, vllm
+from midstream.snapshots import adapter, layout
 from midstream.snapshots.arc2 import blob
 
 
@@ -54,9 +59,46 @@ def _line_forgotten() -> None:
     protocol.ChunkReader.feed = forgetful  # type: ignore[method-assign]
 
 
+def _patterns_unchecked() -> None:
+    """Any text of a configuration is compiled as a regular expression."""
+    adapter._PATTERN = re.compile(r".{1,255}")
+
+
+def _block_error_escapes() -> None:
+    """A block with a field of another kind is an error of the server."""
+    messages.convert = lambda block, kind, where, param: msgspec.convert(block, kind)
+
+
+def _items_called_messages() -> None:
+    """A refusal of an item names the field of the chat that it was made into."""
+    own = table.GENERATING["responses"]
+    table.GENERATING["responses"] = own._replace(rename=lambda error, details: None)
+
+
+def _sampling_called_otherwise() -> None:
+    """A refusal of a sampling parameter names OpenAI's field."""
+    vllm._WIRE_NAMES = {}
+
+
+def _tokens_unchecked() -> None:
+    """Text is asked for of ids that no token has."""
+    textcalls.split_prompts = lambda prompt, vocab_size: [tuple(prompt)]  # type: ignore[arg-type]
+
+
+def _adapter_called_policy() -> None:
+    """A refusal of an adapter's name names a field that the call has not."""
+    adapter_calls._rename = lambda error, param: None
+
+
 FAULTS = {
     "ranges_unbounded": Planted("safetensors", 100_000, _ranges_unbounded),
     "tag_cut_short": Planted("tool_calls", 100_000, _tag_cut_short),
     "frames_unchecked": Planted("arc2_blobs", 100_000, _frames_unchecked),
     "line_forgotten": Planted("vllm_streams", 100_000, _line_forgotten),
+    "patterns_unchecked": Planted("adapters", 100_000, _patterns_unchecked),
+    "block_error_escapes": Planted("messages_bodies", 100_000, _block_error_escapes),
+    "items_called_messages": Planted("responses_bodies", 100_000, _items_called_messages),
+    "sampling_called_otherwise": Planted("token_bodies", 100_000, _sampling_called_otherwise),
+    "tokens_unchecked": Planted("text_bodies", 100_000, _tokens_unchecked),
+    "adapter_called_policy": Planted("control_bodies", 100_000, _adapter_called_policy),
 }

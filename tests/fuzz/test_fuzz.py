@@ -11,7 +11,7 @@ from pathlib import Path
 import fuzz
 import pytest
 from planted_faults import FAULTS
-from targets import TARGETS, rollout_requests
+from targets import TARGETS, control_bodies, inference_wires, rollout_requests
 
 SCRIPT = Path(fuzz.__file__)
 SECONDS = 60
@@ -26,6 +26,8 @@ def _no_child_stays() -> Iterator[None]:
     yield
     while rollout_requests._checks:
         rollout_requests._checks.pop().close()
+    inference_wires.close()
+    control_bodies.close()
 
 
 def fuzzed(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

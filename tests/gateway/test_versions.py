@@ -850,3 +850,20 @@ def test_a_snapshot_that_comes_while_a_connection_is_opened_was_not_judged(asked
             assert [mock.admitted for mock in mocks] == [[admitted], [replace(admitted, body=True)]]
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "a"},
+        {"token_ids": [1], "sampling_params": {}},
+        {"text": "a"},
+        {"prompt": "a", "model": None},
+        {"prompt": "a", "model": NAMES.model},
+    ],
+)
+def test_a_body_that_names_no_model_has_its_constraint(body: dict[str, Any]) -> None:
+    """Several APIs leave the model out. The gateway took their requests for such as ask for nothing."""
+    asked = {"min_snapshot": "s", "wait": 3}
+    given = json.dumps(body | {"midstream": asked}).encode()
+    assert versions.constraint_of_request(NAMES, {}, given) == constraint_of_body(asked)

@@ -186,6 +186,7 @@ def block(kind: str, role: str = "user", **more: Any) -> list[Any]:
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "the name 'weather' is given twice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", "not among the tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice", "tool_choice.name"),
+        ({"tools": TOOLS, "tool_choice": {}}, "tool_choice", "tool_choice.type: this field is required"),
         ({"tools": TOOLS, "tool_choice": {"type": "required"}}, "tool_choice", "tool_choice.type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
         ({"tools": [{"name": "a", "input_schema": {"type": "colour"}, "strict": True}]}, "tools[0].input_schema",

@@ -52,13 +52,19 @@ class Adapters:
         found = self._deployments.known(names_of(deployment.names, name).deployment)
         return None if found is None or found.deleting else found
 
-    async def load(self, request: Request, deployment: Deployment, name: str, update: Update) -> Deployment:
+    async def load(
+        self, request: Request, deployment: Deployment, name: str, update: Update, param: str
+    ) -> Deployment:
         """The policy, once every replica serves it. One that fails and was not there before is gone again.
 
-        Raises NotFound when nothing lies at the place, and MidstreamError.
+        param: the field that names it. Raises NotFound when nothing lies at the place, and MidstreamError.
         """
         known = self.known(deployment, name)
-        policy = await self._policies.ready(deployment, name)
+        try:
+            policy = await self._policies.ready(deployment, name)
+        except MidstreamError as error:
+            _rename(error, param)
+            raise
         try:
             await self._updates.run(request, policy, update, INSTEAD)
         except MidstreamError as error:
@@ -116,8 +122,17 @@ class AdapterCalls:
                 " 'load_inplace' to True.",
                 param="lora_name",
             )
-        await self._adapters.load(request, deployment, name, Update(body.lora_path, "lora_path", reset=True))
+        update = Update(body.lora_path, "lora_path", reset=True)
+        await self._adapters.load(request, deployment, name, update, "lora_name")
 
 
 def _loaded(policy: Deployment) -> bool:
     return any(view.report is not None and view.report.ready for view in policy.replicas.views)
+
+
+def _rename(error: MidstreamError, param: str) -> None:
+    """Make an error about a policy's name be about the client's own field."""
+    if error.param == "policy":
+        error.param = param
+        error.message = f"{param}{error.message.removeprefix('policy')}"
+        error.args = (error.message,)

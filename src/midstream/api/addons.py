@@ -96,9 +96,8 @@ class AddonApi:
                 f"model: {name!r} is loaded already; unload it first, or set {REPLACE}", param="model"
             )
         bucket = (await self._ledger.deployment(deployment.name)).bucket_url.rstrip("/")
-        policy = await self._adapters.load(
-            request, deployment, name, Update(f"{bucket}/{name}", "model", reset=True)
-        )
+        update = Update(f"{bucket}/{name}", "model", reset=True)
+        policy = await self._adapters.load(request, deployment, name, update, "model")
         row = await self._ledger.update_deployment(policy.name, fields={_ADDON: True, **body.texts})
         if replaces == "true":
             await self._end_others(policy)

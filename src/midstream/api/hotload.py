@@ -147,7 +147,9 @@ class _Api:
         identity; with one, the identity may be empty. Raises MidstreamError."""
         check_signal(body, (view.report for view in deployment.replicas.views))
         url, bucket = await self._url(request, deployment, body.identity, place)
-        found = await _found(url, bucket)
+        # A signal names the snapshot beside its place, other calls name the place alone.
+        named = "identity" if place is None or place.param == SOURCE_URL_HEADER else place.param
+        found = await _found(url, bucket, named)
         signal = Signal(
             identity=body.identity,
             url=url,
@@ -254,15 +256,15 @@ def whose(url: str, buckets: Mapping[str, str]) -> list[str]:
     return [name for name in around if depth[name] == max(depth.values())]
 
 
-async def _found(url: str, bucket: str) -> Found:
-    """The files at `url`, which are there before they are signalled."""
+async def _found(url: str, bucket: str, param: str = "identity") -> Found:
+    """The files at `url`, which are there before they are signalled. param: the field that names them."""
     try:
         return await find_snapshot(url, bucket)
     except SnapshotMissing as error:
-        raise SnapshotRefused(f"{error}; write the snapshot, then signal it", param="identity") from error
+        raise SnapshotRefused(f"{error}; write the snapshot, then signal it", param=param) from error
     except SnapshotCorrupt as error:
         # No retry makes the file another one.
-        raise SnapshotRefused(str(error), param="identity") from error
+        raise SnapshotRefused(str(error), param=param) from error
     except SnapshotError as error:
         raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
 

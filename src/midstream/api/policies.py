@@ -3,6 +3,7 @@
 Always holds:
 - A policy's name means nothing else on this server, so that a client can ask for it by name alone.
 - A policy that is being ended takes no signal. One of its name can be made again once no replica has it any more.
+- A fork that fails leaves no policy that was not there before.
 - A frozen policy serves what it serves: a signal for it is refused until it is thawed.
 """
 
@@ -22,12 +23,12 @@ from starlette.routing import BaseRoute, Route
 from midstream.api.signals import Place, SignalBody
 from midstream.api.status import check_signal, replica_rows
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
-from midstream.core.errors import Conflict, InvalidRequest, NotFound, ReplicaUnavailable
+from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE
-from midstream.core.types import BASE_SNAPSHOT
+from midstream.core.types import BASE_SNAPSHOT, Desired
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import json_object, read_body
+from midstream.http.bodies import fields_of, json_object, read_body
 from midstream.ledger import DeploymentRow, Ledger
 from midstream.ledger.deployments import FROZEN, check_takes
 
@@ -36,7 +37,7 @@ POLICIES_MAX = 256
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _Asked(msgspec.Struct):
     """policy: its name. from_: the policy whose snapshot it begins with. frozen: it takes no signal."""
 
     policy: str
@@ -105,11 +106,12 @@ class PolicyApi:
 
     async def make(self, request: Request) -> Response:
         deployment = self._of(request)
-        asked = _asked(await read_body(request))
+        asked = fields_of(json_object(await read_body(request)), _Asked)
+        source = None if asked.from_ is None else await self._source(self.named(deployment, asked.from_))
         known = self._deployments.known(names_of(deployment.names, asked.policy).deployment)
         policy = known or await self._made(deployment, asked.policy)
-        if asked.from_ is not None:
-            await self._fork(request, self.named(deployment, asked.from_), policy)
+        if source is not None:
+            await self._fork(request, source, policy, new=known is None)
         if asked.frozen is not None:
             await self._ledger.update_deployment(policy.name, fields={FROZEN: asked.frozen or None})
         row = await self._ledger.deployment(policy.name)
@@ -129,16 +131,27 @@ class PolicyApi:
         await self.end(policy)
         return JSONResponse({"name": policy.name})
 
-    async def _fork(self, request: Request, source: Deployment, policy: Deployment) -> None:
-        desired = (await self._ledger.state(source.name)).desired
+    async def _source(self, policy: Deployment) -> Desired:
+        """What a fork of the policy begins with. Raises Conflict, InvalidRequest."""
+        desired = (await self._ledger.state(policy.name)).desired
         if desired is None or desired.url is None:
-            raise Conflict(f"from: {source.policy!r} has no snapshot yet", param="from")
+            raise Conflict(f"from: {policy.policy!r} has no snapshot yet", param="from")
         if desired.parents:
             raise InvalidRequest(
                 f"from: {desired.snapshot!r} stands on other snapshots; publish it whole", param="from"
             )
-        target = await self.ready(source.host, policy.policy)
-        await self._take(request, target, SignalBody(desired.snapshot), Place(desired.url, "from"))
+        return desired
+
+    async def _fork(self, request: Request, source: Desired, policy: Deployment, *, new: bool) -> None:
+        """new: the policy was made for this, and is gone again when it fails."""
+        assert source.url is not None
+        try:
+            target = await self.ready(policy.host, policy.policy)
+            await self._take(request, target, SignalBody(source.snapshot), Place(source.url, "from"))
+        except MidstreamError:
+            if new:
+                await self.end(policy)
+            raise
 
     async def _made(self, deployment: Deployment, name: str) -> Deployment:
         if NAME.fullmatch(name) is None:
@@ -188,10 +201,3 @@ class PolicyApi:
             "generation": row.generation,
             "replicas": replica_rows(state, policy.replicas.views, {}),
         }
-
-
-def _asked(body: bytes) -> _Asked:
-    try:
-        return msgspec.convert(json_object(body), _Asked)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{error}", param="policy") from error

@@ -15,7 +15,7 @@ import msgspec
 from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
-from midstream.http.bodies import json_object
+from midstream.http.bodies import at_fault, json_object
 from midstream.snapshots.identity import check_checksum_format, check_identity, compression_format
 from midstream.snapshots.layout import is_snapshot_file
 
@@ -162,7 +162,7 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), param=_at_fault(error)) from error
+        raise InvalidRequest(str(error), param=at_fault(error)) from error
 
 
 def overwrites(headers: Mapping[str, str]) -> bool:
@@ -253,14 +253,3 @@ def _refuse_unknown(raw: dict[str, Any], known: type[msgspec.Struct], at: str) -
     for field in raw:
         if field not in known.__struct_fields__:
             raise UnknownField(at + field)
-
-
-def _at_fault(error: msgspec.ValidationError) -> str | None:
-    """The field that a message of msgspec's is about."""
-    text = str(error)
-    _, _, path = text.partition("`$.")
-    path = path.rstrip("`")
-    _, missing, field = text.partition("missing required field `")
-    if missing:
-        return ".".join(filter(None, (path, field.partition("`")[0])))
-    return path or None

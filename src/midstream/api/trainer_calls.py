@@ -22,7 +22,7 @@ from midstream import __version__
 from midstream.api.adapter_calls import AdapterCalls, Adapters
 from midstream.api.policies import PolicyApi
 from midstream.api.status import context_of
-from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, body_of, checked, only
+from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, body_of, only
 from midstream.core.errors import (
     Conflict,
     InvalidRequest,
@@ -33,7 +33,7 @@ from midstream.core.text import refusal
 from midstream.core.types import Pause, PauseMode, ReplicaReport
 from midstream.core.wires import TRAINER_CHANGES, TRAINER_REFUSED
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import json_object, read_body
+from midstream.http.bodies import fields_of, json_object, read_body
 from midstream.ledger import Ledger
 
 VLLM_MODES: Mapping[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
@@ -166,9 +166,9 @@ class _Calls:
         if "update_info" in raw or raw.get("weight_dir") is None:
             field = "update_info" if "update_info" in raw else "weight_dir"
             raise await self._refusal(
-                deployment, f"{field}: /update_weights without a directory asks for a transfer"
+                deployment, f"{field}: /update_weights without a directory asks for a transfer", field
             )
-        body = checked(raw, UpdateWeights)
+        body = fields_of(raw, UpdateWeights)
         assert body.weight_dir is not None
         reset = not body.skip_prefix_cache_reset
         desired = await self._updates.run(request, deployment, Update(body.weight_dir, "weight_dir", reset))
@@ -261,9 +261,9 @@ class _Calls:
     def _meant(self, request: Request) -> Deployment:
         return only(self._deployments, request)
 
-    async def _refusal(self, deployment: Deployment, what: str) -> InvalidRequest:
+    async def _refusal(self, deployment: Deployment, what: str, param: str | None = None) -> InvalidRequest:
         bucket = (await self._ledger.deployment(deployment.name)).bucket_url
-        return InvalidRequest(f"{what}; {INSTEAD.format(bucket=bucket)}")
+        return InvalidRequest(f"{what}; {INSTEAD.format(bucket=bucket)}", param=param)
 
     async def _pause(self, deployment: Deployment, mode: PauseMode | None) -> None:
         if mode == "keep":

@@ -9,20 +9,19 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
-import msgspec
 from starlette.requests import Request
 
 from midstream.api.signals import Place, SignalBody
 from midstream.api.status import replica_rows
-from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotRefused, UnknownField
+from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.scopes import OBSERVE, PUBLISH
 from midstream.core.types import Desired
 from midstream.fleet.access import grant_of, shown_only
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
-from midstream.http.bodies import json_object, read_body
+from midstream.http.bodies import Body, fields_of, json_object, read_body
 from midstream.ledger import Ledger, SignalResult
 from midstream.snapshots.identity import check_identity
 
@@ -36,8 +35,6 @@ INSTEAD = (
     " bucket, {bucket}, and name it: prime-rl with weight_broadcast.type = 'filesystem', slime with disk transport,"
     " others with POST /update_weights_from_disk, POST /hot_load/v1/models/hot_load or `midstream publish`"
 )
-
-Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Take(Protocol):
@@ -73,7 +70,7 @@ class Updates:
     ) -> Desired:
         """instead: what to do, said with the refusal of a place. Raises MidstreamError."""
         if update.weight_version is not None:
-            check_identity(update.weight_version)
+            check_identity(update.weight_version, "weight_version")
         directory = update.directory
         url = directory if "://" in directory else f"file://{quote(directory.rstrip('/'))}"
         body = SignalBody(
@@ -84,7 +81,8 @@ class Updates:
         try:
             result = await self._take(request, deployment, body, Place(url, update.param))
         except InvalidRequest as error:
-            if error.param != update.param:
+            # A place without a snapshot is a good place: another one would not help.
+            if error.param != update.param or isinstance(error.__cause__, SnapshotError):
                 raise
             raise SnapshotRefused(
                 f"{error.message}; {instead.format(bucket='that place')}", param=update.param
@@ -135,15 +133,4 @@ def only(deployments: Deployments, request: Request) -> Deployment:
 
 
 async def body_of(request: Request, kind: type[Body]) -> Body:
-    return checked(json_object(await read_body(request) or b"{}"), kind)
-
-
-def checked(raw: dict[str, Any], kind: type[Body]) -> Body:
-    """Raises UnknownField, InvalidRequest."""
-    for field in raw:
-        if field not in kind.__struct_fields__:
-            raise UnknownField(field)
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from error
+    return fields_of(json_object(await read_body(request) or b"{}"), kind)

@@ -1,6 +1,7 @@
 """Text for people and for wires: a line, a table, a duration, a size; what an engine can do; server-sent events. Pure.
 
-Whoever reads JSON of another process catches all of NOT_JSON, so that any bytes raise the reader's own error.
+Whoever reads JSON of another process catches all of NOT_JSON, so that any bytes raise the reader's own error. A client's body
+is read by `decoded`, so that nobody meets the recursion limit later.
 
 Server-sent events. Always holds: an event holds no character at which a client could split lines, except its own line feeds.
 Python's `str.splitlines`, and so httpx's `iter_lines`, also splits at U+0085, U+2028 and U+2029, which JSON allows in strings
@@ -13,8 +14,8 @@ needs one. Always holds: a refusal names the field, the engine and the feature.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,12 +26,25 @@ from midstream.core.types import ENGINE_FEATURES, EngineCard, ModelInfo
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+_T = TypeVar("_T")
+#: Of the recursion limit, what is left to those who write or show a decoded value.
+FRAMES_LEFT = 100
+
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 # As UTF-8. These bytes occur in JSON only inside a string, so an escape can replace them.
 _NEXT_LINE, _LINE_SEPARATOR, _PARAGRAPH_SEPARATOR = b"\xc2\x85", b"\xe2\x80\xa8", b"\xe2\x80\xa9"
 _SEPARATORS_LEAD = b"\xe2\x80"
+
+
+def decoded(decode: Callable[[bytes], _T], data: bytes) -> _T:
+    """`decode(data)`, which fails FRAMES_LEFT frames before the recursion limit. Raises NOT_JSON."""
+    return _below(FRAMES_LEFT, decode, data)
+
+
+def _below(frames: int, decode: Callable[[bytes], _T], data: bytes) -> _T:
+    return _below(frames - 1, decode, data) if frames else decode(data)
 
 
 def json_line(value: Any) -> bytes:

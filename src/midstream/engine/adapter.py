@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from midstream.core.errors import SnapshotIncompatible
 from midstream.snapshots.adapter import ADAPTER_WEIGHTS_FILE, AdaptedMap, read_adapter
 from midstream.snapshots.layout import read_spec
+from midstream.snapshots.messages import shown
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ def load_adapter(directory: Path, base_directory: Path, dtype: torch.dtype) -> L
     for name, own in spec.copies.items():
         with safe_open(base_directory / base.tensors[own].file, "pt") as file:
             if not torch.equal(file.get_tensor(own).to(tensors[name].dtype), tensors[name]):
-                raise SnapshotIncompatible(f"tensor {name} is not the base model's: only LoRA is served")
+                raise SnapshotIncompatible(
+                    f"tensor {shown(name)} is not the base model's: only LoRA is served"
+                )
     return {module: _low_rank(found, tensors, dtype) for module, found in spec.maps.items()}
 
 

@@ -1,19 +1,22 @@
 """What requests to the control app carry, read within bounds: bodies, JSON objects, whole numbers in a query.
 
 Always holds: whatever a client sends is either read or refused with a 4xx that says why; nothing of it raises anything else.
+A field at fault is named.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from midstream.core.errors import InvalidRequest, PayloadTooLarge
-from midstream.core.text import NOT_JSON
+from midstream.core.errors import InvalidRequest, PayloadTooLarge, UnknownField
+from midstream.core.text import NOT_JSON, decoded
 
 MAX_BODY_BYTES = 2**20
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_body(request: Request) -> bytes:
@@ -29,12 +32,38 @@ async def read_body(request: Request) -> bytes:
 def json_object(body: bytes) -> dict[str, Any]:
     """Raises InvalidRequest."""
     try:
-        raw = msgspec.json.decode(body)
+        raw = decoded(msgspec.json.decode, body)
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
     return raw
+
+
+def fields_of(raw: dict[str, Any], kind: type[Body]) -> Body:
+    """An object that has no other fields than those of `kind`. Raises UnknownField, InvalidRequest."""
+    for field in raw:
+        if field not in kind.__struct_encode_fields__:
+            raise UnknownField(field)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        param = at_fault(error)
+        what = str(error).partition(" - at `")[0].replace("`", "")
+        if what.startswith("Object missing required field"):
+            what = "this field is required"
+        raise InvalidRequest(f"{param}: {what[:1].lower()}{what[1:]}", param=param) from error
+
+
+def at_fault(error: msgspec.ValidationError) -> str | None:
+    """The field that a message of msgspec's is about."""
+    text = str(error)
+    _, _, path = text.partition("`$.")
+    path = path.rstrip("`")
+    _, missing, field = text.partition("missing required field `")
+    if missing:
+        return ".".join(filter(None, (path, field.partition("`")[0])))
+    return path or None
 
 
 def whole_number(request: Request, name: str, default: int, lowest: int, highest: int) -> int:

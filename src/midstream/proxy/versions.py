@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from midstream.core.errors import SnapshotNotServed
-from midstream.core.text import NOT_JSON
+from midstream.core.text import NOT_JSON, decoded
 from midstream.core.types import ReplicaReport, Stage
 from midstream.core.versions import (
     HEADER_ADMITTED,
@@ -52,7 +52,9 @@ _AT_REST = (Stage.IDLE, Stage.ERROR)
 
 
 class _Asking(msgspec.Struct):
-    model: str
+    """model: None means the one that serves, as on a replica."""
+
+    model: str | None = None
     midstream: dict[str, Any] | None = None
 
 
@@ -259,8 +261,9 @@ def constraint_of_request(
     and InvalidRequest.
     """
     try:
-        fields = _body.decode(body)
+        fields = decoded(_body.decode, body)
     except NOT_JSON:
         return NOTHING
-    named = names.wanted(fields.model, headers.get(_MODEL, b"").decode("utf-8", "replace"))
+    model = names.model if fields.model is None else fields.model
+    named = names.wanted(model, headers.get(_MODEL, b"").decode("utf-8", "replace"))
     return constraint_of_body(fields.midstream).with_(VersionConstraint(named))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE)
 RANK_MAX = 256
 NUMBER_MAX = 1e9
+#: All patterns of a field together, in characters: each is tried on each module.
+PATTERN_CHARS_MAX = 2**16
 DTYPES = ("F32", "F16", "BF16")
 
 #: By field of the configuration: the values that change nothing here.
@@ -53,7 +55,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _TENSOR = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 _COPY = re.compile(r"base_model\.model\.(?P<path>lm_head|(?:.+\.)?embed_tokens)(?:\.base_layer)?\.weight")
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?:\.base_layer)*")
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
+#: Only the plain spelling of a number: `01` would be a second name of an expert.
+_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,8})\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _PATTERN = re.compile(r"[\w.|^$]{1,255}")
 _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -123,12 +126,13 @@ def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:
         del tensors[name]
     shapes = _BaseShapes(base)
     maps: dict[str, AdaptedMap] = {}
+    scaling = _Scaling(config)
     for path, (a, b) in sorted(_pairs(tensors).items()):
         module, found = _map(path, (a, tensors[a]), (b, tensors[b]), shapes)
         if module in maps:
             raise SnapshotIncompatible(f"{shown(a)}: {shown(module)} is adapted twice")
         # PEFT's patterns are of the names that its file has; those of fused experts have none of their own there.
-        maps[module] = _scaled(module if found.experts else path, found, config)
+        maps[module] = scaling.of(module if found.experts else path, found)
     if not maps:
         raise SnapshotIncompatible(f"{ADAPTER_WEIGHTS_FILE}: adapts nothing")
     _check_experts(maps)
@@ -163,7 +167,15 @@ def _check_config(config: dict[str, Any]) -> None:
         if not isinstance(pattern, dict) or not all(good(value) for value in pattern.values()):
             raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: {field} is not numbers by module")
         for each in pattern:
-            _compiled(field, each)
+            if _PATTERN.fullmatch(each) is None:
+                raise SnapshotIncompatible(
+                    f"{ADAPTER_CONFIG_FILE}: {field} has {shown(each)}; names, dots, '|', '^' and '$' are served"
+                )
+        if (size := sum(map(len, pattern))) > PATTERN_CHARS_MAX:
+            raise SnapshotIncompatible(
+                f"{ADAPTER_CONFIG_FILE}: {field} has patterns of {size} characters, at most {PATTERN_CHARS_MAX}"
+                " are served"
+            )
 
 
 def _check_experts(maps: Mapping[str, AdaptedMap]) -> None:
@@ -188,8 +200,17 @@ def _copies(tensors: Mapping[str, TensorSpec], base: CheckpointSpec) -> dict[str
             raise SnapshotIncompatible(
                 f"tensor {shown(name)} has shape {shown_value(list(spec.shape))}, which the base model's has not"
             )
+        _check_dtype(name, spec)
         found[name] = own
     return found
+
+
+def _check_dtype(name: str, spec: TensorSpec) -> None:
+    """Also of a copy: in another dtype its numbers could not be compared with the base's."""
+    if spec.dtype not in DTYPES:
+        raise SnapshotIncompatible(
+            f"tensor {shown(name)} has dtype {spec.dtype}, one of {', '.join(DTYPES)} is expected"
+        )
 
 
 def _pairs(tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[str, str]]:
@@ -202,10 +223,7 @@ def _pairs(tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[str, str]]:
                 f"tensor {shown(name)} is none of a LoRA adapter that is served here"
                 " (base_model.model.<module>.lora_A.weight or .lora_B.weight)"
             )
-        if spec.dtype not in DTYPES:
-            raise SnapshotIncompatible(
-                f"tensor {shown(name)} has dtype {spec.dtype}, one of {', '.join(DTYPES)} is expected"
-            )
+        _check_dtype(name, spec)
         if len(spec.shape) != 2:
             raise SnapshotIncompatible(f"tensor {shown(name)} has {len(spec.shape)} dimensions, not 2")
         sides.setdefault(match["path"], {})[match["side"]] = name
@@ -236,7 +254,8 @@ class _BaseShapes:
 
     def linear(self, module: str) -> tuple[int, int] | None:
         """(outputs, inputs)."""
-        spec = self._tensors.get(f"{module}.weight")
+        embedding = module.endswith("embed_tokens")
+        spec = None if embedding else self._tensors.get(f"{module}.weight")
         if spec is None and module == "lm_head":
             # It is tied to the embedding.
             spec = next((s for n, s in self._tensors.items() if n.endswith("embed_tokens.weight")), None)
@@ -318,33 +337,41 @@ def _rank(a_name: str, a: TensorSpec, b_name: str, b: TensorSpec) -> int:
     return a.shape[0]
 
 
-def _scaled(module: str, found: AdaptedMap, config: dict[str, Any]) -> AdaptedMap:
-    rank = _of_pattern(config, "rank_pattern", module, config["r"])
-    alpha = _of_pattern(config, "alpha_pattern", module, config["lora_alpha"])
-    if found.rank != rank or not 1 <= rank <= RANK_MAX:
-        raise SnapshotIncompatible(
-            f"tensor {shown(found.a)} has rank {found.rank}, {ADAPTER_CONFIG_FILE} says {rank}"
-            f" (at most {RANK_MAX} are served)"
+class _Scaling:
+    """What the configuration says of ranks and scaling. It is checked."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._rank: int = config["r"]
+        self._alpha: float = config["lora_alpha"]
+        self._of_root = bool(config.get("use_rslora"))
+        self._ranks, self._alphas = (
+            _compiled(config.get(f) or {}) for f in ("rank_pattern", "alpha_pattern")
         )
-    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return AdaptedMap(found.a, found.b, rank, scaling, found.inputs, found.outputs, found.experts)
+
+    def of(self, module: str, found: AdaptedMap) -> AdaptedMap:
+        """`found` with its scaling. module: the path that patterns are matched with."""
+        rank: int = _of_pattern(self._ranks, module, self._rank)
+        alpha: float = _of_pattern(self._alphas, module, self._alpha)
+        if found.rank != rank or not 1 <= rank <= RANK_MAX:
+            raise SnapshotIncompatible(
+                f"tensor {shown(found.a)} has rank {found.rank}, {ADAPTER_CONFIG_FILE} says {shown_value(rank)}"
+                f" (at most {RANK_MAX} are served)"
+            )
+        scaling = alpha / (math.sqrt(rank) if self._of_root else rank)
+        return replace(found, scaling=scaling)
 
 
-def _of_pattern(config: dict[str, Any], field: str, module: str, default: Any) -> Any:
+_Patterns = list[tuple[re.Pattern[str], Any]]
+
+
+def _compiled(patterns: Mapping[str, Any]) -> _Patterns:
+    """They have no repetitions, so none of a stranger's takes long."""
+    return [(re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in patterns.items()]
+
+
+def _of_pattern(patterns: _Patterns, module: str, default: Any) -> Any:
     """PEFT's rule: the first pattern that matches the end of the module's path."""
-    for pattern, value in (config.get(field) or {}).items():
-        if _compiled(field, pattern).match(module):
-            return value
-    return default
-
-
-def _compiled(field: str, pattern: str) -> re.Pattern[str]:
-    """Without repetitions, so that no pattern of a stranger takes long."""
-    if _PATTERN.fullmatch(pattern) is None:
-        raise SnapshotIncompatible(
-            f"{ADAPTER_CONFIG_FILE}: {field} has {shown(pattern)}; names, dots, '|', '^' and '$' are served"
-        )
-    return re.compile(rf"(.*\.)?({pattern})$")
+    return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
 def _check_targets(config: dict[str, Any], maps: Mapping[str, AdaptedMap], base: CheckpointSpec) -> None:
@@ -356,7 +383,8 @@ def _check_targets(config: dict[str, Any], maps: Mapping[str, AdaptedMap], base:
     for target in targets:
         if not isinstance(target, str):
             raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: target_modules has {shown_value(target)}")
-    absent = [m for m in _linear_modules(base) if m not in maps and _ends_in(m, targets)]
+    wanted = frozenset(targets)
+    absent = [m for m in _linear_modules(base) if m not in maps and not wanted.isdisjoint(_ends(m))]
     if absent:
         raise SnapshotIncompatible(
             f"target_modules has {shown(absent[0].rsplit('.', 1)[-1])}, but the adapter has nothing for "
@@ -372,8 +400,10 @@ def _linear_modules(base: CheckpointSpec) -> Iterator[str]:
             yield module
 
 
-def _ends_in(module: str, targets: list[str]) -> bool:
-    return any(module == target or module.endswith(f".{target}") for target in targets)
+def _ends(module: str) -> Iterator[str]:
+    """The path itself, and what is behind each of its dots."""
+    parts = module.split(".")
+    return (".".join(parts[first:]) for first in range(len(parts)))
 
 
 def _whole(value: Any) -> bool:

@@ -74,8 +74,8 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTAINER = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 
 
-def check_identity(identity: str) -> None:
-    """Raise SnapshotRefused unless `identity` can name a snapshot.
+def check_identity(identity: str, param: str = "identity") -> None:
+    """Raise SnapshotRefused unless `identity` can name a snapshot. param: the field that it came in.
 
     Refused: the empty string, more than 512 characters, `base` (the weights the server started with), control
     characters, backslashes, invalid Unicode, and any segment between slashes that is empty, `.` or `..`. So a leading or
@@ -85,7 +85,7 @@ def check_identity(identity: str) -> None:
     reason = _why_refused(identity)
     if reason is not None:
         shown = identity if len(identity) <= 80 else identity[:80] + "..."
-        raise SnapshotRefused(f"identity {shown!r} {reason}", param="identity")
+        raise SnapshotRefused(f"{param} {shown!r} {reason}", param=param)
 
 
 def _why_refused(identity: str) -> str | None:

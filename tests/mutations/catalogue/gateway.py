@@ -255,4 +255,28 @@ GATEWAY = (
         "An adapter's snapshot is its two files and their manifest.",
         ("client/test_publish_adapters.py",),
     ),
+    Mutation(
+        "a_body_without_a_model_asks_for_nothing",
+        "proxy/versions.py",
+        "    model: str | None = None\n    midstream",
+        "    model: str\n    midstream",
+        "The gateway reads the version constraint of a body that names no model.",
+        ("gateway/test_versions.py",),
+    ),
+    Mutation(
+        "a_failed_fork_stays",
+        "api/policies.py",
+        "            if new:\n                await self.end(policy)\n            raise",
+        "            raise",
+        "A fork that fails leaves no policy that was not there before.",
+        ("hotload/test_policy_calls_api.py",),
+    ),
+    Mutation(
+        "an_adapters_name_is_called_policy",
+        "api/adapter_calls.py",
+        'if error.param == "policy":',
+        'if error.param == "":',
+        "A refusal of a control call names the client's own field.",
+        ("hotload/test_policy_calls_api.py",),
+    ),
 )

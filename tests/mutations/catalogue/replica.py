@@ -411,4 +411,20 @@ REPLICA = (
         "The engine has a policy until the last request that it was ended under is done.",
         ("replica/test_replica_policies.py",),
     ),
+    Mutation(
+        "no_frames_left_for_a_message",
+        "core/text.py",
+        "return _below(FRAMES_LEFT, decode, data)",
+        "return decode(data)",
+        "A body that is nested almost to the limit is refused, and no error of the server.",
+        ("replica/test_replica_hostile.py",),
+    ),
+    Mutation(
+        "a_missing_field_without_its_place",
+        "replica/request/schema.py",
+        """f"{found['where']}.{found['name']}" if found["where"] else found["name"]""",
+        """found["name"]""",
+        "A refusal names the body's own field.",
+        ("replica/test_wire_messages.py",),
+    ),
 )

@@ -142,4 +142,28 @@ SNAPSHOTS = (
         "A published snapshot appears only when its files survive a power cut.",
         ("client/test_publish_durable.py",),
     ),
+    Mutation(
+        "an_expert_has_two_names",
+        "snapshots/adapter.py",
+        r"\.(0|[1-9][0-9]{0,8})\.(gate_proj",
+        r"\.(\d+)\.(gate_proj",
+        "An adapter names each map of the base in one way.",
+        ("snapshots/test_adapters.py",),
+    ),
+    Mutation(
+        "a_copy_of_any_dtype",
+        "snapshots/adapter.py",
+        "        _check_dtype(name, spec)\n        found[name] = own",
+        "        found[name] = own",
+        "A copy of a base tensor in an adapter has a dtype in which its numbers can be compared.",
+        ("snapshots/test_adapters.py",),
+    ),
+    Mutation(
+        "patterns_without_a_bound",
+        "snapshots/adapter.py",
+        "(size := sum(map(len, pattern))) > PATTERN_CHARS_MAX",
+        "(size := sum(map(len, pattern))) < 0",
+        "No adapter's configuration takes long to read.",
+        ("snapshots/test_adapters.py",),
+    ),
 )

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest, UnknownField
-from midstream.core.text import NOT_JSON
+from midstream.core.text import NOT_JSON, decoded
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -191,7 +191,7 @@ _MOVED = {
 _UNKNOWN = re.compile(
     r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL
 )
-_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<where>[^`]*)`)?")
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.DOTALL)
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -223,7 +223,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
     if len(body) > LONG_BODY:
         _check_values(body)
     try:
-        return decoder.decode(body)
+        return decoded(decoder.decode, body)
     except msgspec.ValidationError as error:
         _refuse(str(error), getattr(decoder.type, "__struct_encode_fields__", ()), body)
     except NOT_JSON as error:
@@ -265,13 +265,19 @@ def _refuse(message: str, known: tuple[str, ...] = (), body: bytes | None = None
                 raise UnknownField(whole, known)
             raise UnknownField(f"{where}.{found['name']}")
         raise UnknownField(found["name"], known)
-    if found := _MISSING.match(message):
-        raise InvalidRequest(f"{found['name']}: this field is required", param=found["name"])
+    if found := _MISSING.fullmatch(message):
+        where = f"{found['where']}.{found['name']}" if found["where"] else found["name"]
+        raise InvalidRequest(f"{where}: this field is required", param=_root(where))
     if (found := _AT.match(message)) and found["where"]:
         where = found["where"]
         what = found["what"].replace("`", "")
-        raise InvalidRequest(f"{where}: {what[:1].lower()}{what[1:]}", param=re.split(r"[.\[]", where)[0])
+        raise InvalidRequest(f"{where}: {what[:1].lower()}{what[1:]}", param=_root(where))
     raise InvalidRequest(f"the body must be a JSON object: {message}")
+
+
+def _root(place: str) -> str:
+    """The body's own field that a place is in."""
+    return re.split(r"[.\[]", place)[0]
 
 
 def check_supported(body: InferenceBody) -> None:

@@ -1,0 +1,179 @@
+"""Calls for policies, adapters and add-ons on a real ledger and the real control app: what is refused, and what that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_hotload_api import DEPLOYMENT, Server
+
+from midstream.api.app import control_app
+from midstream.api.hotload import hotload_routes
+from midstream.fleet.loop import Reconciler
+from midstream.fleet.policies import INFIX, PolicyReplicas, names_of
+from midstream.fleet.registry import Deployment
+from midstream.proxy.metrics import GatewayMetrics
+
+POLICIES = f"/v1/{DEPLOYMENT}/policies"
+ADDONS = "/v1/accounts/local/deployedModels"
+LOADS = ("/v1/load_lora_adapter", "/load_lora_adapter")
+
+
+class PolicyServer(Server):
+    """It takes up policies as launch/gateway.py does. One that is being ended is gone at once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        routes = hotload_routes(self.ledger, self.deployments, changed=self.changed)
+        self.app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
+
+    async def changed(self) -> None:
+        rows = {row.name: row for row in await self.ledger.policies()}
+        for policy in self.deployments.policies():
+            row = rows.pop(policy.name, None)
+            if row is None or row.deleting:
+                self.deployments.remove(policy)
+                if row is not None:
+                    await self.ledger.delete_deployment(row.name)
+        host = self.deployments.default
+        for name, row in rows.items():
+            policy_name = name.partition(INFIX)[2]
+            replicas = PolicyReplicas(host.replicas, policy_name, row.created_at)
+            names, reconciler = names_of(host.names, policy_name), Reconciler(self.ledger, replicas, name)
+            self.deployments.add(Deployment(names, replicas, reconciler, policy=policy_name, of=host))
+
+    @property
+    def policies(self) -> list[str]:
+        return [policy.policy for policy in self.deployments.policies()]
+
+
+def serve(path: Path, work: Callable[[PolicyServer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = PolicyServer(path)
+        try:
+            await server.ledger.ensure_deployment(
+                DEPLOYMENT, server.deployments.default.model, server.bucket.as_uri(), "ASYNC"
+            )
+            await work(server)
+        finally:
+            await server.http.aclose()
+            server.ledger.close()
+
+    asyncio.run(run())
+
+
+def refused(answer: httpx.Response) -> tuple[int, str | None]:
+    return answer.status_code, answer.json()["error"]["param"]
+
+
+def test_a_fork_that_cannot_be_leaves_no_policy(tmp_path: Path) -> None:
+    async def work(server: PolicyServer) -> None:
+        assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
+        answer = await server.http.post(POLICIES, json={"policy": "blue", "from": "red"})
+        assert refused(answer) == (409, "from")
+        answer = await server.http.post(POLICIES, json={"policy": "blue", "from": "green"})
+        assert refused(answer)[0] == 404
+        assert server.policies == ["red"]
+
+    serve(tmp_path, work)
+
+
+def test_a_fork_of_files_that_are_gone_leaves_no_policy_and_a_fork_of_files_does(tmp_path: Path) -> None:
+    async def work(server: PolicyServer) -> None:
+        for name in ("red", "green"):
+            assert (await server.http.post(POLICIES, json={"policy": name})).status_code == 200
+        assert (await server.signal({"identity": "a", "policy": "red"})).status_code == 200
+        assert (await server.http.post(POLICIES, json={"policy": "blue", "from": "red"})).status_code == 200
+        (server.bucket / "a" / "config.json").unlink()
+        for name in ("green", "black"):
+            answer = await server.http.post(POLICIES, json={"policy": name, "from": "red"})
+            assert answer.status_code == 400, answer.text
+        assert server.policies == ["blue", "green", "red"]
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("path", LOADS)
+def test_a_name_that_no_adapter_can_have_is_refused_by_the_calls_own_field(tmp_path: Path, path: str) -> None:
+    async def work(server: PolicyServer) -> None:
+        for name, status in (("-x", 400), ("tiny-moe", 409)):
+            told = {"lora_name": name, "lora_path": str(server.bucket / "a")}
+            answer = await server.http.post(path, json=told)
+            assert refused(answer) == (status, "lora_name")
+            assert answer.json()["error"]["message"].startswith("lora_name: ")
+            answer = await server.http.post(ADDONS, json={"model": name})
+            assert refused(answer) == (status, "model")
+            assert answer.json()["error"]["message"].startswith("model: ")
+        assert server.policies == []
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "param"),
+    [
+        ("POST", LOADS[0], {"lora_name": 1}, "lora_name"),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": [1]}, "lora_name"),
+        ("POST", "/abort_requests", {"request_ids": ["a", 1]}, "request_ids[1]"),
+        ("POST", "/abort_request", {"abort_all": 1}, "abort_all"),
+        ("POST", "/update_weights", {"weight_dir": []}, "weight_dir"),
+        ("POST", "/update_weights", {"weight_dir": "/a", "version_uid": "x"}, "version_uid"),
+        ("POST", "/update_weights", {"update_info": {}}, "update_info"),
+        ("POST", "/update_weights", {}, "weight_dir"),
+        ("POST", "/update_weights_from_disk", {}, "model_path"),
+        ("POST", "/update_weights_from_disk", {"model_path": {}}, "model_path"),
+        (
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": "/a", "weight_version": "a\x7f"},
+            "weight_version",
+        ),
+        (
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": "/a", "weight_version": "base"},
+            "weight_version",
+        ),
+        ("POST", "/update_weights_from_disk", {"model_path": "/a", "weight_version": ""}, "weight_version"),
+        ("POST", ADDONS, {"displayName": 1}, "displayName"),
+        ("POST", POLICIES, {"policy": "red", "from": 1}, "from"),
+        ("POST", POLICIES, {"policy": "red", "frozen": "no"}, "frozen"),
+        ("POST", POLICIES, {}, "policy"),
+        ("POST", POLICIES, {"policy": "red", "colour": 1}, "colour"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_its_name(
+    tmp_path: Path, method: str, path: str, body: Any, param: str
+) -> None:
+    async def work(server: PolicyServer) -> None:
+        answer = await server.http.request(method, path, json=body)
+        assert refused(answer) == (400, param)
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"{param}") or f"'{param}'" in message
+        assert server.policies == []
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"), [("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path")]
+)
+def test_a_directory_without_files_is_refused_by_the_calls_own_field(
+    tmp_path: Path, path: str, param: str
+) -> None:
+    async def work(server: PolicyServer) -> None:
+        answer = await server.http.post(path, json={param: str(server.bucket / "nothing")})
+        assert refused(answer) == (400, param)
+        assert "write the snapshot, then signal it" in answer.json()["error"]["message"]
+        # A signal names it by its identity.
+        assert refused(await server.signal({"identity": "nothing"})) == (400, "identity")
+        place = (server.bucket / "nothing").as_uri()
+        answer = await server.signal({"identity": "x"}, x_fireworks_hot_load_source_url=place)
+        assert refused(answer) == (400, "identity")
+
+    serve(tmp_path, work)
