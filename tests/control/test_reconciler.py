@@ -746,6 +746,35 @@ def test_a_pass_that_fails_unexpectedly_is_logged_and_the_loop_goes_on(
     world.close()
 
 
+def test_a_row_that_another_gateway_removed_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, replicas=1)
+    world.reconciler._poll_s = 0.01
+    assert world.ledger is not None
+    real, passes = world.ledger.state, 0
+
+    async def state(name: str) -> Any:
+        nonlocal passes
+        passes += 1
+        return await real(name)
+
+    async def scenario() -> None:
+        world.ledger.state = state  # type: ignore[union-attr, method-assign]
+        world.reconciler._monotonic = time.monotonic
+        await world.ledger.delete_deployment(DEPLOYMENT)  # type: ignore[union-attr]
+        task = asyncio.create_task(world.reconciler.run())
+        async with asyncio.timeout(100):
+            await until(lambda: passes >= 3)
+        task.cancel()
+        await asyncio.wait([task])
+
+    world.set.hear(0)
+    world.run(scenario())
+    assert not [record for record in caplog.records if record.exc_info is not None]
+    world.close()
+
+
 IDENTITIES = ["a", "b"]
 REPLICAS = st.integers(0, 2)
 
