@@ -746,6 +746,34 @@ def test_a_pass_that_fails_unexpectedly_is_logged_and_the_loop_goes_on(
     world.close()
 
 
+def test_a_row_that_another_gateway_removed_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, replicas=1)
+    world.reconciler._poll_s = 0.01
+    real, passes = world.reconciler.reconcile_once, 0
+
+    async def reconcile_once() -> None:
+        nonlocal passes
+        passes += 1
+        await real()
+
+    async def scenario() -> None:
+        assert world.ledger is not None
+        world.reconciler.reconcile_once = reconcile_once  # type: ignore[method-assign]
+        await world.ledger.delete_deployment(DEPLOYMENT)
+        task = asyncio.create_task(world.reconciler.run())
+        async with asyncio.timeout(100):
+            await until(lambda: passes >= 3)
+        task.cancel()
+        await asyncio.wait([task])
+
+    world.set.hear(0)
+    world.run(scenario())
+    assert not [record for record in caplog.records if record.exc_info is not None]
+    world.close()
+
+
 IDENTITIES = ["a", "b"]
 REPLICAS = st.integers(0, 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
 from midstream.replica.gate import Gate, Namespaces
 from midstream.replica.pins import Pins
+from midstream.replica.policies import Policies, Policy
 from midstream.replica.response.work import Surroundings
 from midstream.snapshots.store import fetch
 
@@ -221,6 +223,33 @@ def _a_later_report_admits() -> None:
     UpstreamPool.open = slow  # type: ignore[method-assign]
 
 
+def _ends_are_forgotten() -> None:
+    """A late message makes a policy again that was ended."""
+    Policies._note_end = lambda self, name, made: None  # type: ignore[method-assign]
+
+
+def _policies_of_a_name_are_one() -> None:
+    """A policy that is made again has the engine's name, and the salts, of the one before."""
+    before = Policies.__init__
+
+    def init(self: Policies, parts: Any) -> None:
+        before(self, parts)
+        self._numbers = itertools.repeat(1)  # type: ignore[assignment]
+
+    Policies.__init__ = init  # type: ignore[method-assign]
+
+
+def _ended_under_its_requests() -> None:
+    """The engine forgets a policy at once when it is ended."""
+
+    async def end(self: Policies, policy: Policy) -> None:
+        await policy.close()
+        self._parts.engine.end_policy(policy.own_name)
+        self._going.remove(policy)
+
+    Policies._end = end  # type: ignore[method-assign]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
@@ -247,4 +276,7 @@ FOUND_AT = {
     "old_by_the_clock": (7, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),
     "a_later_report_admits": (12, "pinned to"),
+    "ends_are_forgotten": (10, "every policy was ended"),
+    "policies_of_a_name_are_one": (28, "was ended and made again"),
+    "ended_under_its_requests": (28, "no such weights"),
 }

@@ -22,6 +22,8 @@ RETRYABLE = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 VERSIONS = frozenset(("x-midstream-snapshot", "x-midstream-min-snapshot"))
 #: The code of an error that nobody foresaw.
 INTERNAL = "internal_error"
+#: What the engine says of a request for what it does not have. A replica sends it none.
+UNKNOWN = "no such weights"
 
 
 class Broken(Exception):
@@ -190,6 +192,15 @@ class Oracle:
         """The ledger is about to be deleted."""
         self.forgotten = True
 
+    def signals_begin(self, name: str) -> None:
+        """A signal of this snapshot is going to be sent."""
+
+    def acknowledged(self, now: float) -> None:
+        """The signal was taken."""
+
+    def lost(self) -> None:
+        """What came of a signal is not known."""
+
     def generations(self, snapshot: str) -> tuple[int, int] | None:
         """The first and the last of a snapshot; None where they are not known."""
         if snapshot == "base":
@@ -305,6 +316,9 @@ class Rollout:
         self._count = count
         self._pin = pins
         self.over = False
+        self.model = "sim"
+        #: What half of its trajectories begin with.
+        self.opening: list[int] = []
         #: Whether no process that serves, and no connection, has met with anything in this history.
         self.undisturbed: Callable[[], bool] = lambda: False
         #: What has come of the newest response.
@@ -320,6 +334,8 @@ class Rollout:
 
     async def _trajectory(self, session: str) -> None:
         ids = [self._rng.randint(1, 249) for _ in range(self._rng.randint(1, 24))]
+        if self.opening and self._rng.random() < 0.5:
+            ids = [*self.opening, *ids]
         begun, replica = None, ""
         for number in range(self._rng.randint(1, 4)):
             if self.over:
@@ -350,11 +366,11 @@ class Rollout:
         else:
             self._count(f"close: {answer.status}")
 
-    def _request(self, session: str, ids: list[int]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    def request(self, session: str, ids: list[int]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         """Body and headers of the session's next turn, behind these tokens."""
         most = self._rng.randint(1, 24)
         body: dict[str, Any] = {
-            "model": "sim",
+            "model": self.model,
             "prompt": ids,
             "max_tokens": most,
             "logprobs": True,
@@ -370,7 +386,7 @@ class Rollout:
         return body, headers
 
     async def _turn(self, session: str, ids: list[int]) -> Turn | None:
-        body, headers = self._request(session, ids)
+        body, headers = self.request(session, ids)
         most, pin = body["max_tokens"], dict(headers).get("x-midstream-snapshot")
         left_base = set(self._oracle.left_base)
         try:
@@ -382,7 +398,8 @@ class Rollout:
             return None
         if turn.error is not None:
             self._oracle.check_part(turn, most)
-            if self.undisturbed() or turn.error["code"] == INTERNAL:
+            unforeseen = turn.error["code"] == INTERNAL or UNKNOWN in turn.error["message"]
+            if self.undisturbed() or unforeseen:
                 raise Wrong(f"a stream ended with an error: {turn}")
             self._count(f"turn: error {turn.error.get('code')}")
             return None
@@ -405,17 +422,17 @@ class Rollout:
             # It leaves in the middle.
             try:
                 async with asyncio.timeout(self._rng.random() * 0.2):
-                    await self._ask(body, headers)
+                    await self.ask_once(body, headers)
             except TimeoutError:
                 pass
             raise Broken("the client left")
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self._ask(body, headers)
+                return await self.ask_once(body, headers)
         except TimeoutError as error:
             raise Wrong(f"a request hangs: {body} {self._part}") from error
 
-    async def _ask(self, body: dict[str, Any], headers: Sequence[tuple[str, str]]) -> Turn:
+    async def ask_once(self, body: dict[str, Any], headers: Sequence[tuple[str, str]]) -> Turn:
         clock = asyncio.get_running_loop().time
         prompt, path = (
             list(body.get("prompt", ())),
@@ -458,8 +475,11 @@ class Rollout:
         return Broken(type(error).__name__)
 
     def _refused(self, status: int, text: bytes, *, pinned: bool) -> Exception:
-        code = json.loads(text)["error"]["code"]
-        refused = status not in RETRYABLE | {422} or (status == 409 and not pinned)
+        told = json.loads(text)["error"]
+        code = INTERNAL if UNKNOWN in told["message"] else told["code"]
+        # A policy may be there no more, or not yet.
+        expected = RETRYABLE | {422} | ({404} if self.model != "sim" else set())
+        refused = status not in expected or (status == 409 and not pinned)
         if refused or code == INTERNAL or (self.undisturbed() and status >= 500):
             return Wrong(f"status {status}: {text[:400]!r}")
         return Broken(f"status {status} {code}")

@@ -24,7 +24,7 @@ from midstream.core.types import (
     SwapTiming,
     TokenRecord,
 )
-from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
 
 _MASK = 2**64 - 1
 VOCAB = 250
@@ -69,7 +69,7 @@ def routed(kv: int, weights: int) -> bytes:
 
 
 class Load(NamedTuple):
-    """Weights that serve, or did. commits: how many there were before it."""
+    """Weights that serve, or did. commits: how many there were before it, of its policy."""
 
     snapshot: str
     weights: int
@@ -78,10 +78,12 @@ class Load(NamedTuple):
 
 @dataclass
 class Choice:
-    """One choice that runs. kv: of each position that has one, and who computed it. fixed: the load that it is pinned to."""
+    """One choice that runs. slot: of its policy. kv: of each position that has one, and who computed it. fixed: the load that
+    it is pinned to."""
 
     request: GenerateRequest
     choice: int
+    slot: SimSlot
     tokens: list[int]
     events: asyncio.Queue[GenerationEvent | None]
     kv: list[int] = field(default_factory=list)
@@ -90,6 +92,10 @@ class Choice:
     begun: bool = False
     told: tuple[tuple[str, int, int], ...] = ()
     fixed: Load | None = None
+
+    @property
+    def load(self) -> Load:
+        return self.fixed or self.slot.load
 
     def spans(self) -> tuple[tuple[str, int, int], ...]:
         found: list[tuple[str, int, int]] = []
@@ -101,20 +107,72 @@ class Choice:
         return tuple(found)
 
 
+class SimSlot(Slot):
+    """What one policy serves. load: before its first commit, that of the start."""
+
+    def __init__(self, engine: SimEngine, policy: str, load: Load) -> None:
+        self._engine = engine
+        self.policy = policy
+        self.load = load
+        #: Besides those that run: what serves, and what stays.
+        self.held: dict[str, Load] = {load.snapshot: load}
+        self._retained: frozenset[str] = frozenset()
+        self._staged: tuple[str, int] | None = None
+
+    async def stage(self, snapshot: str, directory: Path) -> None:
+        self._engine.check()
+        self._staged = None
+        await asyncio.sleep(self._engine.slow_s(0.3))
+        self._engine.check()
+        if self._engine.chance(self._engine.staging_fails):
+            raise StagingFailed("the staged files could not be placed")
+        self._staged = (snapshot, of_directory(directory))
+
+    def drop_staged(self) -> None:
+        self._staged = None
+
+    async def commit(self, snapshot: str) -> SwapTiming:
+        self._engine.check()
+        await asyncio.sleep(self._engine.slow_s(0.02))
+        self._engine.check()
+        if self._staged is None or self._staged[0] != snapshot:
+            raise StagingFailed(f"{snapshot} is not staged")
+        self.load = Load(*self._staged, self.load.commits + 1)
+        self.held[snapshot] = self.load
+        self._staged = None
+        self._free()
+        self._engine.slots.setdefault(self.policy, self)
+        return SwapTiming(snapshot=snapshot, pause_ms=1.0, streams_crossed=self._engine.running_of(self))
+
+    def retain(self, snapshots: Collection[str]) -> None:
+        self._retained = frozenset(snapshots)
+        self._free()
+
+    def _free(self) -> None:
+        kept = {self.load.snapshot, *self._retained}
+        self.held = {name: load for name, load in self.held.items() if name in kept}
+
+    async def weights_digest(self) -> str | None:
+        self._engine.check()
+        await asyncio.sleep(self._engine.slow_s(0.05))
+        self._engine.check()
+        return f"sim:{self.load.weights:x}"
+
+
 class SimEngine(Engine):
-    """chance(share): whether something that happens so often happens now. slow_s(most): how long something takes."""
+    """chance(share): whether something that happens so often happens now. slow_s(most): how long something takes.
+
+    slots: of the policies that serve; "" is the deployment's own.
+    """
 
     def __init__(
         self, model_dir: Path, chance: Callable[[float], bool], slow_s: Callable[[float], float]
     ) -> None:
         self._model_dir = model_dir
-        self._chance, self._slow_s = chance, slow_s
+        self.chance, self.slow_s = chance, slow_s
         self._alive = False
-        self._load = Load(BASE_SNAPSHOT, 0, 0)
-        #: Besides those that run: what serves, and what stays.
-        self._held: dict[str, Load] = {}
-        self._retained: frozenset[str] = frozenset()
-        self._staged: tuple[str, int] | None = None
+        self._own = SimSlot(self, "", Load(BASE_SNAPSHOT, 0, 0))
+        self.slots: dict[str, SimSlot] = {}
         self._running: list[Choice] = []
         #: By salt and tokens, of whole blocks: KV, who computed it, and after how many commits.
         self._cached: dict[tuple[bytes, tuple[int, ...]], tuple[list[int], list[tuple[str, int]]]] = {}
@@ -128,11 +186,11 @@ class SimEngine(Engine):
     # -- the port
 
     async def start(self) -> ModelInfo:
-        await asyncio.sleep(self._slow_s(0.2))
+        await asyncio.sleep(self.slow_s(0.2))
         self._alive, self._paused = True, False
-        self._load = Load(BASE_SNAPSHOT, _of_directory(self._model_dir), self._load.commits)
-        self._held, self._retained = {BASE_SNAPSHOT: self._load}, frozenset()
-        self._staged = None
+        base = Load(BASE_SNAPSHOT, of_directory(self._model_dir), self._own.load.commits)
+        self._own = SimSlot(self, "", base)
+        self.slots = {"": self._own}
         self._cached.clear()
         self._running.clear()
         self._stepping = asyncio.create_task(self._step_on(), name="engine")
@@ -160,19 +218,35 @@ class SimEngine(Engine):
             for callback in self._on_death:
                 await callback(reason)
 
+    def slot(self, policy: str) -> Slot:
+        return SimSlot(self, policy, Load(BASE_SNAPSHOT, 0, 0))
+
+    def end_policy(self, policy: str) -> None:
+        self.slots.pop(policy, None)
+
+    def running_of(self, slot: SimSlot) -> int:
+        return sum(one.slot is slot for one in self._running)
+
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         return self._generate(request)
 
     async def _generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         if not self._alive:
             raise EngineDied("the engine is not there")
-        fixed = None if request.snapshot is None else self._held.get(request.snapshot)
-        if request.snapshot is not None and fixed is None:
-            yield GenerationEvent(error=f"{request.snapshot} is not loaded")
+        life = self._own
+        if request.policy:
+            # An engine is another process. What is said to it waits for the step that it is at, and some steps are long.
+            await asyncio.sleep(self.slow_s(1.0 if self.chance(0.1) else 0.02))
+            if not self._alive or self._own is not life:
+                raise EngineDied("the engine is gone")
+        slot = self.slots.get(request.policy)
+        fixed = None if slot is None or request.snapshot is None else slot.held.get(request.snapshot)
+        if slot is None or (request.snapshot is not None and fixed is None):
+            yield GenerationEvent(error=f"no such weights: {request.policy}@{request.snapshot}")
             return
         events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         mine = [
-            Choice(request, choice, [*request.prompt, *request.emitted_of(choice)], events, fixed=fixed)
+            Choice(request, choice, slot, [*request.prompt, *request.emitted_of(choice)], events, fixed=fixed)
             for choice in request.choices
         ]
         for sequence in mine:
@@ -197,42 +271,19 @@ class SimEngine(Engine):
                 one.events.put_nowait(GenerationEvent(index=index, finish="abort"))
 
     async def stage(self, snapshot: str, directory: Path) -> None:
-        self._check()
-        self._staged = None
-        await asyncio.sleep(self._slow_s(0.3))
-        self._check()
-        if self._chance(self.staging_fails):
-            raise StagingFailed("the staged files could not be placed")
-        self._staged = (snapshot, _of_directory(directory))
+        await self._own.stage(snapshot, directory)
 
     def drop_staged(self) -> None:
-        self._staged = None
+        self._own.drop_staged()
 
     async def commit(self, snapshot: str) -> SwapTiming:
-        self._check()
-        await asyncio.sleep(self._slow_s(0.02))
-        self._check()
-        if self._staged is None or self._staged[0] != snapshot:
-            raise StagingFailed(f"{snapshot} is not staged")
-        self._load = Load(*self._staged, self._load.commits + 1)
-        self._held[snapshot] = self._load
-        self._staged = None
-        self._free()
-        return SwapTiming(snapshot=snapshot, pause_ms=1.0, streams_crossed=len(self._running))
+        return await self._own.commit(snapshot)
 
     def retain(self, snapshots: Collection[str]) -> None:
-        self._retained = frozenset(snapshots)
-        self._free()
-
-    def _free(self) -> None:
-        kept = {self._load.snapshot, *self._retained}
-        self._held = {name: load for name, load in self._held.items() if name in kept}
+        self._own.retain(snapshots)
 
     async def weights_digest(self) -> str | None:
-        self._check()
-        await asyncio.sleep(self._slow_s(0.05))
-        self._check()
-        return f"sim:{self._load.weights:x}"
+        return await self._own.weights_digest()
 
     async def pause(self) -> None:
         self._paused = True
@@ -256,7 +307,7 @@ class SimEngine(Engine):
 
     # -- steps
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if not self._alive:
             raise EngineDied("the engine is gone")
 
@@ -271,14 +322,14 @@ class SimEngine(Engine):
                 self._work.clear()
                 await self._work.wait()
                 continue
-            await asyncio.sleep(0.004 + self._slow_s(0.012))
+            await asyncio.sleep(0.004 + self.slow_s(0.012))
             if not self._paused:
                 self._steps += 1
                 for sequence in list(self._running):
                     self._step(sequence)
 
     def _step(self, one: Choice) -> None:
-        request, load = one.request, self._load
+        request, load = one.request, one.load
         prompt: tuple[TokenRecord, ...] | None = None
         cached: int | None = None
         if not one.begun:
@@ -311,7 +362,7 @@ class SimEngine(Engine):
                 kv_snapshots=kv,
             )
         )
-        assert load == self._load
+        assert load == one.load
 
     def _read_prompt(self, one: Choice) -> tuple[int, tuple[TokenRecord, ...] | None]:
         """Cached positions, and the records of the prompt's last tokens where they are asked for."""
@@ -334,7 +385,7 @@ class SimEngine(Engine):
         return min(reused, len(request.prompt)), prompt
 
     def _young(self, one: Choice, by: Sequence[tuple[str, int]], most: int | None) -> bool:
-        now = (one.fixed or self._load).commits
+        now = one.load.commits
         return all(at <= now and (most is None or now - at <= most) for _, at in by)
 
     def _score_prompt(self, one: Choice, wanted: int) -> tuple[TokenRecord, ...]:
@@ -343,7 +394,7 @@ class SimEngine(Engine):
         for position in range(count - wanted, count):
             token = one.tokens[position]
             if position == 0:
-                records.append(TokenRecord(token, 0.0, None, (one.fixed or self._load).snapshot))
+                records.append(TokenRecord(token, 0.0, None, one.load.snapshot))
                 continue
             self._compute(one, position)
             records.append(self._record(one, position, token, None))
@@ -351,14 +402,14 @@ class SimEngine(Engine):
 
     def _compute(self, one: Choice, count: int) -> None:
         """KV of the first `count` positions."""
-        kv, load = one.kv[-1] if one.kv else 0, one.fixed or self._load
+        kv, load = one.kv[-1] if one.kv else 0, one.load
         for position in range(len(one.kv), count):
             kv = kv_after(kv, one.tokens[position], load.weights)
             one.kv.append(kv)
             one.by.append((load.snapshot, load.commits))
 
     def _draw(self, one: Choice) -> TokenRecord:
-        position, weights = len(one.tokens), (one.fixed or self._load).weights
+        position, weights = len(one.tokens), one.load.weights
         token = drawn(one.kv[-1], weights, one.request.sampling.seed, one.choice, position)
         record = self._record(one, position, token, scored(one.kv[-1], weights, token))
         one.tokens.append(token)
@@ -367,7 +418,7 @@ class SimEngine(Engine):
         return record
 
     def _record(self, one: Choice, position: int, token: int, sampling: float | None) -> TokenRecord:
-        kv, load = one.kv[position - 1], one.fixed or self._load
+        kv, load = one.kv[position - 1], one.load
         route = routed(kv, load.weights) if one.request.want_routes else None
         return TokenRecord(token, scored(kv, load.weights, token), sampling, load.snapshot, route)
 
@@ -377,7 +428,7 @@ class SimEngine(Engine):
             self._cached[key] = (one.kv[:count], one.by[:count])
 
 
-def _of_directory(directory: Path) -> int:
+def of_directory(directory: Path) -> int:
     return weights_of((file.name, file.read_bytes()) for file in directory.iterdir())
 
 

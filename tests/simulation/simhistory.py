@@ -20,6 +20,7 @@ from typing import Any
 from simclient import Broken, Oracle, Rollout, Wrong, exchange
 from simdisk import Trouble as DiskTrouble
 from simloop import HistoryTooLong
+from simpolicies import Policies, kinds
 from simprocess import Process
 from simtinker import TinkerClient
 from simtrainer import HOT_LOAD, Trainer, Weights
@@ -34,6 +35,8 @@ CALM_S = 60.0
 READY_S = 60.0
 #: What no client and no session notices.
 HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger"))
+#: Of histories, those with policies.
+WITH_POLICIES = 0.4
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Plan:
     entries: tuple[Entry, ...]
     clients: int
     samplers: int
+    policy_clients: int
 
 
 def plan_of(seed: int) -> Plan:
@@ -93,7 +97,12 @@ def plan_of(seed: int) -> Plan:
     if samplers and tinker.random() < 0.4:
         entries += [_entry("kill tinker", tinker) for _ in range(tinker.randint(1, 2))]
     entries = _beside_signals(entries, random.Random(f"{seed} beside"))
-    return Plan(settings, tuple(sorted(entries, key=lambda entry: entry.at)), rng.randint(1, 5), samplers)
+    policies, policy_clients = random.Random(f"{seed} policies"), 0
+    if policies.random() < WITH_POLICIES:
+        policy_clients = policies.randint(1, 4)
+        entries += [Entry(_some_time(policies), kind, value) for kind, value in kinds(policies)]
+    in_order = tuple(sorted(entries, key=lambda entry: entry.at))
+    return Plan(settings, in_order, rng.randint(1, 5), samplers, policy_clients)
 
 
 def _beside_signals(entries: list[Entry], rng: random.Random) -> list[Entry]:
@@ -108,7 +117,11 @@ def _beside_signals(entries: list[Entry], rng: random.Random) -> list[Entry]:
 
 
 def _entry(kind: str, rng: random.Random) -> Entry:
-    return Entry(round(rng.uniform(0.0, STORM_S), 3), kind, _value(kind, rng))
+    return Entry(_some_time(rng), kind, _value(kind, rng))
+
+
+def _some_time(rng: random.Random) -> float:
+    return round(rng.uniform(0.0, STORM_S), 3)
 
 
 def _value(kind: str, rng: random.Random) -> Any:
@@ -177,6 +190,7 @@ class History:
             self._say,
             self._count,
         )
+        self._policies = Policies(PORT, self.world, BUCKET, weights.adapters, self._say, seed)
         self._rng = random.Random(f"{seed} history")
         #: What a client could notice has happened.
         self._disturbed = False
@@ -226,6 +240,10 @@ class History:
             sampler = TinkerClient(name, PORT, rng, self.oracle, self._count, self._fronts)
             self._samplers.append(sampler)
             self._clients_run.append(world.outside(name, sampler.run()))
+        for number in range(self.plan.policy_clients):
+            client = self._policies.client(number, self.seed)
+            self._clients.append(client)
+            self._clients_run.append(world.outside(client.name, client.run()))
         for number, entry in enumerate(self.plan.entries):
             if number not in self._left_out:
                 self._entries.append(world.outside(f"entry {number}", self._befall(begun, entry)))
@@ -266,7 +284,12 @@ class History:
     async def _befall(self, begun: float, entry: Entry) -> None:
         await asyncio.sleep(max(0.0, begun + entry.at - self.world.now))
         self._say(str(entry))
-        self._disturbed = self._disturbed or entry.kind not in HARMLESS
+        of_policy = entry.kind.startswith("policy ")
+        self._disturbed = self._disturbed or not (of_policy or entry.kind in HARMLESS)
+        if of_policy:
+            await self._policies.befall(entry.kind, entry.value)
+            self._count(f"event: {entry.kind}")
+            return
         await getattr(self, "_" + entry.kind.replace(" ", "_"))(entry.value)
         self._count(f"event: {entry.kind}")
 
@@ -445,13 +468,16 @@ class History:
                 "temperature": 1.0,
             }
             try:
-                turn = await asking._ask(body, [("x-multi-turn-session-id", f"last-{number}")])
+                turn = await asking.ask_once(body, [("x-multi-turn-session-id", f"last-{number}")])
             except Broken as error:
                 raise Wrong(f"a request in calm weather: {error}") from error
             self.oracle.check(turn, 4)
             if set(turn.labels) != {name}:
                 raise Wrong(f"{turn.labels}, not {name}")
         await self._all_are_there(until)
+        if self.plan.policy_clients:
+            await self._policies.all_are_well(self.world.now + CALM_S)
+            self._policies.nothing_is_left()
 
     async def _all_are_there(self, until: float) -> None:
         """As many replicas and gateways as there should be, and nothing is in flight."""

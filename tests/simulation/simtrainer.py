@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from simbucket import Bucket
@@ -28,10 +28,14 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class Weights:
-    """What a trainer may publish. variants: whole checkpoints. deltas: by the numbers of parent and child."""
+    """What a trainer may publish. variants: whole checkpoints. deltas: by the numbers of parent and child.
+
+    adapters: LoRA adapters of the base weights.
+    """
 
     variants: list[Files]
     deltas: dict[tuple[int, int], Files]
+    adapters: list[Files] = field(default_factory=list)
 
 
 @dataclass
@@ -60,6 +64,9 @@ class Trainer:
         self._weights, self._oracle, self._rng = weights, oracle, rng
         self._say, self._count = say, count
         self._named = 0
+        #: Of its snapshots' names; and what each of its signals says.
+        self.prefix = "s"
+        self.body: dict[str, Any] = {}
         self._parent: Parent | None = None
         #: Snapshots that were signalled, the newest last; none of them torn for good.
         self.signalled: list[str] = []
@@ -119,7 +126,7 @@ class Trainer:
         """One of its files is missing, is cut, or has a wrong byte, and stays so."""
         name = self._next_name()
         files = dict(self._weights.variants[number])
-        torn = self._rng.choice(sorted(name for name in files if name != "config.json"))
+        torn = self._rng.choice(sorted(name for name in files if not name.endswith("config.json")))
         match self._rng.choice(("missing", "cut", "wrong")):
             case "missing" if torn.endswith(".safetensors"):
                 del files[torn]
@@ -155,7 +162,7 @@ class Trainer:
 
     def _next_name(self) -> str:
         self._named += 1
-        return f"s{self._named}"
+        return f"{self.prefix}{self._named}"
 
     def _new_name(self, number: int) -> str:
         name = self._next_name()
@@ -185,13 +192,15 @@ class Trainer:
     async def _ask_for(self, body: dict[str, Any], policy: Any, tries: int = 20) -> bool:
         """Until it is acknowledged, or refused for good."""
         name = body["identity"]
+        body = {**self.body, **body}
+        self._oracle.signals_begin(name)
         if policy is not None:
             body = {**body, "reset_prompt_cache": policy}
         for _ in range(tries):
             try:
                 answer = await exchange(self._port, "POST", HOT_LOAD, body)
             except Broken as error:
-                self._oracle.unsure.add(name)
+                self._lost(name)
                 self._say(f"signal {name}: {error}")
             else:
                 if answer.status == 200:
@@ -201,11 +210,16 @@ class Trainer:
                 if answer.status < 500 and answer.status not in (408, 425, 429):
                     return False
                 # It may be recorded, and its answer lost.
-                self._oracle.unsure.add(name)
+                self._lost(name)
             await asyncio.sleep(0.3)
         return False
 
+    def _lost(self, name: str) -> None:
+        self._oracle.unsure.add(name)
+        self._oracle.lost()
+
     def _acknowledged(self, name: str, answer: Answer) -> None:
+        self._oracle.acknowledged(asyncio.get_running_loop().time())
         said = answer.json()
         self._say(f"signal {name} acknowledged: generation {said['generation']}")
         self._oracle.signals.append(

@@ -41,6 +41,7 @@ def make_bed(place: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", made], check=True)
     from safetensors.numpy import load, save
+    from simpolicies import ADAPTERS, adapter
 
     from midstream.snapshots.arc2.encode import encode_delta
     from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
@@ -61,13 +62,29 @@ def make_bed(place: Path) -> None:
         (child / MANIFEST_FILE).write_bytes(encode_manifest(directory_content(child, files)))
     for parent, number in _pairs():
         encode_delta(place / str(parent), place / str(number), place / f"{parent}-{number}", threads=1)
+    hidden, outputs = _query_shape(base)
+    for number in range(ADAPTERS):
+        files = adapter(number, hidden, outputs)
+        child = place / f"adapter-{number}"
+        child.mkdir()
+        for file, data in files.items():
+            (child / file).write_bytes(data)
+        (child / MANIFEST_FILE).write_bytes(encode_manifest(directory_content(child, files)))
     (place / _WHOLE).touch()
+
+
+def _query_shape(checkpoint: bytes) -> tuple[int, int]:
+    from safetensors.numpy import load
+
+    outputs, inputs = load(checkpoint)["model.layers.0.self_attn.q_proj.weight"].shape
+    return inputs, outputs
 
 
 def model_and_weights(place: Path) -> tuple[Path, Weights]:
     """The checkpoint that the server starts with, and what the trainer may publish. An empty place is filled first."""
     if not (place / _WHOLE).exists():
         make_bed(place)
+    from simpolicies import ADAPTERS
     from simtrainer import Weights
 
     from midstream.snapshots.content import MANIFEST_FILE
@@ -80,7 +97,11 @@ def model_and_weights(place: Path) -> tuple[Path, Weights]:
         (parent, number): {file.name: file.read_bytes() for file in (place / f"{parent}-{number}").iterdir()}
         for parent, number in _pairs()
     }
-    return place / "sim", Weights(variants, deltas)
+    adapters = [
+        {file.name: file.read_bytes() for file in sorted((place / f"adapter-{number}").iterdir())}
+        for number in range(ADAPTERS)
+    ]
+    return place / "sim", Weights(variants, deltas, adapters)
 
 
 def _pairs() -> Iterator[tuple[int, ...]]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.core.config import SwapOrder
-from midstream.core.errors import ReplicaUnavailable
+from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent, Stage, Transition
 from midstream.fleet.agree import findings, settled
 from midstream.fleet.reconcile import (
@@ -134,6 +134,9 @@ class Reconciler:
             while True:
                 try:
                     await self.reconcile_once()
+                except NotFound:
+                    # Another gateway removed the row. Whoever reads all rows ends this reconciler.
+                    logger.info("%s is in the ledger no more", self._deployment)
                 except Exception:
                     # Whatever the error is, the next pass looks at everything anew.
                     logger.exception("reconciling failed; trying again in %g s", self._poll_s)
