@@ -148,6 +148,16 @@ class FakeReplicaSet:
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._callback = callback
 
+    @property
+    def holders(self) -> tuple[ReplicaView, ...]:
+        """Every replica serves what is desired."""
+        return self.views
+
+    at_work = True
+
+    def judged(self, view: ReplicaView, *, failed: bool) -> None:
+        pass
+
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
         self.sent.append((view.name, desired.snapshot, desired.generation))
         if self.hold is not None and view.index == 0:

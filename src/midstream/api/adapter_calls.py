@@ -58,7 +58,7 @@ class Adapters:
         Raises NotFound when nothing lies at the place, and MidstreamError.
         """
         known = self.known(deployment, name)
-        policy = await self._policies.ready(deployment, name)
+        policy = await self._policies.ready(request, deployment, name)
         try:
             await self._updates.run(request, policy, update, INSTEAD)
         except MidstreamError as error:
@@ -110,14 +110,10 @@ class AdapterCalls:
             absent = "lora_path" if name else "lora_name"
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", param=absent)
         known = self._adapters.known(deployment, name)
-        if known is not None and not in_place and _loaded(known):
+        if known is not None and not in_place and known.served:
             raise InvalidRequest(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set"
                 " 'load_inplace' to True.",
                 param="lora_name",
             )
         await self._adapters.load(request, deployment, name, Update(body.lora_path, "lora_path", reset=True))
-
-
-def _loaded(policy: Deployment) -> bool:
-    return any(view.report is not None and view.report.ready for view in policy.replicas.views)

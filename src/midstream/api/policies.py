@@ -4,6 +4,7 @@ Always holds:
 - A policy's name means nothing else on this server, so that a client can ask for it by name alone.
 - A policy that is being ended takes no signal. One of its name can be made again once no replica has it any more.
 - A frozen policy serves what it serves: a signal for it is refused until it is thawed.
+- A deployment has a bound of policies, and each tenant may have one: a policy beyond it is not made.
 """
 
 from __future__ import annotations
@@ -20,19 +21,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.api.signals import Place, SignalBody
-from midstream.api.status import check_signal, replica_rows
+from midstream.api.status import check_signal, replica_rows, unloaded
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
 from midstream.core.errors import Conflict, InvalidRequest, NotFound, ReplicaUnavailable
-from midstream.core.headers import HEADER_MADE
+from midstream.core.headers import HEADER_MADE, HEADER_TENANT
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import json_object, read_body
 from midstream.ledger import DeploymentRow, Ledger
-from midstream.ledger.deployments import FROZEN, check_takes
+from midstream.ledger.deployments import FROZEN, NO_LIMITS, TENANT, NameTaken, PolicyLimits, check_takes
 
 OF_ONE = "/v1/accounts/{account}/deployments/{name}"
-POLICIES_MAX = 256
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -45,15 +45,21 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PolicyApi:
-    """changed: takes up a change of the ledger."""
+    """changed: takes up a change of the ledger. limits: how many policies there may be."""
 
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, changed: Callable[[], Awaitable[None]], take: Take
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        changed: Callable[[], Awaitable[None]],
+        take: Take,
+        limits: PolicyLimits = NO_LIMITS,
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._changed = changed
         self._take = take
+        self._limits = limits
 
     def routes(self) -> list[BaseRoute]:
         one = f"{OF_ONE}/policies/{{policy}}"
@@ -64,7 +70,7 @@ class PolicyApi:
             Route(one, self.delete, methods=["DELETE"]),
         ]
 
-    async def ready(self, deployment: Deployment, name: str) -> Deployment:
+    async def ready(self, request: Request, deployment: Deployment, name: str) -> Deployment:
         """The policy a signal is for; it is made if there is none of this name. Raises InvalidRequest, Conflict."""
         if deployment.policy:
             raise InvalidRequest(f"policy: {deployment.name} is a policy itself", param="policy")
@@ -74,7 +80,7 @@ class PolicyApi:
         if found is None or row is None:
             # None, or one that has just been ended.
             await self._changed()
-            found = await self._made(deployment, name)
+            found = await self._made(request, deployment, name)
             row = await self._ledger.deployment(found.name)
         # The ledger looks again as it takes the signal. Nothing is read for one that it would refuse.
         check_takes(row)
@@ -107,7 +113,7 @@ class PolicyApi:
         deployment = self._of(request)
         asked = _asked(await read_body(request))
         known = self._deployments.known(names_of(deployment.names, asked.policy).deployment)
-        policy = known or await self._made(deployment, asked.policy)
+        policy = known or await self._made(request, deployment, asked.policy)
         if asked.from_ is not None:
             await self._fork(request, self.named(deployment, asked.from_), policy)
         if asked.frozen is not None:
@@ -137,10 +143,10 @@ class PolicyApi:
             raise InvalidRequest(
                 f"from: {desired.snapshot!r} stands on other snapshots; publish it whole", param="from"
             )
-        target = await self.ready(source.host, policy.policy)
+        target = await self.ready(request, source.host, policy.policy)
         await self._take(request, target, SignalBody(desired.snapshot), Place(desired.url, "from"))
 
-    async def _made(self, deployment: Deployment, name: str) -> Deployment:
+    async def _made(self, request: Request, deployment: Deployment, name: str) -> Deployment:
         if NAME.fullmatch(name) is None:
             raise InvalidRequest(
                 "policy: a name has at most 128 letters, digits and any of . _ -, and begins with no . or -",
@@ -153,13 +159,16 @@ class PolicyApi:
         ]
         if any(name in other.names.accepted() for other in others):
             raise Conflict(f"policy: {name!r} is the name of something else here", param="policy")
-        if len(self._deployments.policies(deployment)) >= POLICIES_MAX:
-            raise Conflict(f"policy: {deployment.name} has {POLICIES_MAX} policies already", param="policy")
         row = await self._ledger.deployment(deployment.name)
         # Another signal may make it meanwhile.
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(NameTaken):
             await self._ledger.create_deployment(
-                names.deployment, model=names.model, bucket_url=row.bucket_url, transition=row.transition
+                names.deployment,
+                model=names.model,
+                bucket_url=row.bucket_url,
+                transition=row.transition,
+                fields={TENANT: request.headers.get(HEADER_TENANT) or None},
+                limits=self._limits,
             )
         await self._changed()
         found = self._deployments.known(names.deployment)
@@ -186,7 +195,8 @@ class PolicyApi:
             "frozen": bool(row.fields.get(FROZEN)),
             "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
             "generation": row.generation,
-            "replicas": replica_rows(state, policy.replicas.views, {}),
+            "replicas": replica_rows(state, policy.replicas, {}),
+            "unloaded": unloaded(policy.replicas),
         }
 
 

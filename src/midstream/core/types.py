@@ -275,7 +275,7 @@ class Pause(msgspec.Struct, frozen=True):
     mode: PauseMode | None = None
 
 
-class Hint(msgspec.Struct, frozen=True, kw_only=True):
+class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Files of a snapshot that lie in the bucket before it is signalled. url: the directory they lie in; files: their names.
     policy: as in Desired."""
 

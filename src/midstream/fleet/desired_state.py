@@ -22,6 +22,7 @@ from types import MappingProxyType
 import msgspec
 
 from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.types import BASE_SNAPSHOT
 from midstream.fleet.membership import Resolver, entries_of_row, merged
 from midstream.fleet.policies import PolicyReplicas, split_name
 from midstream.fleet.registry import Deployment, Deployments
@@ -245,6 +246,7 @@ class DesiredState:
             self._created[row.name] = row.created_at
             self._start(policy)
             logger.info("policy %s of %s", own, name)
+        policy.published = row.desired_snapshot != BASE_SNAPSHOT
         if row.deleting != policy.deleting:
             policy.deleting = row.deleting
             self._deployments.renamed()

@@ -23,7 +23,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -62,6 +62,11 @@ class Member(NamedTuple):
 Listener = Callable[[str, SessionsReport], None]
 
 
+class Follower(Protocol):
+    def follow(self) -> None:
+        """Something is new."""
+
+
 class ReplicaSet:
     """The replicas of one deployment. Use from one event loop.
 
@@ -96,8 +101,8 @@ class ReplicaSet:
         self.learning = learn_s > 0
         # Called with each report of sessions.
         self.on_sessions: Listener = lambda replica, told: None
-        # Called at once with every change, of use or of a report: the sets of policies.
-        self.followers: list[Callable[[], None]] = []
+        # Told at once of every change, of use or of a report: what knows of the policies.
+        self.followers: list[Follower] = []
         self._header = token_header(token)
         self._named: dict[str, ReplicaView] = {}
         self._fleet: Fleet[ReplicaView] | None = None
@@ -222,6 +227,36 @@ class ReplicaSet:
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every change of any report or of reachability."""
         self._callbacks.append(callback)
+
+    # Where only some replicas are to serve what is desired (policies.py), these say which.
+
+    @property
+    def by_demand(self) -> bool:
+        """Whether a replica serves it only where there is demand."""
+        return False
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a replica is to serve what is desired, or may have to at any time."""
+        return True
+
+    @property
+    def holders(self) -> Sequence[ReplicaView]:
+        """Those that are to serve what is desired."""
+        return self.views
+
+    def ask(self, home: str | None = None, *, anew: bool = False) -> None:
+        """There is demand. home: the replica of a session that wants it. anew: earlier failures do not count."""
+
+    def comes(self, name: str) -> bool:
+        """Whether this replica does not serve it yet, and was asked to."""
+        return False
+
+    def lacks(self, view: ReplicaView) -> None:
+        """The replica refused a request because it does not hold what it reported."""
+
+    def judged(self, view: ReplicaView, *, failed: bool) -> None:
+        """Whether the replica failed on what is desired."""
 
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""
@@ -404,7 +439,7 @@ class ReplicaSet:
 
     def _tell_followers(self) -> None:
         for follower in self.followers:
-            follower()
+            follower.follow()
 
     def _learned(self) -> None:
         self.learning = False

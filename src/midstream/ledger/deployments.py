@@ -30,9 +30,44 @@ from midstream.ledger.schema import (
 #: Fields of a deployment's row: its Pause; of a policy's, whether it takes no signal.
 _PAUSE = "_pause"
 FROZEN = "frozen"
+#: Of a policy: whose key made it. None: there is a single tenant.
+TENANT = "_tenant"
 #: Of a deployment: when its newest policy was made.
 _POLICY_MADE = "_policy_made"
 _OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
+
+
+class NameTaken(Conflict):
+    """There is a deployment of this name already."""
+
+
+@dataclass(frozen=True)
+class PolicyLimits:
+    """Of one deployment. tenant: of those that one tenant made. 0: no bound."""
+
+    all: int = 0
+    tenant: int = 0
+
+    def check(self, db: sa.Connection, host: str, tenant: str | None) -> None:
+        """Raises Conflict where one more would be too many."""
+        count = sa.select(sa.func.count()).where(
+            deployments.c.name.startswith(f"{host}/policies/", autoescape=True)
+        )
+        if self.all and (found := db.execute(count).scalar_one()) >= self.all:
+            raise Conflict(
+                f"policy: {host} has {found} policies, and gateway.max_policies allows {self.all}; end one first",
+                param="policy",
+            )
+        own = count.where(sa.func.coalesce(deployments.c.fields[TENANT].as_string(), "") == (tenant or ""))
+        if self.tenant and (found := db.execute(own).scalar_one()) >= self.tenant:
+            raise Conflict(
+                f"policy: this tenant has {found} policies on {host}, and gateway.max_policies_per_tenant allows"
+                f" {self.tenant}; end one first",
+                param="policy",
+            )
+
+
+NO_LIMITS = PolicyLimits()
 
 
 @dataclass(frozen=True)
@@ -131,16 +166,18 @@ def ensure(
     return one(db, name)
 
 
-def create(db: sa.Connection, fresh: Fresh, now: float) -> DeploymentRow:
-    """A policy is made later than all of its deployment before it, whatever the clock says. Raises Conflict."""
+def create(db: sa.Connection, fresh: Fresh, now: float, limits: PolicyLimits) -> DeploymentRow:
+    """A policy is made later than all of its deployment before it, whatever the clock says. Raises NameTaken, Conflict."""
     host, of_policy, _ = fresh.name.partition("/policies/")
     if of_policy:
         row = lock(db, host)
+        if db.execute(_FIND, {"key": fresh.name}).first() is None:
+            limits.check(db, host, fresh.fields.get(TENANT))
         now = max(now, math.nextafter(row.fields.get(_POLICY_MADE, 0.0), math.inf))
         fields = {**row.fields, _POLICY_MADE: now}
         db.execute(deployments.update().where(deployments.c.id == row.id).values(fields=fields))
     if not insert_new(db, deployments, fresh.values(now)):
-        raise Conflict(f"there is a deployment {fresh.name} already")
+        raise NameTaken(f"there is a deployment {fresh.name} already")
     return one(db, fresh.name)
 
 
