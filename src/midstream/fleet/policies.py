@@ -77,18 +77,17 @@ class PolicyView(ReplicaView):
     def failures(self, failures: int) -> None:
         self.replica.failures = failures
 
-    def follow(self, policy: str, own: PolicyReport | None) -> bool:
-        """Take over what is known of the replica, and what it says of the policy. Whether anything changed."""
+    def follow(self, report: ReplicaReport | None, resident: bool) -> bool:
+        """Take over what is known of the replica. report: what it says of the policy. Whether anything changed."""
         replica = self.replica
-        report = None if replica.report is None else _as_report(replica.report, policy, own)
         boot = None if report is None else report.boot
         before = (self.report, self.standing, self.suspended, self.index, self.weight)
         self.index, self.weight = replica.index, replica.weight
-        self.resident = report is not None and own is not None
-        if boot is not None and (boot != self.boot or own is None):
+        self.resident = resident
+        if boot is not None and (boot != self.boot or not resident):
             # As for the deployment, another boot has to be admitted anew; and a policy that comes back.
             self.boot, self.admitted = boot, False
-        if report != self.report:
+        if report is not self.report and report != self.report:
             self.report = report
         if replica.standing != self.standing:
             self.standing = replica.standing
@@ -110,6 +109,8 @@ class Residents:
         # Of each replica, how many policies it holds at once, and how many could come without or with another's leave.
         self._most: dict[ReplicaView, int] = {}
         self._room: dict[ReplicaView, tuple[int, int]] = {}
+        # What each says of a policy that it does not hold.
+        self._bare: dict[ReplicaView, ReplicaReport] = {}
         #: Whether every replica is to hold every policy.
         self.everywhere = True
         #: Policies with demand that was not met when it was last looked at.
@@ -134,8 +135,15 @@ class Residents:
         self.unmet.pop(self._sets.pop(key), None)
         self._spread()
 
-    def own(self, view: ReplicaView, key: tuple[str, float]) -> PolicyReport | None:
-        return self._own.get(view, _NOTHING).get(key)
+    def told(self, view: ReplicaView, key: tuple[str, float]) -> tuple[ReplicaReport | None, bool]:
+        """What the replica says of the policy, in the form of a whole report; and whether it holds it."""
+        own = self._own.get(view, _NOTHING).get(key)
+        if view.report is None or own is None:
+            return self.bare(view), False
+        return _as_report(view.report, own), True
+
+    def bare(self, view: ReplicaView) -> ReplicaReport | None:
+        return None if view.report is None else self._bare.get(view)
 
     def forget(self, view: ReplicaView, key: tuple[str, float]) -> None:
         """The replica does not hold it, whatever it reported last."""
@@ -153,11 +161,13 @@ class Residents:
         changed: set[tuple[str, float]] = set()
         for view in views:
             common = _common(view)
-            all_policies = all_policies or self._common.get(view) != common
-            self._common[view] = common
+            if self._common.get(view) != common:
+                all_policies, self._common[view] = True, common
+                if view.report is not None:
+                    self._bare[view] = _as_report(view.report, _NOT_HELD)
             changed |= self._heard(view)
         for gone in self._common.keys() - set(views):
-            for known in (self._common, self._own, self._most, self._room):
+            for known in (self._common, self._own, self._most, self._room, self._bare):
                 known.pop(gone, None)
         for key in tuple(self._sets) if all_policies else changed & self._sets.keys():
             self._sets[key].follow()
@@ -191,6 +201,7 @@ class Residents:
 
 
 _NOTHING: Mapping[tuple[str, float], PolicyReport] = MappingProxyType({})
+_NOT_HELD = PolicyReport(policy="")
 
 
 def _common(view: ReplicaView) -> tuple[object, ...]:
@@ -232,7 +243,7 @@ class PolicyReplicas(ReplicaSet):
         leaving = tuple(known.get(r) or PolicyView(r, self._use_changed) for r in self._of.leaving)
         key = (self._policy, self.made)
         changed = [
-            view.follow(self._policy, self._residents.own(view.replica, key))
+            view.follow(*self._residents.told(view.replica, key))
             for view in (*views, *leaving)
             if isinstance(view, PolicyView)
         ]
@@ -316,7 +327,7 @@ class PolicyReplicas(ReplicaSet):
         """The replica refused a request because it does not hold the policy. Its next report tells what it holds."""
         if isinstance(view, PolicyView) and view.resident:
             self._residents.forget(view.replica, (self._policy, self.made))
-            view.follow(self._policy, None)
+            view.follow(self._residents.bare(view.replica), False)
             self._changed()
 
     async def run(self) -> None:
@@ -400,11 +411,10 @@ def _own(report: ReplicaReport, policy: str, made: float) -> PolicyReport | None
 
 def report_of(report: ReplicaReport, policy: str, made: float = 0.0) -> ReplicaReport:
     """What the replica says of one policy, in the form of a whole report."""
-    return _as_report(report, policy, _own(report, policy, made))
+    return _as_report(report, _own(report, policy, made) or _NOT_HELD)
 
 
-def _as_report(report: ReplicaReport, policy: str, own: PolicyReport | None) -> ReplicaReport:
-    own = own or PolicyReport(policy=policy)
+def _as_report(report: ReplicaReport, own: PolicyReport) -> ReplicaReport:
     return ReplicaReport(
         replica=report.replica,
         boot=report.boot,

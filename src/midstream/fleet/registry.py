@@ -166,7 +166,8 @@ class Deployments:
         table = self._policies if deployment.policy else self._by_name
         assert deployment.name not in table
         table[deployment.name] = deployment
-        self._index()
+        # There may be thousands of policies: what is there already is not looked through for each.
+        _enter(self._called, deployment)
 
     def remove(self, deployment: Deployment) -> None:
         assert deployment is not self.default
@@ -241,11 +242,14 @@ class Deployments:
     def _index(self) -> None:
         called: dict[str, list[Deployment]] = {}
         for deployment in (*self._by_name.values(), *self._policies.values()):
-            if deployment.deleting or deployment.host.deleting:
-                continue
-            for name in deployment.names.accepted():
-                called.setdefault(name, []).append(deployment)
+            _enter(called, deployment)
         self._called = called
+
+
+def _enter(called: dict[str, list[Deployment]], deployment: Deployment) -> None:
+    if not (deployment.deleting or deployment.host.deleting):
+        for name in deployment.names.accepted():
+            called.setdefault(name, []).append(deployment)
 
 
 def _resource(name: str) -> str:

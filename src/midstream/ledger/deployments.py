@@ -102,6 +102,13 @@ _FIND = sa.select(deployments).where(deployments.c.name == sa.bindparam("key"))
 _OF_POLICIES = "%/policies/%"
 _EVERY = sa.select(deployments).where(deployments.c.name.not_like(_OF_POLICIES)).order_by(deployments.c.name)
 _POLICIES = sa.select(deployments).where(deployments.c.name.like(_OF_POLICIES)).order_by(deployments.c.name)
+#: Another one whenever a policy is made, changed, signalled or removed.
+_MARK = sa.select(
+    sa.func.count(),
+    sa.func.sum(sa.case((deployments.c.deleting, 1), else_=0)),
+    sa.func.sum(deployments.c.generation),
+    *(f(c) for c in (deployments.c.created_at, deployments.c.updated_at) for f in (sa.func.max, sa.func.sum)),
+).where(deployments.c.name.like(_OF_POLICIES))
 _TOUCH = deployments.update().where(deployments.c.name == sa.bindparam("key"))
 _TOUCH = _TOUCH.values(generation=deployments.c.generation)
 
@@ -139,6 +146,11 @@ def every(db: sa.Connection) -> list[DeploymentRow]:
 
 def policies(db: sa.Connection) -> list[DeploymentRow]:
     return [as_row(row) for row in db.execute(_POLICIES)]
+
+
+def policies_since(db: sa.Connection, mark: object) -> tuple[object, list[DeploymentRow] | None]:
+    now = tuple(db.execute(_MARK).one())
+    return now, None if now == mark else policies(db)
 
 
 def ensure(

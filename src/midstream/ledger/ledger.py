@@ -206,6 +206,10 @@ class Ledger:
         """The policies of all deployments, by name: a policy has the row of a deployment, which no replicas are run for."""
         return await self._read(deployments.policies)
 
+    async def policies_since(self, mark: object = None) -> tuple[object, list[DeploymentRow] | None]:
+        """The policies as `policies`, and a mark of them; None while they are those of this mark. There may be thousands."""
+        return await self._read(deployments.policies_since, mark)
+
     async def signal(
         self, name: str, signal: Signal, fleet: Fleet = NO_FLEET, *, chain_max: int = CHAIN_MAX
     ) -> SignalResult:

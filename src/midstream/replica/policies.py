@@ -181,7 +181,7 @@ class Policy:
     def may_go(self, now: float) -> bool:
         """Whether it may make way for another policy."""
         waits = self.unused_since is not None and now - self.unused_since < UNUSED_S
-        return not (self.users or self.gate.inside or waits) and self.driver.resting
+        return not (self.users or waits) and self.driver.resting
 
     def hint(self, hint: Hint) -> None:
         self._hints.add(hint)
@@ -337,7 +337,6 @@ class Policies:
 
     async def _end(self, policy: Policy) -> None:
         await policy.left()
-        await policy.gate.drained()
         await policy.close()
         self._parts.engine.end_policy(policy.own_name)
         self._going.remove(policy)
