@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import openai
 import pytest
 from policy_helpers import DEADLINE_S, HOT_LOAD, Adapters, checked, sample, signalled
 from serving import Server, serve
+from test_failover import itself, running
 
 PLACES, REPLICAS, POLICIES = 2, 2, 8
 
@@ -188,6 +191,24 @@ def test_a_new_snapshot_of_a_policy_that_is_not_loaded_is_served_and_a_hint_load
     checked(adapters, answer, "placed-again-step-2", [3, 4, 5])
     assert signalled(server, identity(gone), policy(gone)).status_code == 200
     published(server, gone)
+
+
+def test_a_stream_goes_on_when_the_only_replica_with_its_policy_dies(
+    server: Server, adapters: Adapters
+) -> None:
+    # Nobody else holds it.
+    for number in (4, 5, 6, 7, 0):
+        sampled(server, adapters, number)
+    stream = Stream(server, 0)
+    stream.start()
+    assert stream.begun.wait(DEADLINE_S)
+    held = resident(server)
+    assert [name for name, names in held.items() if policy(0) in names] == [stream.replica]
+    assert stream.is_alive(), "the stream ended before its replica did"
+    os.kill(running(server, itself)[stream.replica], signal.SIGKILL)
+    stream.whole()
+    for number in range(POLICIES):
+        sampled(server, adapters, number)
 
 
 def test_an_ended_policy_is_gone_whether_it_is_loaded_or_not(server: Server, adapters: Adapters) -> None:

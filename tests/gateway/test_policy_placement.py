@@ -12,6 +12,8 @@ from gateway_harness import NAMES, Message, MockReplica, Peer, post, run
 from session_holders import until
 
 from midstream.api.app import control_app
+from midstream.api.status import replica_rows, unloaded
+from midstream.client.server import read_status
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Overloaded, PolicyNotLoaded
 from midstream.core.headers import HEADER_POLICY
@@ -28,7 +30,7 @@ from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.http.reader import error_response
-from midstream.ledger import Ledger, Signal, sqlite_url
+from midstream.ledger import DeploymentState, Ledger, Signal, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
 
@@ -247,11 +249,38 @@ def test_a_request_loads_what_nobody_holds_on_one_replica_and_what_made_way_wait
             await passes(here)
             assert [one.told for one in here.made] == told, "no reconciler loads it again by itself"
             assert sum(len(one.held) for one in here.made) == 2
+            # A publisher of what made way does not wait, and one of what was never loaded has it loaded.
+            gone = next(p for p in here.deployments.policies() if not here.where(p.policy))
+            await until(lambda: not gone.replicas.holders)
+            assert await shown(here, gone) == {"unloaded"}
+            status = read_status({"replicas": replica_rows(*await state_of(here, gone), {})})
+            assert status.serves(f"{gone.policy}-1")
+            assert not status.serves("another")
+            assert unloaded(gone.replicas) == ["replica-0", "replica-1"]
+            new = await here.policy("new")
+            assert await shown(here, new) == {"pending"}
+            new.replicas.ask()
+            await until(lambda: here.where("new") != [])
+            await until(
+                lambda: len(unloaded(new.replicas)) == 1 and any(v.usable for v in new.replicas.views)
+            )
+            assert await shown(here, new) == {"done"}
             await here.served("p0")
             at_rest = [d for d in here.deployments.policies() if not d.replicas.at_work]
-            assert len(at_rest) == 2
+            assert len(at_rest) == 3
 
     run(main)
+
+
+async def state_of(here: World, policy: Deployment) -> tuple[DeploymentState, ReplicaSet]:
+    return await here.ledger.state(policy.name), policy.replicas
+
+
+async def shown(here: World, policy: Deployment) -> set[str]:
+    """The stages of its rows."""
+    rows = replica_rows(*await state_of(here, policy), {})
+    assert rows
+    return {row["loading_state"]["stage"] for row in rows}
 
 
 def test_a_replica_that_gave_up_a_policy_since_its_report_refuses_and_the_client_sees_nothing(

@@ -295,6 +295,18 @@ async def test_a_policy_that_has_just_loaded_waits_for_its_first_request(tmp_pat
 
 
 @in_a_loop
+async def test_files_are_fetched_early_for_a_policy_that_is_here(tmp_path: Path) -> None:
+    async with running(tmp_path, ManyPolicies()) as here:
+        await loaded(here, "red")
+        for policy in ("blue", "red"):
+            hint = {"snapshot": f"{policy}-2", "url": "file:///b", "files": ["f"], "policy": policy}
+            assert (await here.http.post("/replica/hint", json=hint)).status_code == 202
+        while not (early := [c for c in here.source.calls if c.startswith("prefetch")]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert early == ["prefetch red-2 f"]
+
+
+@in_a_loop
 async def test_what_loads_or_fails_to_load(tmp_path: Path) -> None:
     """A policy that loads keeps its place. One that failed and serves nothing gives it up."""
     async with running(tmp_path, ManyPolicies(), policies_max=1) as here:

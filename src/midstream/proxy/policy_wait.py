@@ -38,13 +38,14 @@ class PolicyWait:
         self._at_home_ends = self._at_home_ends or now + HOME_WAIT_S
         return Judgement(Event.NOT_YET, until=Until(replicas, at=self._at_home_ends))
 
-    def judge(self, deployment: Deployment, tried: set[str]) -> Judgement | None:
+    def judge(self, deployment: Deployment, tried: set[str], lost: str = "") -> Judgement | None:
         """NOT_YET, with when to look again; None: there is nothing to wait for.
 
-        tried: replicas that failed with the request. After the wait they may be others, and are tried again.
+        tried: replicas that failed with the request. After the wait they may be others, and are tried again. lost: the replica
+        that was lost with its stream, which is never asked again.
         """
         now = asyncio.get_running_loop().time()
-        views = deployment.replicas.views
+        views = [view for view in deployment.replicas.views if view.name != lost]
         if not deployment.policy or any(view.usable and view.name not in tried for view in views):
             return None
         self._ends = now + POLICY_WAIT_S if self._ends is None else self._ends

@@ -193,9 +193,9 @@ class ReplicaRoute(Route):
         placed = self._choose()
         if placed is None:
             none = ReplicaUnavailable("no replica can take the request now")
-            return self._policy_wait.judge(
-                self._deployment, set() if self._lost else self._tried
-            ) or self._failed(none)
+            tried = set() if self._lost else self._tried
+            waits = self._policy_wait.judge(self._deployment, tried, self._lost)
+            return waits or self._failed(none)
         self._placed, self._view = placed, placed.view
         return PLACED
 
