@@ -32,6 +32,7 @@ from midstream.core.headers import HEADER_TOKEN
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.text import NOT_JSON
 from midstream.core.types import Desired, Hint, Pause, ReplicaReport
+from midstream.fleet.holding import Holding
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words
@@ -67,7 +68,7 @@ class Follower(Protocol):
         """Something is new."""
 
 
-class ReplicaSet:
+class ReplicaSet(Holding):
     """The replicas of one deployment. Use from one event loop.
 
     views: the members, in order. leaving: those that finish what they have and then go.
@@ -227,36 +228,6 @@ class ReplicaSet:
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every change of any report or of reachability."""
         self._callbacks.append(callback)
-
-    # Where only some replicas are to serve what is desired (policies.py), these say which.
-
-    @property
-    def by_demand(self) -> bool:
-        """Whether a replica serves it only where there is demand."""
-        return False
-
-    @property
-    def at_work(self) -> bool:
-        """Whether a replica is to serve what is desired, or may have to at any time."""
-        return True
-
-    @property
-    def holders(self) -> Sequence[ReplicaView]:
-        """Those that are to serve what is desired."""
-        return self.views
-
-    def ask(self, home: str | None = None, *, anew: bool = False) -> None:
-        """There is demand. home: the replica of a session that wants it. anew: earlier failures do not count."""
-
-    def comes(self, name: str) -> bool:
-        """Whether this replica does not serve it yet, and was asked to."""
-        return False
-
-    def lacks(self, view: ReplicaView) -> None:
-        """The replica refused a request because it does not hold what it reported."""
-
-    def judged(self, view: ReplicaView, *, failed: bool) -> None:
-        """Whether the replica failed on what is desired."""
 
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""

@@ -255,6 +255,15 @@ GATEWAY = (
         ("gateway/test_policy_placement.py::test_a_session_waits_for_its_policy_at_home",),
     ),
     Mutation(
+        "stream_ends_with_the_only_holder_of_its_policy",
+        "proxy/replica_route.py",
+        "self._policy_wait.judge(self._deployment, tried, self._lost)",
+        "self._policy_wait.judge(self._deployment, tried)",
+        "A stream goes on where its policy is loaded next, when the only replica with it is lost.",
+        ("e2e/test_policies_placed.py::test_a_stream_goes_on_when_the_only_replica_with_its_policy_dies",),
+        fast=False,
+    ),
+    Mutation(
         "tenant_makes_one_policy_more",
         "ledger/deployments.py",
         "(found := db.execute(own).scalar_one()) >= self.tenant",
