@@ -27,6 +27,7 @@ from midstream.core.types import (
     Stage,
     Transition,
 )
+from midstream.fleet.holding import Holding
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
 from midstream.fleet.replicas import ReplicaView
@@ -131,7 +132,7 @@ class FakeReplica:
         )
 
 
-class FakeReplicaSet:
+class FakeReplicaSet(Holding):
     """Views of fake replicas. Reports arrive when the test says so; `drop` counts messages that will be lost."""
 
     def __init__(self, replicas: list[FakeReplica]) -> None:

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from recompute import Passes, Recomputer
 from serving import Server, serve
 from test_failover import engine, itself, running
 from test_policies_served import HOT_LOAD, Adapters
-from tiers import of_tier
+from tiers import of_tier, variant
 
 torch.set_num_threads(1)
 POLICIES = of_tier(fast=8, test=32, all=32)
@@ -221,8 +222,10 @@ def judge(storm: Storm, adapters: Adapters) -> int:
     return checked
 
 
+#: Of a replica. Of the fewer, policies come and go all the time.
+@pytest.mark.parametrize("places", [256, variant(12)])
 def test_a_storm_of_policies_fails_nothing_and_every_label_is_borne_out(
-    tmp_path: Path, tiny_model: Callable[..., Path]
+    tmp_path: Path, tiny_model: Callable[..., Path], places: int
 ) -> None:
     base = tiny_model(dtype="float32")
     adapters = Adapters(base)
@@ -239,7 +242,8 @@ def test_a_storm_of_policies_fails_nothing_and_every_label_is_borne_out(
             )
             return storm
 
-    with serve(tmp_path / "state", "--model", str(base), "--replicas", "2") as server:
+    options = ("--replicas", "2", "--resident-policies", str(places))
+    with serve(tmp_path / "state", "--model", str(base), *options) as server:
         storm = asyncio.run(main(server))
     assert not storm.wrong, (storm.wrong[:5], len(storm.wrong), storm.counts)
     checked = judge(storm, adapters)

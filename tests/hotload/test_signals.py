@@ -130,6 +130,17 @@ def test_a_hint_names_one_file_or_several_once_each() -> None:
     assert names(file="config.json", incremental_snapshot_metadata=DELTA) == ("config.json",)
 
 
+def test_a_hint_names_a_policy_alone_or_files_of_one() -> None:
+    alone = parse_hint(b'{"policy": "red"}')
+    assert (alone.policy, alone.identity, alone.names) == ("red", None, ())
+    files = parse_hint(signal(file="adapter_config.json", policy="red"))
+    assert (files.policy, files.names) == ("red", ("adapter_config.json",))
+    for body in (b"{}", b'{"file": "config.json"}', b'{"policy": "red", "file": "config.json"}'):
+        with pytest.raises(InvalidRequest) as refused:
+            parse_hint(body)
+        assert refused.value.param == "identity"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

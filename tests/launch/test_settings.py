@@ -96,6 +96,13 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
         ("[embedded]\nblock_size = 1", "embedded.block_size must be at least 2, got 1"),
         ("[embedded]\nload_s_max = 0.5", "embedded.load_s_max must be at least 1 and finite, got 0.5"),
         ("resident_snapshots = 0", "resident_snapshots must be 1 to 64, got 0"),
+        ("resident_policies = 0", "resident_policies must be 1 to 4096, got 0"),
+        ("[gateway]\nmax_policies = 0", "gateway.max_policies must be at least 1, got 0"),
+        (
+            "[gateway]\nmax_policies_per_tenant = 5",
+            "gateway.max_policies_per_tenant must be 0 or at least tinker.adapters_max (32), or the front could not load as"
+            " many, got 5",
+        ),
         (
             'resident_memory = "much"',
             "resident_memory 'much': expected a number and one of KiB, MiB, GiB, kB, MB, GB",

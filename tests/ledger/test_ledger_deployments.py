@@ -12,7 +12,7 @@ from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, signal
 from midstream.core.errors import Conflict, NotFound
 from midstream.core.types import Desired, Stage
 from midstream.ledger import Death, Disagreement, Fleet, Ledger, Signal, Signalled
-from midstream.ledger.deployments import FROZEN
+from midstream.ledger.deployments import FROZEN, TENANT, NameTaken, PolicyLimits
 
 OTHER = "accounts/local/deployments/other"
 POLICY = f"{DEPLOYMENT}/policies/red"
@@ -206,3 +206,62 @@ def test_a_policy_made_again_is_later_whatever_the_clock_says(url: str) -> None:
 
     made = asyncio.run(run())
     assert made == sorted(set(made))
+
+
+def test_policies_of_a_deployment_and_of_a_tenant_have_a_limit_that_the_refusal_names(url: str) -> None:
+    limits = PolicyLimits(all=4, tenant=2)
+
+    async def work(ledger: Ledger) -> None:
+        async def make(name: str, tenant: str | None, host: str = DEPLOYMENT) -> None:
+            await ledger.create_deployment(
+                f"{host}/policies/{name}",
+                model=name,
+                bucket_url="b",
+                fields={TENANT: tenant},
+                limits=limits,
+            )
+
+        await ledger.create_deployment(OTHER, model="m", bucket_url="b", limits=limits)
+        for name in ("a1", "a2"):
+            await make(name, "a")
+        with pytest.raises(Conflict, match="max_policies_per_tenant allows 2"):
+            await make("a3", "a")
+        with pytest.raises(NameTaken):
+            await make("a1", "a")
+        # Another deployment, and another tenant, are counted by themselves.
+        await make("a3", "a", OTHER)
+        for name in ("n1", "n2"):
+            await make(name, None)
+        with pytest.raises(Conflict, match="max_policies allows 4"):
+            await make("b1", "b")
+        await ledger.delete_deployment(f"{DEPLOYMENT}/policies/a1")
+        await make("a4", "a")
+
+    on_ledger(url, work)
+
+
+def test_policies_are_told_again_whenever_one_of_them_changed(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        mark, rows = await ledger.policies_since()
+        assert rows == []
+
+        async def told() -> list[str] | None:
+            nonlocal mark
+            mark, rows = await ledger.policies_since(mark)
+            return None if rows is None else [row.name for row in rows]
+
+        assert await told() is None
+        await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+        assert await told() == [POLICY]
+        await ledger.signal(POLICY, Signal(identity="v1", url="file:///b/v1"))
+        assert await told() == [POLICY]
+        await ledger.update_deployment(DEPLOYMENT, fields={"x": 1})
+        assert await told() is None, "no policy changed"
+        await ledger.update_deployment(POLICY, deleting=True)
+        assert await told() == [POLICY]
+        await ledger.delete_deployment(POLICY)
+        await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+        assert await told() == [POLICY], "another one of the name"
+        assert await told() is None
+
+    on_ledger(url, work)

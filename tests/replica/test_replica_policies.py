@@ -8,9 +8,11 @@ import httpx
 from replica_fakes import FakeEngine, Running, record, running, sse
 from test_replica_pins import BODY, in_a_loop, labels
 
+from midstream.core.errors import HEADER_NOT_LOADED
 from midstream.core.headers import HEADER_POLICY
-from midstream.core.types import GenerateRequest, GenerationEvent, SwapTiming
+from midstream.core.types import GenerateRequest, GenerationEvent, Stage, SwapTiming
 from midstream.engine.base import Slot, StagingFailed
+from midstream.replica.policies import UNUSED_S
 
 UNDER = {HEADER_POLICY: "red"}
 SAMPLE = BODY | {"model": "accounts/local/models/red"}
@@ -70,16 +72,18 @@ class ManyPolicies(FakeEngine):
             yield GenerationEvent(index=event.index, tokens=(token,), finish=event.finish)
 
 
-async def desire(here: Running, made: float, snapshot: str) -> None:
+async def desire(
+    here: Running, made: float, snapshot: str, policy: str = "red", *, taken: bool = True
+) -> None:
     body = {
-        "policy": "red",
+        "policy": policy,
         "made": made,
         "snapshot": snapshot,
         "generation": 1,
         "url": f"file:///b/{snapshot}",
     }
     answer = await here.http.post("/replica/desired", json=body)
-    assert answer.status_code == 202, answer.text
+    assert answer.status_code == (202 if taken else 429), answer.text
 
 
 async def end(here: Running, made: float) -> bool:
@@ -178,3 +182,144 @@ async def test_a_boot_ends_without_waiting_for_an_ended_policys_requests(tmp_pat
         await here.replica.policies.close()
         assert here.replica.policies.everyone == []
         stream.cancel()
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(here: Running) -> set[str]:
+    return {policy.policy for policy in here.replica.policies.reports()}
+
+
+async def loaded(here: Running, *policies: str) -> None:
+    for policy in policies:
+        await desire(here, 1.0, f"{policy}-1", policy)
+        await here.until(lambda policy=policy: served_here(here, policy))  # type: ignore[misc]
+        await at_rest(here)
+
+
+async def at_rest(here: Running) -> None:
+    """Old files are released after a load, which no report tells."""
+    while not all(policy.driver.resting for policy in here.replica.policies):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def served_here(here: Running, policy: str) -> bool:
+    return any(
+        (one.policy, one.snapshot, one.stage) == (policy, f"{policy}-1", Stage.IDLE)
+        for one in here.replica.policies.reports()
+    )
+
+
+async def asked(here: Running, policy: str) -> httpx.Response:
+    body = BODY | {"model": f"accounts/local/models/{policy}"}
+    return await here.http.post("/v1/completions", json=body, headers={HEADER_POLICY: policy})
+
+
+@in_a_loop
+async def test_the_least_recently_used_policy_makes_way_and_comes_back_with_its_stage_changes_going_on(
+    tmp_path: Path,
+) -> None:
+    engine = ManyPolicies()
+    async with running(tmp_path, engine, policies_max=2) as here:
+        assert here.replica.report().policies_max == 2
+        await loaded(here, "red", "blue")
+        for policy in ("blue", "red"):
+            assert labels((await asked(here, policy)).text) == [f"{policy}-1"] * 6
+        before = {one.policy: one.transitions[-1].seq for one in here.replica.policies.reports()}
+        await loaded(here, "green")
+        assert names(here) == {"red", "green"}, "blue was used before red"
+        gone = await asked(here, "blue")
+        assert (gone.status_code, HEADER_NOT_LOADED in gone.headers) == (503, True)
+        await here.until(lambda: engine.ended_policies == ["blue#2"])
+        assert (await asked(here, "green")).status_code == 200
+        await loaded(here, "blue")
+        assert names(here) == {"green", "blue"}
+        assert labels((await asked(here, "blue")).text) == ["blue-1"] * 6
+        again = next(one for one in here.replica.policies.reports() if one.policy == "blue")
+        assert again.transitions[0].seq == before["blue"] + 1
+        assert await end(here, 1.0) is False, "red is not here; its end is remembered"
+        await desire(here, 1.0, "red-1", "red")
+        assert "red" not in names(here)
+
+
+@in_a_loop
+async def test_a_policy_in_use_never_makes_way_and_the_newcomer_is_told_so(tmp_path: Path) -> None:
+    engine = ManyPolicies()
+    async with running(tmp_path, engine, policies_max=2) as here:
+        await loaded(here, "red", "blue")
+        assert (await asked(here, "blue")).status_code == 200
+        stream = await sampling(here)
+        # A request that has not passed the gate yet uses its policy, too.
+        with here.replica.policies.serves("blue"):
+            await desire(here, 1.0, "green-1", "green", taken=False)
+            assert names(here) == {"red", "blue"}
+        await loaded(here, "green")
+        assert names(here) == {"red", "green"}
+        engine.allow(10)
+        assert labels((await stream).text) == ["red-1"] * 6
+
+
+@in_a_loop
+async def test_an_ended_policy_that_has_requests_left_counts_as_held(tmp_path: Path) -> None:
+    engine = ManyPolicies()
+    async with running(tmp_path, engine, policies_max=1) as here:
+        await loaded(here, "red")
+        stream = await sampling(here)
+        assert await end(here, 1.0)
+        await desire(here, 1.0, "green-1", "green", taken=False)
+        engine.allow(10)
+        assert labels((await stream).text) == ["red-1"] * 6
+        await here.until(lambda: not here.replica.policies.everyone)
+        await loaded(here, "green")
+
+
+@in_a_loop
+async def test_a_policy_that_has_just_loaded_waits_for_its_first_request(tmp_path: Path) -> None:
+    clock, engine = Clock(), ManyPolicies()
+    async with running(tmp_path, engine, policies_max=1, monotonic=clock) as here:
+        await loaded(here, "red")
+        clock.now += UNUSED_S - 0.1
+        await desire(here, 1.0, "green-1", "green", taken=False)
+        clock.now += 0.2
+        await loaded(here, "green")
+        assert (await asked(here, "green")).status_code == 200
+        await loaded(here, "red")
+
+
+@in_a_loop
+async def test_files_are_fetched_early_for_a_policy_that_is_here(tmp_path: Path) -> None:
+    async with running(tmp_path, ManyPolicies()) as here:
+        await loaded(here, "red")
+        for policy in ("blue", "red"):
+            hint = {"snapshot": f"{policy}-2", "url": "file:///b", "files": ["f"], "policy": policy}
+            assert (await here.http.post("/replica/hint", json=hint)).status_code == 202
+        while not (early := [c for c in here.source.calls if c.startswith("prefetch")]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert early == ["prefetch red-2 f"]
+
+
+@in_a_loop
+async def test_what_loads_or_fails_to_load(tmp_path: Path) -> None:
+    """A policy that loads keeps its place. One that failed and serves nothing gives it up."""
+    async with running(tmp_path, ManyPolicies(), policies_max=1) as here:
+        here.source.blocked.add("red-1")
+        here.source.corrupt.add("red-1")
+        await desire(here, 1.0, "red-1", "red")
+        await here.source.fetching.wait()
+        await desire(here, 1.0, "green-1", "green", taken=False)
+        here.source.blocked.clear()
+        await desire(here, 1.0, "red-1", "red")
+        here.source.corrupt.add("red-2")
+        await desire(here, 1.0, "red-2", "red")
+        await here.until(lambda: here.replica.policies.reports()[0].stage is Stage.ERROR)
+        await at_rest(here)
+        await loaded(here, "green")
+        assert names(here) == {"green"}

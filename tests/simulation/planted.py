@@ -277,6 +277,6 @@ FOUND_AT = {
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),
     "a_later_report_admits": (12, "pinned to"),
     "ends_are_forgotten": (10, "every policy was ended"),
-    "policies_of_a_name_are_one": (28, "was ended and made again"),
-    "ended_under_its_requests": (28, "no such weights"),
+    "policies_of_a_name_are_one": (33, "was ended and made again"),
+    "ended_under_its_requests": (33, "no such weights"),
 }

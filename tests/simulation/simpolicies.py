@@ -130,7 +130,7 @@ class PolicyTrainer(Trainer):
         # Which of the other's snapshots it was is not known.
         self.oracle.lost()
         if (
-            await self.call("POST", "", {"policy": self.policy, "from": source.policy}, (200, 404, 409))
+            await self.call("POST", "", {"policy": self.policy, "from": source.policy}, (200, 400, 404, 409))
             == 200
         ):
             self.signalled.append(name)

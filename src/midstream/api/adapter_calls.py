@@ -61,7 +61,7 @@ class Adapters:
         """
         known = self.known(deployment, name)
         try:
-            policy = await self._policies.ready(deployment, name)
+            policy = await self._policies.ready(request, deployment, name)
         except MidstreamError as error:
             _rename(error, param)
             raise
@@ -116,7 +116,7 @@ class AdapterCalls:
             absent = "lora_path" if name else "lora_name"
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", param=absent)
         known = self._adapters.known(deployment, name)
-        if known is not None and not in_place and _loaded(known):
+        if known is not None and not in_place and known.served:
             raise InvalidRequest(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set"
                 " 'load_inplace' to True.",
@@ -124,10 +124,6 @@ class AdapterCalls:
             )
         update = Update(body.lora_path, "lora_path", reset=True)
         await self._adapters.load(request, deployment, name, update, "lora_name")
-
-
-def _loaded(policy: Deployment) -> bool:
-    return any(view.report is not None and view.report.ready for view in policy.replicas.views)
 
 
 def _rename(error: MidstreamError, param: str) -> None:

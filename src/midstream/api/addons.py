@@ -21,7 +21,7 @@ from midstream.api.adapter_calls import Adapters
 from midstream.api.deployments import PAGE_SIZE, PAGE_SIZE_MAX
 from midstream.api.policies import PolicyApi
 from midstream.api.resource import timestamp
-from midstream.api.status import replica_rows
+from midstream.api.status import SERVED_STAGES, replica_rows
 from midstream.api.updates import Update, body_of
 from midstream.core.errors import Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import OBSERVE, PUBLISH
@@ -197,9 +197,9 @@ class AddonApi:
 
     async def _shown(self, policy: Deployment, row: DeploymentRow) -> dict[str, Any]:
         state = await self._ledger.state(row.name)
-        rows = replica_rows(state, policy.replicas.views, {})
+        rows = replica_rows(state, policy.replicas, {})
         errors = [row["midstream"]["error"] for row in rows if row["loading_state"]["stage"] == "error"]
-        loaded = bool(rows) and all(row["loading_state"]["stage"] == "done" for row in rows)
+        loaded = bool(rows) and all(row["loading_state"]["stage"] in SERVED_STAGES for row in rows)
         told: Mapping[str, Any] = {name: row.fields[name] for name in _TEXTS if name in row.fields}
         return {
             "name": f"{policy.names.account}/deployedModels/{policy.policy}",

@@ -190,7 +190,7 @@ class _Endpoints:
             for policy in self._deployments.policies()
             if not (policy.deleting or policy.host.deleting)
             and grant.allows(SCOPES, policy.host.name)
-            and any(view.report is not None and view.report.ready for view in policy.replicas.views)
+            and policy.served
         ]
         return [self._model(one) for one in (*served.values(), *policies)]
 

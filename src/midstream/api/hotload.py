@@ -5,7 +5,8 @@ Always holds:
   understood. Errors are raised as MidstreamError; the app that mounts the routes turns them into responses.
 - What GET says is read off the ledger and the reports at that moment; nothing is cached here.
 - A key that may publish to some deployments only publishes nothing out of the bucket of another one.
-- A hint changes nothing that is desired, and no failure of a replica to follow it is the client's.
+- A hint changes nothing that is desired, and no failure of a replica to follow it is the client's. One for a policy has it
+  loaded where it makes sense.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from midstream.api.signals import (
     parse_signal,
     source_url,
 )
-from midstream.api.status import check_signal, ledger_body, replica_rows
+from midstream.api.status import check_signal, ledger_body, replica_rows, unloaded
 from midstream.api.trainer_calls import trainer_routes
 from midstream.api.updates import Updates
 from midstream.core.errors import (
@@ -48,6 +49,7 @@ from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import read_body, whole_number
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal, SignalResult
+from midstream.ledger.deployments import NO_LIMITS, PolicyLimits
 from midstream.snapshots.identity import check_bucket, parse_bucket, snapshot_url
 from midstream.snapshots.store.listing import Found, check_inside, find_file, find_snapshot
 
@@ -70,16 +72,17 @@ def hotload_routes(
     allowed_buckets: Sequence[str] = (),
     chain_max: int = CHAIN_MAX,
     changed: Callable[[], Awaitable[None]] = _nothing,
+    limits: PolicyLimits = NO_LIMITS,
 ) -> list[BaseRoute]:
     """Routes for the control app; the ledger has every deployment.
 
     allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
     many incremental snapshots may stand on one full one. changed: takes up a change of the ledger: a policy was made or
-    ended. Raises ConfigError on an allowed bucket that is none.
+    ended. limits: how many policies there may be. Raises ConfigError on an allowed bucket that is none.
     """
     for bucket in allowed_buckets:
         check_bucket(bucket)
-    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max, changed)
+    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max, changed, limits)
     adapters = Adapters(deployments, api.policies, Updates(ledger, api.take))
     of_one = "/v1/accounts/{account}/deployments/{name}"
     return [
@@ -102,12 +105,13 @@ class _Api:
         allowed_buckets: tuple[str, ...],
         chain_max: int,
         changed: Callable[[], Awaitable[None]],
+        limits: PolicyLimits,
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._allowed_buckets = allowed_buckets
         self._chain_max = chain_max
-        self.policies = PolicyApi(ledger, deployments, changed, self.take)
+        self.policies = PolicyApi(ledger, deployments, changed, self.take, limits)
 
     async def signal(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
@@ -120,7 +124,7 @@ class _Api:
                 raise SnapshotRefused(f"policy: {deployment.name} is another one", param="policy")
             # Nothing is made for files that are not there.
             await _found(*await self._url(request, deployment.host, body.identity, place))
-            deployment = await self.policies.ready(deployment.host, policy)
+            deployment = await self.policies.ready(request, deployment.host, policy)
         result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))
         desired = result.desired
         return JSONResponse(
@@ -176,6 +180,12 @@ class _Api:
     async def hint(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)
         body = parse_hint(await read_body(request))
+        if body.policy is not None and deployment.policy != body.policy:
+            deployment = self.policies.named(deployment, body.policy)
+        deployment.replicas.ask()
+        if body.identity is None:
+            to_hold = [view.name for view in deployment.replicas.holders]
+            return JSONResponse({"policy": body.policy, "replicas": to_hold}, status_code=202)
         url, bucket = await self._url(request, deployment, body.identity, self._place(request))
         await _look_for(url, bucket, body.names)
         hint = Hint(snapshot=body.identity, url=url, files=body.names)
@@ -191,8 +201,13 @@ class _Api:
         if policy is not None:
             deployment = self.policies.named(deployment, policy)
         state = await self._ledger.state(deployment.name)
-        rows = replica_rows(state, deployment.replicas.views, deployment.troubles)
-        return JSONResponse({"replicas": rows})
+        if not state.proven:
+            # A publisher waits for it. What made the demand known may be gone.
+            deployment.replicas.ask()
+        rows = replica_rows(state, deployment.replicas, deployment.troubles)
+        if not deployment.policy:
+            return JSONResponse({"replicas": rows})
+        return JSONResponse({"replicas": rows, "unloaded": unloaded(deployment.replicas)})
 
     async def get_ledger(self, request: Request) -> Response:
         name = self._named(request)

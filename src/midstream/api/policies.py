@@ -5,6 +5,7 @@ Always holds:
 - A policy that is being ended takes no signal. One of its name can be made again once no replica has it any more.
 - A fork that fails leaves no policy that was not there before.
 - A frozen policy serves what it serves: a signal for it is refused until it is thawed.
+- A deployment has a bound of policies, and each tenant may have one: a policy beyond it is not made.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from midstream.api.signals import Place, SignalBody
-from midstream.api.status import check_signal, replica_rows
+from midstream.api.status import check_signal, replica_rows, unloaded
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
-from midstream.core.headers import HEADER_MADE
+from midstream.core.headers import HEADER_MADE, HEADER_TENANT
 from midstream.core.types import BASE_SNAPSHOT, Desired
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import fields_of, json_object, read_body
 from midstream.ledger import DeploymentRow, Ledger
-from midstream.ledger.deployments import FROZEN, check_takes
+from midstream.ledger.deployments import FROZEN, NO_LIMITS, TENANT, NameTaken, PolicyLimits, check_takes
 
 OF_ONE = "/v1/accounts/{account}/deployments/{name}"
-POLICIES_MAX = 256
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -46,15 +46,21 @@ class _Asked(msgspec.Struct):
 
 
 class PolicyApi:
-    """changed: takes up a change of the ledger."""
+    """changed: takes up a change of the ledger. limits: how many policies there may be."""
 
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, changed: Callable[[], Awaitable[None]], take: Take
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        changed: Callable[[], Awaitable[None]],
+        take: Take,
+        limits: PolicyLimits = NO_LIMITS,
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._changed = changed
         self._take = take
+        self._limits = limits
 
     def routes(self) -> list[BaseRoute]:
         one = f"{OF_ONE}/policies/{{policy}}"
@@ -65,7 +71,7 @@ class PolicyApi:
             Route(one, self.delete, methods=["DELETE"]),
         ]
 
-    async def ready(self, deployment: Deployment, name: str) -> Deployment:
+    async def ready(self, request: Request, deployment: Deployment, name: str) -> Deployment:
         """The policy a signal is for; it is made if there is none of this name. Raises InvalidRequest, Conflict."""
         if deployment.policy:
             raise InvalidRequest(f"policy: {deployment.name} is a policy itself", param="policy")
@@ -75,7 +81,7 @@ class PolicyApi:
         if found is None or row is None:
             # None, or one that has just been ended.
             await self._changed()
-            found = await self._made(deployment, name)
+            found = await self._made(request, deployment, name)
             row = await self._ledger.deployment(found.name)
         # The ledger looks again as it takes the signal. Nothing is read for one that it would refuse.
         check_takes(row)
@@ -109,7 +115,7 @@ class PolicyApi:
         asked = fields_of(json_object(await read_body(request)), _Asked)
         source = None if asked.from_ is None else await self._source(self.named(deployment, asked.from_))
         known = self._deployments.known(names_of(deployment.names, asked.policy).deployment)
-        policy = known or await self._made(deployment, asked.policy)
+        policy = known or await self._made(request, deployment, asked.policy)
         if source is not None:
             await self._fork(request, source, policy, new=known is None)
         if asked.frozen is not None:
@@ -146,14 +152,14 @@ class PolicyApi:
         """new: the policy was made for this, and is gone again when it fails."""
         assert source.url is not None
         try:
-            target = await self.ready(policy.host, policy.policy)
+            target = await self.ready(request, policy.host, policy.policy)
             await self._take(request, target, SignalBody(source.snapshot), Place(source.url, "from"))
         except MidstreamError:
             if new:
                 await self.end(policy)
             raise
 
-    async def _made(self, deployment: Deployment, name: str) -> Deployment:
+    async def _made(self, request: Request, deployment: Deployment, name: str) -> Deployment:
         if NAME.fullmatch(name) is None:
             raise InvalidRequest(
                 "policy: a name has at most 128 letters, digits and any of . _ -, and begins with no . or -",
@@ -166,13 +172,16 @@ class PolicyApi:
         ]
         if any(name in other.names.accepted() for other in others):
             raise Conflict(f"policy: {name!r} is the name of something else here", param="policy")
-        if len(self._deployments.policies(deployment)) >= POLICIES_MAX:
-            raise Conflict(f"policy: {deployment.name} has {POLICIES_MAX} policies already", param="policy")
         row = await self._ledger.deployment(deployment.name)
         # Another signal may make it meanwhile.
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(NameTaken):
             await self._ledger.create_deployment(
-                names.deployment, model=names.model, bucket_url=row.bucket_url, transition=row.transition
+                names.deployment,
+                model=names.model,
+                bucket_url=row.bucket_url,
+                transition=row.transition,
+                fields={TENANT: request.headers.get(HEADER_TENANT) or None},
+                limits=self._limits,
             )
         await self._changed()
         found = self._deployments.known(names.deployment)
@@ -199,5 +208,6 @@ class PolicyApi:
             "frozen": bool(row.fields.get(FROZEN)),
             "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
             "generation": row.generation,
-            "replicas": replica_rows(state, policy.replicas.views, {}),
+            "replicas": replica_rows(state, policy.replicas, {}),
+            "unloaded": unloaded(policy.replicas),
         }

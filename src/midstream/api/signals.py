@@ -96,10 +96,12 @@ class Place(NamedTuple):
 
 
 class HintBody(msgspec.Struct, frozen=True):
-    identity: str
+    identity: str | None = None
     files: list[str] | None = None
     file: str | None = None
     incremental_snapshot_metadata: Metadata | None = None
+    # A policy that will be asked for; without an identity its own snapshot is meant.
+    policy: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,8 +139,12 @@ def parse_signal(body: bytes) -> SignalBody:
 def parse_hint(body: bytes) -> HintBody:
     """The hint in a request body. Raises InvalidRequest, UnknownField or SnapshotRefused, naming the field."""
     hint = _decoded(body, HintBody)
-    check_identity(hint.identity)
     _check_metadata(hint.incremental_snapshot_metadata)
+    if hint.identity is None:
+        if hint.policy is None or hint.names:
+            raise InvalidRequest("Object missing required field `identity`", param="identity")
+        return hint
+    check_identity(hint.identity)
     if not hint.names:
         raise _invalid("files", "name the files that have landed, or one of them as `file`")
     if len(hint.names) > HINT_FILES_MAX:

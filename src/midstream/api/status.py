@@ -3,6 +3,8 @@
 Always holds:
 - `loading_state` is an object; the least ready replica comes first, so that a client that reads only one waits for all.
 - A replica that names the desired snapshot as its own is ready only when it serves exactly that, and was checked.
+- Of a policy, only replicas that are to hold it have a row. While none is to, each that is heard has one: `unloaded` once the
+  desired snapshot was served, `pending` before.
 
 What a deployment's engines can do: what a signal needs of them, and how they are shown. Pure.
 
@@ -27,7 +29,7 @@ from midstream.core.errors import SnapshotRefused
 from midstream.core.text import engine_name, in_order, refusal
 from midstream.core.types import ENGINE_FEATURES, EngineCard, FileContent, ReplicaReport, Stage
 from midstream.fleet.reconcile import failure, serves
-from midstream.fleet.replicas import ReplicaView
+from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.ledger import DeploymentState, Disagreement, SnapshotRow, TransitionRow
 
 
@@ -198,22 +200,38 @@ SHOWN_STAGE = {
     Stage.COMMITTING: "committing",
     Stage.CHECKING: "checking",
 }
-READY_ORDER = ("error", "pending", *SHOWN_STAGE.values(), "idle", "done")
+READY_ORDER = ("error", "pending", *SHOWN_STAGE.values(), "unloaded", "idle", "done")
 _AT_REST = ("idle", "done")
+#: Each replica that is to serve the desired snapshot does; or each has made way for other policies since.
+SERVED_STAGES = ("done", "unloaded")
 
 
 def replica_rows(
-    state: DeploymentState, views: Sequence[ReplicaView], troubles: Mapping[str, str]
+    state: DeploymentState, replicas: ReplicaSet, troubles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """One row per replica, the least ready first. troubles: by replica, why it cannot be started."""
-    rows = [(view.index, _replica_row(state, view, troubles.get(view.name))) for view in views]
+    views, made_way = replicas.holders, False
+    if not views:
+        views = [view for view in replicas.views if view.report is not None] or replicas.views
+        made_way = replicas.by_demand and state.proven
+    rows = [(view.index, _replica_row(state, view, troubles.get(view.name), made_way)) for view in views]
     rows.sort(key=lambda at: (READY_ORDER.index(at[1]["loading_state"]["stage"]), at[1]["readiness"], at[0]))
     return [row for _, row in rows]
 
 
-def _replica_row(state: DeploymentState, view: ReplicaView, trouble: str | None) -> dict[str, Any]:
+def unloaded(replicas: ReplicaSet) -> list[str]:
+    """The names of the replicas that are not to hold it, in order."""
+    holders = replicas.holders
+    return [view.name for view in replicas.views if view not in holders]
+
+
+def _replica_row(
+    state: DeploymentState, view: ReplicaView, trouble: str | None, made_way: bool
+) -> dict[str, Any]:
     report = view.report
     stage, target, error = loading_state(state, report)
+    if made_way and error is None:
+        stage = "unloaded"
     if report is None and view.last_words:
         error = f"{error}: {view.last_words}"
     if trouble is not None:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 
 from midstream.api.signals import Place, SignalBody
-from midstream.api.status import replica_rows
+from midstream.api.status import SERVED_STAGES, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.scopes import OBSERVE, PUBLISH
 from midstream.core.types import Desired
@@ -91,7 +91,7 @@ class Updates:
         return result.desired
 
     async def served(self, deployment: Deployment, desired: Desired) -> None:
-        """Returns when every replica serves it. Raises SnapshotRefused, Conflict and ReplicaUnavailable."""
+        """Returns when every replica that is to serve it does. Raises SnapshotRefused, Conflict and ReplicaUnavailable."""
         deadline = asyncio.get_running_loop().time() + ANSWER_S_MAX
         while True:
             state = await self._ledger.state(deployment.name)
@@ -99,9 +99,9 @@ class Updates:
                 raise Conflict(
                     f"{desired.snapshot!r} was superseded by {state.snapshot!r} before it served everywhere"
                 )
-            rows = replica_rows(state, deployment.replicas.views, deployment.troubles)
+            rows = replica_rows(state, deployment.replicas, deployment.troubles)
             stages = [row["loading_state"]["stage"] for row in rows]
-            if rows and set(stages) == {"done"}:
+            if rows and all(stage in SERVED_STAGES for stage in stages):
                 return
             if "error" in stages:
                 bad = rows[stages.index("error")]["midstream"]
@@ -110,6 +110,8 @@ class Updates:
             if not rows or left <= 0:
                 why = f"they are at {', '.join(stages)}" if rows else "there are none"
                 raise ReplicaUnavailable(f"not every replica serves {desired.snapshot!r}: {why}")
+            # A demand lapses that no replica could meet.
+            deployment.replicas.ask()
             await deployment.replicas.change(min(left, LOOK_AGAIN_S), any_report=False)
 
 

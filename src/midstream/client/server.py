@@ -188,9 +188,13 @@ class Status:
     replicas: tuple[ReplicaStatus, ...]
 
     def serves(self, identity: str) -> bool:
-        """Whether every replica is ready on `identity`, and none is still to load other files of that name."""
+        """Whether every replica is ready on `identity`, and none is still to load other files of that name.
+
+        Of a policy that was served and has made way for others: whether the next request for it loads `identity`.
+        """
         return bool(self.replicas) and all(
-            r.ready and r.snapshot == identity and (r.target != identity or r.stage in ("done", "idle"))
+            (r.ready and r.snapshot == identity and (r.target != identity or r.stage in ("done", "idle")))
+            or (r.stage == "unloaded" and r.target == identity)
             for r in self.replicas
         )
 

@@ -32,6 +32,7 @@ SERVE_OPTIONS = (
     "swap_order",
     "pin_drain_s",
     "resident_snapshots",
+    "resident_policies",
     "database",
     "state_dir",
     "log_level",
@@ -113,6 +114,12 @@ def _add_swap_arguments(parser: argparse.ArgumentParser, default: Settings) -> N
         metavar="K",
         help="how many snapshots stay loaded in each replica, for requests that ask for them (default: "
         f"{default.resident_snapshots}, the one that serves)",
+    )
+    parser.add_argument(
+        "--resident-policies",
+        type=int,
+        metavar="K",
+        help=f"how many policies each replica holds at once (default: {default.resident_policies})",
     )
 
 

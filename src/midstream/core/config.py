@@ -118,6 +118,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_connections_per_tenant: CountOrZero = 0
     # Completions in flight. A further one is a 429. 0 means no bound.
     max_requests_per_tenant: CountOrZero = 0
+    # Policies of one deployment; those that keys of one tenant made in it. 0: no bound.
+    max_policies: Count = 10_000
+    max_policies_per_tenant: CountOrZero = 0
     # A new session goes to no replica above (1 + load_bound) x mean in-flight requests.
     load_bound: Positive = 0.25
     # Placements that are remembered. The least recently used one goes first.
@@ -255,6 +258,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     resident_snapshots: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1
     # What the full ones of a replica may take, as the sizes of the model's files; None: no bound for those in use.
     resident_memory: Size | None = None
+    # Policies that each replica holds at once. Where a deployment has more, those in demand are loaded.
+    resident_policies: Annotated[int, Meta(ge=1, le=4096, description="must be 1 to 4096")] = 256
     # URL of the ledger's database. None means an SQLite file in state_dir.
     database: str | None = None
     state_dir: str = ".midstream"
@@ -390,6 +395,12 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
     yield (
         (gateway.tls_cert is None) == (gateway.tls_key is None),
         "gateway.tls_cert and gateway.tls_key go together",
+    )
+    adapters, own = settings.tinker.adapters_max, gateway.max_policies_per_tenant
+    yield (
+        not (own and settings.tinker.enabled) or own >= adapters,
+        f"gateway.max_policies_per_tenant must be 0 or at least tinker.adapters_max ({adapters}), or the front could not "
+        f"load as many, got {own}",
     )
     yield (
         settings.engine != "vllm" or settings.resident_snapshots == 1,

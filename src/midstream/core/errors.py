@@ -21,6 +21,7 @@
       ReplicaUnavailable 503        retryable: no replica can take it now
         EngineLost                  the engine stopped while it worked on the request
         AnotherBoot                 the boot that the request was placed on is gone
+        PolicyNotLoaded             the replica does not hold the request's policy
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
 
@@ -36,6 +37,7 @@ from typing import Any, ClassVar, Literal
 
 HEADER_LOST = "x-midstream-lost"
 HEADER_ANOTHER_BOOT = "x-midstream-another-boot"
+HEADER_NOT_LOADED = "x-midstream-policy-not-loaded"
 
 #: How clients read errors: OpenAI's shape; the same with its Responses API's error event; Anthropic's.
 ErrorShape = Literal["openai", "responses", "anthropic"]
@@ -233,7 +235,10 @@ class AnotherBoot(ReplicaUnavailable):
 
 
 class PolicyNotLoaded(ReplicaUnavailable):
-    """A replica has no weights of the policy, or none yet."""
+    """A replica's word to its gateway, in HEADER_NOT_LOADED, that it has no weights of the policy, or none yet."""
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), HEADER_NOT_LOADED: "1"}
 
 
 class SnapshotError(Exception):

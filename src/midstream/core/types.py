@@ -275,12 +275,14 @@ class Pause(msgspec.Struct, frozen=True):
     mode: PauseMode | None = None
 
 
-class Hint(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of a snapshot that lie in the bucket before it is signalled. url: the directory they lie in; files: their names."""
+class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Files of a snapshot that lie in the bucket before it is signalled. url: the directory they lie in; files: their names.
+    policy: as in Desired."""
 
     snapshot: str
     url: str
     files: tuple[str, ...]
+    policy: str = ""
 
 
 class SnapshotContent(msgspec.Struct, frozen=True, kw_only=True):
@@ -399,6 +401,10 @@ class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_bytes: int = 0
 
 
+#: Policies that a replica holds at once, unless its settings say otherwise.
+POLICIES_MAX = 256
+
+
 class PolicyEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway's word to a replica that a policy is ended: the one of this name that was made then."""
 
@@ -481,6 +487,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     records: RecordsStats | None = None
     # Besides the deployment's own.
     policies: tuple[PolicyReport, ...] = ()
+    # So many it holds at once.
+    policies_max: int = POLICIES_MAX
     # The engine answers, whatever the deployment's own snapshot is like.
     ready_at_all: bool = True
     # Besides the one that serves, the snapshots that a request may ask for, the least recently used first.

@@ -22,6 +22,7 @@ from types import MappingProxyType
 import msgspec
 
 from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.types import BASE_SNAPSHOT
 from midstream.fleet.membership import Resolver, entries_of_row, merged
 from midstream.fleet.policies import PolicyReplicas, split_name
 from midstream.fleet.registry import Deployment, Deployments
@@ -109,6 +110,9 @@ class DesiredState:
         self._told: Wanted | None = None
         self._wake = asyncio.Event()
         self._looking = asyncio.Lock()
+        # Of the policies that were taken up last; and whether there is more to do for them.
+        self._policies_mark: object = None
+        self._unsettled = True
         # Deployment to the time when its row was made. A row of the same name made later is another deployment.
         self._created: dict[str, float] = {}
         # Replica to the time when it was first seen to have to go.
@@ -174,13 +178,16 @@ class DesiredState:
         try:
             account = self._deployments.default.names.account
             found = await self._ledger.deployments()
-            policies = await self._ledger.policies()
+            mark = None if self._unsettled else self._policies_mark
+            self._policies_mark, policies = await self._ledger.policies_since(mark)
             rows = {row.name: row for row in found if row.name.startswith(f"{account}/")}
         except LedgerUnavailable as error:
             logger.warning("going on with the deployments known: %s", error)
             return
-        own = {row.name: row for row in policies}
-        await self._end_policies(own)
+        own = None if policies is None else {row.name: row for row in policies}
+        if own is not None:
+            self._unsettled = True
+            await self._end_policies(own)
         for row in rows.values():
             known = self._deployments.known(row.name)
             if known not in (None, self._deployments.default) and self._created[row.name] != row.created_at:
@@ -198,8 +205,8 @@ class DesiredState:
                 deployment.name not in rows or (deployment.deleting and gone)
             ):
                 await self._end(deployment, rows.get(deployment.name))
-        for row in own.values():
-            self._take_up_policy(row)
+        if own is not None:
+            self._take_up_policies(own)
         self._say(tuple(wanted))
 
     async def _end_policies(self, rows: dict[str, DeploymentRow]) -> None:
@@ -232,6 +239,12 @@ class DesiredState:
             return True
         return False
 
+    def _take_up_policies(self, rows: Mapping[str, DeploymentRow]) -> None:
+        for row in rows.values():
+            self._take_up_policy(row)
+        known = {policy.name for policy in self._deployments.policies()}
+        self._unsettled = known != rows.keys() or any(row.deleting for row in rows.values())
+
     def _take_up_policy(self, row: DeploymentRow) -> None:
         name, own = split_name(row.name)
         of, policy = self._deployments.known(name), self._deployments.known(row.name)
@@ -245,6 +258,7 @@ class DesiredState:
             self._created[row.name] = row.created_at
             self._start(policy)
             logger.info("policy %s of %s", own, name)
+        policy.published = row.desired_snapshot != BASE_SNAPSHOT
         if row.deleting != policy.deleting:
             policy.deleting = row.deleting
             self._deployments.renamed()

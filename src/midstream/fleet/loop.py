@@ -38,6 +38,7 @@ from midstream.fleet.reconcile import (
     SignalOrder,
     Turn,
     decide,
+    failure,
     loss,
     lost_boots,
     next_turn,
@@ -142,7 +143,7 @@ class Reconciler:
                     logger.exception("reconciling failed; trying again in %g s", self._poll_s)
                     await asyncio.sleep(self._poll_s)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._poll_s):
+                    async with asyncio.timeout(self._poll_s if self._replicas.at_work else None):
                         await self._wake.wait()
                 self._wake.clear()
         finally:
@@ -152,21 +153,25 @@ class Reconciler:
     async def reconcile_once(self) -> None:
         """One pass over all replicas. Messages are sent by tasks of their own: a slow replica holds up no other."""
         self._forget_leavers({view.name for view in self._replicas.views})
+        holders = self._replicas.holders
         for view in self._replicas.views:
             # It may go meanwhile.
             report = view.report
-            if report is not None:
+            if report is not None and (view in holders or view.name in self._recorded):
                 await self._record(view, report)
                 await self._learn_contents(report)
+        if not self._replicas.at_work:
+            return
         state = await self._current_state()
         if state is None:
             return
         state = await self._judged(state)
         await self._end_old_pause(state.pause)
         await self._outdo_pauses(state.pause)
-        retries = {view.name: await self._retry_generation(state, view) for view in self._replicas.views}
+        holders = self._replicas.holders
+        retries = {view.name: await self._retry_generation(state, view) for view in holders}
         self._pass_the_turn(state, retries)
-        for view in self._replicas.views:
+        for view in self._replicas.holders:
             queues = self._one_by_one and view.admitted
             turn = (self._turn is not None and self._turn.replica == view.name) if queues else None
             action = decide(state, view.report, view.admitted, retries.get(view.name, 0), turn)
@@ -175,6 +180,11 @@ class Reconciler:
                 logger.info("%s joins with snapshot %s", view.name, view.report and view.report.snapshot)
             view.admitted = admit
             if view.report is not None:
+                failed = (
+                    state.desired is not None
+                    and failure(state, view.report, state.desired, retries.get(view.name, 0)) is not None
+                )
+                self._replicas.judged(view, failed=failed)
                 self._send_pause(view, view.report, state.pause)
             if (
                 action.send is not None
@@ -198,7 +208,7 @@ class Reconciler:
 
     async def _judged(self, state: DeploymentState) -> DeploymentState:
         """The state after the ledger was told what the replicas' checks say of them."""
-        reports = [view.report for view in self._replicas.views if view.report is not None]
+        reports = [view.report for view in self._replicas.holders if view.report is not None]
         found = findings(state, reports, [report.replica for report in reports if self._stays(state, report)])
         if not found:
             return await self._learn_weights(state, reports)

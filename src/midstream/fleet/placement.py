@@ -375,6 +375,11 @@ def load_limit(total: int, bound: float, weight: float, weights: float) -> int:
     return math.ceil((1 + bound) * (total + 1) * weight / weights)
 
 
+def rank(key: str, name: str) -> int:
+    """The rendezvous score of a replica for a key: the highest wins."""
+    return _mix(_hash(key) ^ _seed(name))
+
+
 @lru_cache(65536)
 def _seed(name: str) -> int:
     return _hash(name)

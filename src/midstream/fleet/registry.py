@@ -47,6 +47,8 @@ class Deployment:
     entries: dict[str, ReplicaEntry] = field(default_factory=dict)
     # The deployment takes no requests.
     deleting: bool = False
+    # A snapshot was signalled, as far as is known here.
+    published: bool = False
     # How long requests on a replica that leaves may go on.
     drain_s: float = 300.0
     # Whether unknown fields of bodies are passed over; None: as the settings say.
@@ -84,6 +86,12 @@ class Deployment:
         return self.wanted + sum(entry.url is not None for entry in self.entries.values())
 
     @property
+    def served(self) -> bool:
+        """Whether a request for it finds a snapshot of it: one that is loaded, or will be when it is asked for."""
+        loaded = any(view.report is not None and view.report.ready for view in self.replicas.views)
+        return loaded or (self.replicas.by_demand and self.published)
+
+    @property
     def troubles(self) -> dict[str, str]:
         """Replica -> why it cannot be started, or its engine not."""
         views = ((view.name, view.report) for view in self.replicas.views)
@@ -101,7 +109,9 @@ class Deployment:
     def signalled(self, desired: Desired | None = None) -> None:
         """Something new is desired: `desired`, if it is known. Requests that come from now on can ask for it."""
         if desired is not None:
+            self.published = True
             self.order.learn([Signalled(desired.snapshot, desired.generation, False)])
+            self.replicas.ask(anew=True)
             self.replicas.look_again()
         self.reconciler.signalled()
 
@@ -156,7 +166,8 @@ class Deployments:
         table = self._policies if deployment.policy else self._by_name
         assert deployment.name not in table
         table[deployment.name] = deployment
-        self._index()
+        # There may be thousands of policies: what is there already is not looked through for each.
+        _enter(self._called, deployment)
 
     def remove(self, deployment: Deployment) -> None:
         assert deployment is not self.default
@@ -231,11 +242,14 @@ class Deployments:
     def _index(self) -> None:
         called: dict[str, list[Deployment]] = {}
         for deployment in (*self._by_name.values(), *self._policies.values()):
-            if deployment.deleting or deployment.host.deleting:
-                continue
-            for name in deployment.names.accepted():
-                called.setdefault(name, []).append(deployment)
+            _enter(called, deployment)
         self._called = called
+
+
+def _enter(called: dict[str, list[Deployment]], deployment: Deployment) -> None:
+    if not (deployment.deleting or deployment.host.deleting):
+        for name in deployment.names.accepted():
+            called.setdefault(name, []).append(deployment)
 
 
 def _resource(name: str) -> str:

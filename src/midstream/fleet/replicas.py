@@ -23,7 +23,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -32,6 +32,7 @@ from midstream.core.headers import HEADER_TOKEN
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.text import NOT_JSON
 from midstream.core.types import Desired, Hint, Pause, ReplicaReport
+from midstream.fleet.holding import Holding
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words
@@ -62,7 +63,12 @@ class Member(NamedTuple):
 Listener = Callable[[str, SessionsReport], None]
 
 
-class ReplicaSet:
+class Follower(Protocol):
+    def follow(self) -> None:
+        """Something is new."""
+
+
+class ReplicaSet(Holding):
     """The replicas of one deployment. Use from one event loop.
 
     views: the members, in order. leaving: those that finish what they have and then go.
@@ -96,8 +102,8 @@ class ReplicaSet:
         self.learning = learn_s > 0
         # Called with each report of sessions.
         self.on_sessions: Listener = lambda replica, told: None
-        # Called at once with every change, of use or of a report: the sets of policies.
-        self.followers: list[Callable[[], None]] = []
+        # Told at once of every change, of use or of a report: what knows of the policies.
+        self.followers: list[Follower] = []
         self._header = token_header(token)
         self._named: dict[str, ReplicaView] = {}
         self._fleet: Fleet[ReplicaView] | None = None
@@ -404,7 +410,7 @@ class ReplicaSet:
 
     def _tell_followers(self) -> None:
         for follower in self.followers:
-            follower()
+            follower.follow()
 
     def _learned(self) -> None:
         self.learning = False

@@ -89,7 +89,11 @@ def resident_fields(settings: Settings) -> dict[str, Any]:
     """Fields of any ReplicaSpec. Raises ConfigError."""
     size = settings.resident_memory
     bound = None if size is None else parse_size("resident_memory", size)
-    return {"resident_snapshots": settings.resident_snapshots, "resident_bytes": bound}
+    return {
+        "resident_snapshots": settings.resident_snapshots,
+        "resident_bytes": bound,
+        "resident_policies": settings.resident_policies,
+    }
 
 
 def residency(spec: ReplicaSpec) -> Residency:

@@ -35,6 +35,7 @@ from midstream.fleet.tally import GatewayReport
 from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_child
 from midstream.launch.specs import Accepting, GatewaySpec, Listening
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
+from midstream.ledger.deployments import PolicyLimits
 from midstream.ledger.records import DeploymentChange
 from midstream.proxy import audit
 from midstream.proxy.metrics import GatewayMetrics
@@ -157,6 +158,7 @@ def _served_api(
             allowed_buckets=spec.settings.allowed_buckets,
             chain_max=spec.settings.chain_max,
             changed=desired_state.changed,
+            limits=PolicyLimits(spec.settings.max_policies, spec.settings.max_policies_per_tenant),
         ),
     ]
 

@@ -84,7 +84,13 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
         name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
         engine=make_engine(spec),
         text=TextModel.load(model_dir),
-        bounds=Bounds(requests_max(spec), spec.session_idle_s, spec.pin_drain_s, residency(spec)),
+        bounds=Bounds(
+            requests_max(spec),
+            spec.session_idle_s,
+            spec.pin_drain_s,
+            residency(spec),
+            spec.resident_policies,
+        ),
         source=CachedSource(
             ChainFetcher(
                 SnapshotCache(Path(spec.cache_dir), spec.cache_bytes), threads=spec.engine.threads or None

@@ -27,8 +27,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: as responses and logs say it; empty means HOST:PORT. port: 0 for any free one. model: accounts/A/models/M.
     deployment: accounts/A/deployments/D. cache_bytes: the limit of cache_dir in bytes; None for the snapshots in use and one
     snapshot more. vllm_url: of a running server to attach to. cores, gpus: which ones vLLM uses, () for all.
-    resident_bytes: what full snapshots may take, None for no bound. records: URL of the bucket of records, None for none.
-    records_dir, records_bytes: where they wait, and how many bytes may.
+    resident_bytes: what full snapshots may take, None for no bound. resident_policies: held at once. records: URL of the bucket
+    of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may.
     """
 
     name: str = ""
@@ -45,6 +45,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     pin_drain_s: float = 60.0
     resident_snapshots: int = 1
     resident_bytes: int | None = None
+    resident_policies: int = 256
     cache_bytes: int | None = None
     kind: EngineKind = "embedded"
     vllm: VllmSettings = VllmSettings()

@@ -30,9 +30,44 @@ from midstream.ledger.schema import (
 #: Fields of a deployment's row: its Pause; of a policy's, whether it takes no signal.
 _PAUSE = "_pause"
 FROZEN = "frozen"
+#: Of a policy: whose key made it. None: there is a single tenant.
+TENANT = "_tenant"
 #: Of a deployment: when its newest policy was made.
 _POLICY_MADE = "_policy_made"
 _OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
+
+
+class NameTaken(Conflict):
+    """There is a deployment of this name already."""
+
+
+@dataclass(frozen=True)
+class PolicyLimits:
+    """Of one deployment. tenant: of those that one tenant made. 0: no bound."""
+
+    all: int = 0
+    tenant: int = 0
+
+    def check(self, db: sa.Connection, host: str, tenant: str | None) -> None:
+        """Raises Conflict where one more would be too many."""
+        count = sa.select(sa.func.count()).where(
+            deployments.c.name.startswith(f"{host}/policies/", autoescape=True)
+        )
+        if self.all and (found := db.execute(count).scalar_one()) >= self.all:
+            raise Conflict(
+                f"policy: {host} has {found} policies, and gateway.max_policies allows {self.all}; end one first",
+                param="policy",
+            )
+        own = count.where(sa.func.coalesce(deployments.c.fields[TENANT].as_string(), "") == (tenant or ""))
+        if self.tenant and (found := db.execute(own).scalar_one()) >= self.tenant:
+            raise Conflict(
+                f"policy: this tenant has {found} policies on {host}, and gateway.max_policies_per_tenant allows"
+                f" {self.tenant}; end one first",
+                param="policy",
+            )
+
+
+NO_LIMITS = PolicyLimits()
 
 
 @dataclass(frozen=True)
@@ -67,6 +102,13 @@ _FIND = sa.select(deployments).where(deployments.c.name == sa.bindparam("key"))
 _OF_POLICIES = "%/policies/%"
 _EVERY = sa.select(deployments).where(deployments.c.name.not_like(_OF_POLICIES)).order_by(deployments.c.name)
 _POLICIES = sa.select(deployments).where(deployments.c.name.like(_OF_POLICIES)).order_by(deployments.c.name)
+#: Another one whenever a policy is made, changed, signalled or removed.
+_MARK = sa.select(
+    sa.func.count(),
+    sa.func.sum(sa.case((deployments.c.deleting, 1), else_=0)),
+    sa.func.sum(deployments.c.generation),
+    *(f(c) for c in (deployments.c.created_at, deployments.c.updated_at) for f in (sa.func.max, sa.func.sum)),
+).where(deployments.c.name.like(_OF_POLICIES))
 _TOUCH = deployments.update().where(deployments.c.name == sa.bindparam("key"))
 _TOUCH = _TOUCH.values(generation=deployments.c.generation)
 
@@ -106,6 +148,11 @@ def policies(db: sa.Connection) -> list[DeploymentRow]:
     return [as_row(row) for row in db.execute(_POLICIES)]
 
 
+def policies_since(db: sa.Connection, mark: object) -> tuple[object, list[DeploymentRow] | None]:
+    now = tuple(db.execute(_MARK).one())
+    return now, None if now == mark else policies(db)
+
+
 def ensure(
     db: sa.Connection,
     name: str,
@@ -131,16 +178,18 @@ def ensure(
     return one(db, name)
 
 
-def create(db: sa.Connection, fresh: Fresh, now: float) -> DeploymentRow:
-    """A policy is made later than all of its deployment before it, whatever the clock says. Raises Conflict."""
+def create(db: sa.Connection, fresh: Fresh, now: float, limits: PolicyLimits) -> DeploymentRow:
+    """A policy is made later than all of its deployment before it, whatever the clock says. Raises NameTaken, Conflict."""
     host, of_policy, _ = fresh.name.partition("/policies/")
     if of_policy:
         row = lock(db, host)
+        if db.execute(_FIND, {"key": fresh.name}).first() is None:
+            limits.check(db, host, fresh.fields.get(TENANT))
         now = max(now, math.nextafter(row.fields.get(_POLICY_MADE, 0.0), math.inf))
         fields = {**row.fields, _POLICY_MADE: now}
         db.execute(deployments.update().where(deployments.c.id == row.id).values(fields=fields))
     if not insert_new(db, deployments, fresh.values(now)):
-        raise Conflict(f"there is a deployment {fresh.name} already")
+        raise NameTaken(f"there is a deployment {fresh.name} already")
     return one(db, fresh.name)
 
 

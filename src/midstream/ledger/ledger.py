@@ -158,15 +158,16 @@ class Ledger:
         replicas_min: int = 1,
         replicas_max: int = 1,
         fields: Mapping[str, Any] | None = None,
+        limits: deployments.PolicyLimits = deployments.NO_LIMITS,
     ) -> DeploymentRow:
-        """fields: other properties that the API was given, as JSON values. Raises Conflict when the name is taken.
+        """fields: other properties that the API was given, as JSON values. Raises NameTaken.
 
-        A policy's name needs its deployment. Raises NotFound without it.
+        A policy's name needs its deployment: raises NotFound without it. limits: raises Conflict where there are as many.
         """
         fresh = deployments.Fresh(
             name, model, bucket_url, transition, replicas_min, replicas_max, dict(fields or {})
         )
-        return await self._write(deployments.create, fresh, self._now())
+        return await self._write(deployments.create, fresh, self._now(), limits)
 
     async def update_deployment(self, name: str, **change: Unpack[DeploymentChange]) -> DeploymentRow:
         """Change the given properties, leave the others. Raises NotFound."""
@@ -204,6 +205,10 @@ class Ledger:
     async def policies(self) -> list[DeploymentRow]:
         """The policies of all deployments, by name: a policy has the row of a deployment, which no replicas are run for."""
         return await self._read(deployments.policies)
+
+    async def policies_since(self, mark: object = None) -> tuple[object, list[DeploymentRow] | None]:
+        """The policies as `policies`, and a mark of them; None while they are those of this mark. There may be thousands."""
+        return await self._read(deployments.policies_since, mark)
 
     async def signal(
         self, name: str, signal: Signal, fleet: Fleet = NO_FLEET, *, chain_max: int = CHAIN_MAX

@@ -1,6 +1,9 @@
-"""How long a request waits for a policy that no replica serves: one that was just made, or whose replicas began anew.
+"""How long a request waits for a policy: one that no replica serves, or that is still to be loaded where its session lives.
 
-Always holds: a request waits only while a replica is heard that may load the policy, and for POLICY_WAIT_S at most.
+Always holds:
+- A request waits only while a replica is heard that may load the policy, and for POLICY_WAIT_S at most.
+- For its session's home it waits HOME_WAIT_S at most, while that loads the policy; then it goes to another one that serves it.
+- Whatever it does, the demand is made known: a replica is asked to load what none serves.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from midstream.proxy.request_state import Event
 from midstream.proxy.route import Judgement, Until
 
 POLICY_WAIT_S = 30.0
+HOME_WAIT_S = 5.0
 
 
 class PolicyWait:
@@ -19,14 +23,29 @@ class PolicyWait:
 
     def __init__(self) -> None:
         self._ends: float | None = None
+        self._at_home_ends: float | None = None
 
-    def judge(self, deployment: Deployment, tried: set[str]) -> Judgement | None:
+    def before(self, deployment: Deployment, home: str | None, tried: set[str]) -> Judgement | None:
+        """NOT_YET, if the request is to wait for its session's home. home: its name; None: it has none, or cannot go there."""
+        if not deployment.policy:
+            return None
+        replicas, now = deployment.replicas, asyncio.get_running_loop().time()
+        if home is not None and (home in tried or now >= (self._at_home_ends or now + 1)):
+            home = None
+        replicas.ask(home)
+        if home is None or not replicas.comes(home):
+            return None
+        self._at_home_ends = self._at_home_ends or now + HOME_WAIT_S
+        return Judgement(Event.NOT_YET, until=Until(replicas, at=self._at_home_ends))
+
+    def judge(self, deployment: Deployment, tried: set[str], lost: str = "") -> Judgement | None:
         """NOT_YET, with when to look again; None: there is nothing to wait for.
 
-        tried: replicas that failed with the request. After the wait they may be others, and are tried again.
+        tried: replicas that failed with the request. After the wait they may be others, and are tried again. lost: the replica
+        that was lost with its stream, which is never asked again.
         """
         now = asyncio.get_running_loop().time()
-        views = deployment.replicas.views
+        views = [view for view in deployment.replicas.views if view.name != lost]
         if not deployment.policy or any(view.usable and view.name not in tried for view in views):
             return None
         self._ends = now + POLICY_WAIT_S if self._ends is None else self._ends

@@ -12,6 +12,7 @@ Always holds:
 - A request is served by the boot that it was placed on, also where another process has the replica's address by then. One
   that a later boot refuses is placed anew, and no replica counts as lost with it.
 - While replicas may still have to say which sessions they hold, a request whose session is not known waits for that.
+- A replica that does not hold the request's policy any more refuses it, and it is placed anew. Nothing counts as lost.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from midstream.core.errors import (
     HEADER_ANOTHER_BOOT,
     HEADER_LOST,
+    HEADER_NOT_LOADED,
     EngineFailed,
     MidstreamError,
     Overloaded,
@@ -34,7 +36,7 @@ from midstream.core.errors import (
 )
 from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
-from midstream.core.types import ReplicaReport, Session
+from midstream.core.types import BASE_SNAPSHOT, ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
@@ -81,7 +83,7 @@ BOOTS_GONE_MAX = 8
 
 _BOOT = HEADER_BOOT.encode()
 _LOST = HEADER_LOST.encode()
-_ANOTHER_BOOT = HEADER_ANOTHER_BOOT.encode()
+_ANOTHER_BOOT, _NOT_LOADED = HEADER_ANOTHER_BOOT.encode(), HEADER_NOT_LOADED.encode()
 _REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
 _CHUNKED = (b"transfer-encoding", b"chunked")
 
@@ -100,6 +102,8 @@ class ReplicaRoute(Route):
     _died = False
     #: The replica's answer: the boot that the request was placed on is gone.
     _began_anew = False
+    #: The replica's answer: it does not hold the policy.
+    _not_loaded = False
     #: Why the replica did not take it: the version constraint.
     _unfit: Refusal | None = None
     _versions: VersionJudge | None = None
@@ -183,12 +187,15 @@ class ReplicaRoute(Route):
         if verdict.action == "wait":
             assert versions is not None
             return Judgement(Event.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
+        waits = self._policy_wait.before(self._deployment, self._lives_on(), self._tried)
+        if waits is not None:
+            return waits
         placed = self._choose()
         if placed is None:
             none = ReplicaUnavailable("no replica can take the request now")
-            return self._policy_wait.judge(
-                self._deployment, set() if self._lost else self._tried
-            ) or self._failed(none)
+            tried = set() if self._lost else self._tried
+            waits = self._policy_wait.judge(self._deployment, tried, self._lost)
+            return waits or self._failed(none)
         self._placed, self._view = placed, placed.view
         return PLACED
 
@@ -209,6 +216,14 @@ class ReplicaRoute(Route):
         home = None if self._session is None else self._deployment.sessions.home(self._session)
         view = None if home is None else self._deployment.replicas.named(home)
         return view if view is not None and view.usable else None
+
+    def _lives_on(self) -> str | None:
+        """The replica that the session lives on, if it is well: its policy may not be loaded there."""
+        if not self._deployment.policy or self._session is None or self._lost:
+            return None
+        home = self._deployment.sessions.home(self._session)
+        view = None if home is None else self._deployment.replicas.named(home)
+        return home if view is not None and view.replica.usable else None
 
     def _may_be_told(self) -> bool:
         """A replica may yet say that it holds the session, or become usable."""
@@ -231,7 +246,8 @@ class ReplicaRoute(Route):
         upstream.requests[request] = None
         self.pool = upstream.pool
         self._here = request
-        self._died, self._began_anew, self._unfit, self._sent = False, False, None, False
+        self._died = self._began_anew = self._not_loaded = self._sent = False
+        self._unfit = None
         self._placed_under = view.report
         self._boot = "" if view.report is None else view.report.boot
 
@@ -285,6 +301,7 @@ class ReplicaRoute(Route):
         if status == ReplicaUnavailable.status:
             said = {name for name, _ in headers}
             self._died, self._began_anew = _LOST in said, _ANOTHER_BOOT in said
+            self._not_loaded = _NOT_LOADED in said
         answers = self._resumes if phase is Phase.RESUME_SENT else self._answers
         event = answers(status, headers)
         if event is Event.HEAD and self._view.failures:
@@ -301,7 +318,8 @@ class ReplicaRoute(Route):
             return Event.REFUSED
         elif status in _REFUSALS:
             self._not_begun()
-            if self._died or self._began_anew or self._may_go_elsewhere(status):
+            gone = self._died or self._began_anew or self._not_loaded
+            if gone or self._may_go_elsewhere(status):
                 return Event.REFUSED
         return Event.HEAD
 
@@ -316,7 +334,7 @@ class ReplicaRoute(Route):
         return phase is Phase.HELD and self._unfit is None
 
     def held(self, phase: Phase, head: ResponseHead) -> Judgement:
-        if self._began_anew:
+        if self._began_anew or self._not_loaded:
             return self._place_anew()
         if phase is Phase.RESUME_HELD:
             self._why = reason_of(head.body)
@@ -395,13 +413,16 @@ class ReplicaRoute(Route):
         return ELSEWHERE
 
     def _place_anew(self) -> Judgement:
-        """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now."""
+        """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now.
+        Or the policy is gone from there: it goes to where that is loaded next."""
         view = self._view
         assert view is not None
         self._boots_gone += 1
         if self._boots_gone > BOOTS_GONE_MAX:
             return self._failed(ReplicaUnavailable("replicas began anew again and again"))
-        if view.report is not None and view.report.boot == self._boot:
+        if self._not_loaded:
+            self._deployment.replicas.lacks(view)
+        elif view.report is not None and view.report.boot == self._boot:
             self._deployment.replicas.replaced(view)
             self._tried.add(view.name)
         self._proxy.metrics.retries["other_boot"] += 1
@@ -470,7 +491,11 @@ class ReplicaRoute(Route):
             return
         self._why = f"no other replica serves snapshot {snapshot!r} now"
         for view in self._deployment.replicas.views:
-            if (report := view.report) is None or snapshot not in (report.snapshot, *report.resident):
+            report = view.report
+            if self._deployment.policy and report is not None and report.snapshot == BASE_SNAPSHOT:
+                # It may load the snapshot yet, and looks itself whether that is the one.
+                continue
+            if report is None or snapshot not in (report.snapshot, *report.resident):
                 self._tried.add(view.name)
 
     def _failed(self, error: MidstreamError) -> Judgement:

@@ -184,9 +184,11 @@ class InferenceExchange(TaskExchange):
             self._fixed["request-id"] = self._fixed["x-request-id"]
 
     async def _answer(self) -> None:
-        service = self._replica.service_of(
-            self._headers.get(HEADER_POLICY, ""), self._headers.get(HEADER_BOOT)
-        )
+        policy, boot = self._headers.get(HEADER_POLICY, ""), self._headers.get(HEADER_BOOT)
+        with self._replica.serves(policy, boot) as service:
+            await self._answer_from(service)
+
+    async def _answer_from(self, service: Service) -> None:
         async with self._admitted(service) as generation:
             if generation.ignored:
                 self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)
@@ -243,9 +245,9 @@ class TextExchange(TaskExchange):
 
     async def _answer(self) -> None:
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in self._request.first.items()}
-        service = self._replica.service_of(headers.get(HEADER_POLICY, ""), headers.get(HEADER_BOOT))
-        said = await self._call.answer(service, self._request.body, headers)
-        self._whole(200, msgspec.json.encode(said), {})
+        with self._replica.serves(headers.get(HEADER_POLICY, ""), headers.get(HEADER_BOOT)) as service:
+            said = await self._call.answer(service, self._request.body, headers)
+            self._whole(200, msgspec.json.encode(said), {})
 
     def _fail(self, error: MidstreamError) -> None:
         error.shape = self._wire.errors

@@ -1,7 +1,13 @@
 """The policies of a replica besides its deployment's own: adapters, and snapshots, that are served side by side.
 
-Owns: of each policy its swap driver, gate, pins, namespaces and names. Sessions, turns and stored responses are the replica's.
+Owns: of each policy its swap driver, gate, pins, namespaces and names; which policy makes way for another. Sessions, turns and
+stored responses are the replica's.
 Always holds:
+- At most `policies_max` policies are held, with those that were ended and have requests left. For a newcomer the least recently
+  used idle policy makes way. When none is idle, the newcomer is refused.
+- A policy that a request uses never makes way, from before the request is read to its end. One that loads does not either, and
+  one that has just loaded has UNUSED_S for its first request.
+- A policy that made way may come again. Its stage changes go on where they were.
 - A policy serves nothing before its first switch, and no request reaches it until then.
 - What one policy waits for, holds up or fails at changes nothing for another.
 - A policy that is ended and made again shares no cached KV with the one before: its salts have another number.
@@ -16,12 +22,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from midstream.core.errors import PolicyNotLoaded
-from midstream.core.types import BASE_SNAPSHOT, Desired, ModelInfo, PolicyReport, Stage
+from midstream.core.errors import Overloaded, PolicyNotLoaded
+from midstream.core.types import BASE_SNAPSHOT, POLICIES_MAX, Desired, Hint, ModelInfo, PolicyReport, Stage
 from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine
 from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
@@ -38,6 +46,10 @@ log = logging.getLogger(__name__)
 TRANSITIONS_TOLD = 8
 #: Policies that were ended and are remembered, so that a late message does not make them again.
 ENDED_KNOWN = 4096
+#: Policies that made way and whose next sequence number is remembered.
+GONE_KNOWN = 65_536
+#: How long a policy that was loaded is kept for its first request.
+UNUSED_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Bounds:
     session_idle_s: float = 3600.0
     pin_drain_s: float = PIN_DRAIN_S
     residency: Residency = ONE
+    policies_max: int = POLICIES_MAX
 
 
 @dataclass(frozen=True)
@@ -75,11 +88,24 @@ class Boot:
 
 
 class Policy:
-    """One policy in one boot. made: as Desired has it. number: never the same twice in a replica's life."""
+    """One policy in one boot.
 
-    def __init__(self, name: str, made: float, number: int, parts: Parts, boot: Boot) -> None:
+    made: as Desired has it. number: never the same twice in a replica's life. seq: of its first stage change.
+    """
+
+    def __init__(self, name: str, made: float, number: int, parts: Parts, boot: Boot, seq: int = 0) -> None:
         self.name = name
         self.made = made
+        #: Requests that use it, also before they pass the gate.
+        self.users = 0
+        #: A counter over all policies: the greatest was used last.
+        self.used_at = 0
+        #: When its last load ended. None once a request has used that, and before there is one.
+        self.unused_since: float | None = None
+        self._left = asyncio.Event()
+        self._left.set()
+        self._monotonic = parts.outside.monotonic
+        self._on_change = parts.on_change
         outside, bounds, info = parts.outside, parts.bounds, boot.info
         account = parts.names.account
         self.names = ServedNames(f"{account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
@@ -96,10 +122,10 @@ class Policy:
             engine=slot,
             files=replace(parts.files, source=source, hints=self._hints),
             entrance=Entrance(self.gate, self.pins, self.namespaces),
-            machine=SwapMachine(outside.clock),
+            machine=SwapMachine(outside.clock, seq),
             checker=Checker(parts.engine, outside.new_boot, slot=slot, policy=self.own_name),
             monotonic=outside.monotonic,
-            on_change=parts.on_change,
+            on_change=self._moved,
             on_engine_death=lambda reason: parts.died(boot.id, reason),
         )
         self.driver.info = info
@@ -129,6 +155,37 @@ class Policy:
     def serves(self) -> bool:
         return self.driver.machine.serving != BASE_SNAPSHOT
 
+    def _moved(self) -> None:
+        if self.driver.machine.stage is Stage.CHECKING:
+            self.unused_since = self._monotonic()
+        self._on_change()
+
+    @contextmanager
+    def in_use(self, uses: Iterator[int]) -> Iterator[Service]:
+        """Within: a request uses it. uses: gives the next number of a use."""
+        self.users += 1
+        self._left.clear()
+        self.used_at, self.unused_since = next(uses), None
+        try:
+            yield self.service
+        finally:
+            self.users -= 1
+            self.used_at = next(uses)
+            if not self.users:
+                self._left.set()
+
+    async def left(self) -> None:
+        """Returns when no request uses it."""
+        await self._left.wait()
+
+    def may_go(self, now: float) -> bool:
+        """Whether it may make way for another policy."""
+        waits = self.unused_since is not None and now - self.unused_since < UNUSED_S
+        return not (self.users or waits) and self.driver.resting
+
+    def hint(self, hint: Hint) -> None:
+        self._hints.add(hint)
+
     def report(self) -> PolicyReport:
         machine = self.driver.machine
         idle = machine.stage is Stage.IDLE
@@ -154,22 +211,30 @@ class Policy:
         )
 
     def shut(self) -> None:
-        """It takes no more requests and no more snapshots. Those that run go on."""
-        self.gate.set(Door.DOWN)
+        """It takes no more snapshots. Requests that use it go on."""
         # A request that ends later keeps nothing in the engine.
         self.pins.begin(able=False)
         self.driving.cancel()
 
     async def close(self) -> None:
+        self.gate.set(Door.DOWN)
         self.shut()
         await self._hints.close()
         await asyncio.wait((self.driving,))
+
+
+def to_make_way(policies: Iterable[Policy], now: float) -> Policy | None:
+    """Of those that may, the one that was used least recently."""
+    return min((p for p in policies if p.may_go(now)), key=lambda policy: policy.used_at, default=None)
 
 
 class Policies:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._numbers = itertools.count(1)
+        self._uses = itertools.count(1)
+        # By (name, made), the next sequence number of one that made way.
+        self._seqs: OrderedDict[tuple[str, float], int] = OrderedDict()
         self._policies: dict[str, Policy] = {}
         # By name, when the newest that was ended was made; the one that was ended last stands last.
         self._ended: dict[str, float] = {}
@@ -200,11 +265,43 @@ class Policies:
             self.end(name, policy.made)
             policy = None
         if policy is None:
-            policy = self._policies[name] = Policy(name, made, next(self._numbers), self._parts, boot)
+            self._make_room(name)
+            seq = self._seqs.pop((name, made), 0)
+            policy = Policy(name, made, next(self._numbers), self._parts, boot, seq)
+            self._policies[name] = policy
             policy.gate.pause(self._paused)
             policy.gate.set(Door.OPEN)
             policy.driving.add_done_callback(lambda task: self._driver_ended(policy, boot, task))
-        policy.driver.desire(desired)
+        if policy.driver.desire(desired):
+            policy.used_at = next(self._uses)
+
+    def _make_room(self, name: str) -> None:
+        """Raises Overloaded."""
+        most = self._parts.bounds.policies_max
+        if len(self._policies) + sum(policy.users > 0 for policy in self._going) < most:
+            return
+        leaver = to_make_way(self, self._parts.outside.monotonic())
+        if leaver is None:
+            raise Overloaded(
+                f"all {most} policies of this replica are in use; {name!r} may be asked for again"
+            )
+        log.info("the policy %s makes way for %s", leaver.name, name)
+        self._seqs[leaver.name, leaver.made] = leaver.driver.machine.seq
+        if len(self._seqs) > GONE_KNOWN:
+            self._seqs.popitem(last=False)
+        self._go(leaver)
+
+    def hint(self, hint: Hint) -> None:
+        """Nothing is fetched for a policy that is not here."""
+        policy = self._policies.get(hint.policy)
+        if policy is not None:
+            policy.hint(hint)
+
+    @contextmanager
+    def serves(self, name: str) -> Iterator[Service]:
+        """Within, it stays here. Raises PolicyNotLoaded."""
+        with self.named(name).in_use(self._uses) as service:
+            yield service
 
     def named(self, name: str) -> Policy:
         """One that serves. Raises PolicyNotLoaded."""
@@ -219,14 +316,17 @@ class Policies:
         policy = self._policies.get(name)
         if policy is None or policy.made != made:
             return False
-        del self._policies[name]
+        self._go(policy)
+        return True
+
+    def _go(self, policy: Policy) -> None:
+        del self._policies[policy.name]
         self._going.append(policy)
         policy.shut()
-        task = asyncio.create_task(self._end(policy), name=f"end of policy {name}")
+        task = asyncio.create_task(self._end(policy), name=f"end of policy {policy.name}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         self._parts.on_change()
-        return True
 
     def _note_end(self, name: str, made: float) -> None:
         newest = max(made, self._ended.pop(name, 0.0))
@@ -236,14 +336,14 @@ class Policies:
             del self._ended[next(iter(self._ended))]
 
     async def _end(self, policy: Policy) -> None:
-        await policy.gate.drained()
+        await policy.left()
         await policy.close()
         self._parts.engine.end_policy(policy.own_name)
         self._going.remove(policy)
 
     def pause(self, paused: bool) -> None:
         self._paused = paused
-        for policy in self:
+        for policy in self.everyone:
             policy.gate.pause(paused)
 
     def reports(self) -> tuple[PolicyReport, ...]:
@@ -253,6 +353,7 @@ class Policies:
         """Of a boot that ends."""
         # Requests of ended ones go with the engine, and nobody waits for their clients.
         ended, self._policies, self._going = self.everyone, {}, []
+        self._seqs.clear()
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*(policy.close() for policy in ended))

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.types import (
     BASE_SNAPSHOT,
     ENGINE_SILENT_FROM_S,
+    POLICIES_MAX,
     Desired,
     Hint,
     Pause,
@@ -57,14 +59,15 @@ RESTART_DELAY_MAX_S = 10.0
 class Bounds:
     """requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how
     long a session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that
-    are pinned to what serves. residency: of full snapshots; of a policy's only the number counts. turns_bytes_max: of the
-    tokens of all sessions' turns.
+    are pinned to what serves. residency: of full snapshots; of a policy's only the number counts. policies_max: held at once.
+    turns_bytes_max: of the tokens of all sessions' turns.
     """
 
     requests_max: int = REQUESTS_MAX
     session_idle_s: float = SESSION_IDLE_S
     pin_drain_s: float = PIN_DRAIN_S
     residency: Residency = ONE
+    policies_max: int = POLICIES_MAX
     turns_bytes_max: int = BYTES_MAX
 
 
@@ -126,6 +129,7 @@ class Replica:
         self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
+        self._policies_max = bounds.policies_max
         self.policies = Policies(self._parts(bounds))
         self.driver = self._fresh_driver()
         engine.on_death(self._on_death)
@@ -153,20 +157,23 @@ class Replica:
                 bounds.session_idle_s,
                 bounds.pin_drain_s,
                 Residency(bounds.residency.snapshots),
+                bounds.policies_max,
             ),
             on_change=self._changed,
             died=self.engine_died,
         )
 
-    def service_of(self, policy: str, boot: str | None = None) -> Service:
-        """What serves a policy's requests. boot: the one that is meant. Raises AnotherBoot, PolicyNotLoaded."""
+    def serves(self, policy: str, boot: str | None = None) -> AbstractContextManager[Service]:
+        """What serves a policy's requests, for one of them. boot: the one that is meant.
+
+        Raises AnotherBoot, and PolicyNotLoaded as it is entered."""
         if self.service is None:
             raise AnotherBoot("the engine is starting; retry this request")
         if not policy:
-            return self.service
+            return contextlib.nullcontext(self.service)
         if boot not in (None, self.boot) or not self.ready:
             raise AnotherBoot("the replica began anew after this request was sent to it; retry this request")
-        return self.policies.named(policy).service
+        return self.policies.serves(policy)
 
     def _kept_over_boots(self) -> Kept:
         return Kept(
@@ -317,7 +324,10 @@ class Replica:
 
     def hint(self, hint: Hint) -> None:
         """Fetch files early that a target will need."""
-        self._hints.add(hint)
+        if hint.policy:
+            self.policies.hint(hint)
+        else:
+            self._hints.add(hint)
 
     def close_session(self, session: Session) -> bool:
         """Whether it was held here. Its next request begins anew; one that runs goes on."""
@@ -347,6 +357,7 @@ class Replica:
             error=self._down if machine.error is None else machine.error,
             in_flight=self.gate.inside + sum(policy.gate.inside for policy in self.policies.everyone),
             policies=self.policies.reports(),
+            policies_max=self._policies_max,
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,
             pause=self._pause,

@@ -41,7 +41,8 @@ def run_bodies(body: bytes, text: str) -> None:
         check(again == signal, "another signal when it is written again", signal, again)
     hint, _ = refusable(lambda: parse_hint(body))
     if hint is not None:
-        check_place(hint.identity)
+        if hint.identity is not None:
+            check_place(hint.identity)
         check(
             all(is_snapshot_file(name) and "/" not in name for name in hint.names),
             "files from elsewhere",

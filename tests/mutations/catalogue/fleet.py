@@ -4,6 +4,47 @@ from catalogue.mutation import Mutation
 
 FLEET = (
     Mutation(
+        "policy_that_made_way_loaded_again",
+        "fleet/policies.py",
+        "                # What makes way from here on is not asked for any more.\n"
+        "                self._asked.pop(view.name, None)\n",
+        "                pass\n",
+        "A policy that made way is not loaded again before there is demand for it.",
+        ("gateway/test_policy_placement.py",),
+    ),
+    Mutation(
+        "every_replica_told_of_every_policy",
+        "fleet/policies.py",
+        "return [view for view in self.views if _is_resident(view) or self.is_asked(view.name)]",
+        "return self.views",
+        "Where not all policies have room, a replica is told of those alone that it is to hold.",
+        ("gateway/test_policy_placement.py",),
+    ),
+    Mutation(
+        "home_not_asked_for_its_policy",
+        "fleet/residency.py",
+        "if any(place.name == home for place in free):",
+        "if any(place.name == home for place in ()):",
+        "A policy is loaded where the session lives that asks for it.",
+        ("gateway/test_residency.py", "gateway/test_policy_placement.py"),
+    ),
+    Mutation(
+        "policy_loaded_twice_without_need",
+        "fleet/residency.py",
+        "over = serving.load >= load_limit(",
+        "over = serving.load < load_limit(",
+        "A policy is loaded on another replica only when those that serve it are busy.",
+        ("gateway/test_residency.py",),
+    ),
+    Mutation(
+        "failed_replica_asked_again_at_once",
+        "fleet/policies.py",
+        '            return "failed"',
+        '            return "absent"',
+        "A replica that failed with a policy is not asked for it again at once.",
+        ("gateway/test_policy_placement.py::test_a_policy_that_fails_on_one_replica_is_tried_on_another",),
+    ),
+    Mutation(
         "fallback_owes_nothing",
         "fleet/reconcile.py",
         "served = report.signalled or serving_generation(report)",

@@ -157,6 +157,7 @@ class SwapDriver:
         self._wake = asyncio.Event()
         self._turn = asyncio.Event()
         self._quiet: asyncio.TimerHandle | None = None
+        self._at_work = False
         self.machine = machine
         #: Of the engine; set before `run`.
         self.info: ModelInfo | None = None
@@ -173,6 +174,11 @@ class SwapDriver:
         """True while a switch is so near that changes should not be told."""
         return self._quiet is not None
 
+    @property
+    def resting(self) -> bool:
+        """True while there is nothing to load and no file to release."""
+        return not (self._at_work or self._attempts.due)
+
     def desire(self, desired: Desired) -> bool:
         """Take note of a target; returns at once. False when it is already accepted."""
         if not self.machine.accept(desired):
@@ -188,7 +194,9 @@ class SwapDriver:
             await self._wake.wait()
             self._wake.clear()
             while self._attempts.due:
+                self._at_work = True
                 await self._next_attempt()
+            self._at_work = False
 
     async def _next_attempt(self) -> None:
         desired = self._attempts.begin()

@@ -67,9 +67,10 @@ class SwapMachine:
     failed, or serve. sound: False from a failed check to the next one that passes. checked: the serving weights passed their
     check. distrusted: the target replaces weights that may be wrong."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], seq: int = 0) -> None:
+        """seq: the sequence number of the first move."""
         self._clock = clock
-        self._seq = 0
+        self.seq = seq
         self.stage = Stage.IDLE
         self.serving = BASE_SNAPSHOT
         #: The serving target. None: the base weights of the start.
@@ -85,7 +86,7 @@ class SwapMachine:
     def __repr__(self) -> str:
         target = self.target.snapshot if self.target else None
         return (
-            f"SwapMachine({self.stage.value}, serving={self.serving!r}, target={target!r}, moves={self._seq})"
+            f"SwapMachine({self.stage.value}, serving={self.serving!r}, target={target!r}, moves={self.seq})"
         )
 
     def accept(self, desired: Desired) -> bool:
@@ -185,7 +186,7 @@ class SwapMachine:
         self.error = detail if stage is Stage.ERROR else None
         self.transitions.append(
             Transition(
-                seq=self._seq,
+                seq=self.seq,
                 at=self._clock(),
                 snapshot=desired.snapshot,
                 generation=desired.generation,
@@ -193,7 +194,7 @@ class SwapMachine:
                 detail=detail,
             )
         )
-        self._seq += 1
+        self.seq += 1
 
 
 def _key(desired: Desired) -> tuple[str, int, int]:
