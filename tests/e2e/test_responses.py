@@ -201,7 +201,7 @@ def test_a_killed_replicas_stream_goes_on_and_its_responses_are_gone(served: Ser
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=8) as sdk:
         earlier = sdk.responses.create(**{**asked, "max_output_tokens": 2})
         whole = sdk.responses.create(**asked)
-        for _ in range(4):
+        for _ in range(8):
             until_all_serve(served)
             raw = sdk.responses.with_streaming_response.create(**asked, stream=True)
             with raw as answer:
@@ -209,7 +209,8 @@ def test_a_killed_replicas_stream_goes_on_and_its_responses_are_gone(served: Ser
                 events = list[Any]()
                 for event in answer.parse():
                     events.append(event.to_dict())
-                    if len(events) == 12:
+                    # Early: on a busy machine the rest is here before its client reads it.
+                    if len(events) == 4:
                         os.kill(process_of(served, replica), signal.SIGKILL)
             told = [event.get("midstream", {}) for event in events]
             if any("resumed" in one for one in told):

@@ -177,3 +177,14 @@ def test_a_directory_without_files_is_refused_by_the_calls_own_field(
         assert refused(answer) == (400, "identity")
 
     serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("body", [{}, {"frozen": False}, {"frozen": True}], ids=str)
+def test_a_policy_that_another_gateway_removed_is_made_anew(tmp_path: Path, body: dict[str, Any]) -> None:
+    async def work(server: PolicyServer) -> None:
+        assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
+        await server.ledger.delete_deployment(f"{DEPLOYMENT}{INFIX}red")
+        answer = await server.http.post(POLICIES, json={"policy": "red", **body})
+        assert (answer.status_code, answer.json()["frozen"]) == (200, body.get("frozen", False)), answer.text
+
+    serve(tmp_path, work)

@@ -76,13 +76,12 @@ class PolicyApi:
         if deployment.policy:
             raise InvalidRequest(f"policy: {deployment.name} is a policy itself", param="policy")
         names = names_of(deployment.names, name)
-        found = self._deployments.known(names.deployment) if NAME.fullmatch(name) else None
-        row = None if found is None else await self._row(found.name)
-        if found is None or row is None:
-            # None, or one that has just been ended.
-            await self._changed()
+        found = await self._there(names.deployment) if NAME.fullmatch(name) else None
+        if found is None:
             found = await self._made(request, deployment, name)
-            row = await self._ledger.deployment(found.name)
+        row = await self._row(found.name)
+        if row is None:
+            raise _ends(name)
         # The ledger looks again as it takes the signal. Nothing is read for one that it would refuse.
         check_takes(row)
         return found
@@ -114,13 +113,16 @@ class PolicyApi:
         deployment = self._of(request)
         asked = fields_of(json_object(await read_body(request)), _Asked)
         source = None if asked.from_ is None else await self._source(self.named(deployment, asked.from_))
-        known = self._deployments.known(names_of(deployment.names, asked.policy).deployment)
+        known = await self._there(names_of(deployment.names, asked.policy).deployment)
         policy = known or await self._made(request, deployment, asked.policy)
         if source is not None:
             await self._fork(request, source, policy, new=known is None)
-        if asked.frozen is not None:
-            await self._ledger.update_deployment(policy.name, fields={FROZEN: asked.frozen or None})
-        row = await self._ledger.deployment(policy.name)
+        try:
+            if asked.frozen is not None:
+                await self._ledger.update_deployment(policy.name, fields={FROZEN: asked.frozen or None})
+            row = await self._ledger.deployment(policy.name)
+        except NotFound as error:
+            raise _ends(asked.policy) from error
         return JSONResponse(await self._shown(policy, row), headers={HEADER_MADE: policy.name})
 
     async def list(self, request: Request) -> Response:
@@ -186,8 +188,16 @@ class PolicyApi:
         await self._changed()
         found = self._deployments.known(names.deployment)
         if found is None:
-            raise Conflict(f"policy {name!r} is being ended; make it again once it is gone", param="policy")
+            raise _ends(name)
         return found
+
+    async def _there(self, name: str) -> Deployment | None:
+        """The policy of this name that the ledger has; what this gateway knows may be gone."""
+        found = self._deployments.known(name)
+        if found is not None and await self._row(name) is not None:
+            return found
+        await self._changed()
+        return None
 
     async def _row(self, name: str) -> DeploymentRow | None:
         with contextlib.suppress(NotFound):
@@ -211,3 +221,7 @@ class PolicyApi:
             "replicas": replica_rows(state, policy.replicas, {}),
             "unloaded": unloaded(policy.replicas),
         }
+
+
+def _ends(name: str) -> Conflict:
+    return Conflict(f"policy {name!r} is being ended; make it again once it is gone", param="policy")
