@@ -72,8 +72,8 @@ class Client(Rollout):
                 self._found.append(f"{self.name}: {error}")
                 await asyncio.sleep(1.0)
 
-    def _request(self, session: str, ids: list[int]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-        body, headers = super()._request(session, ids)
+    def request(self, session: str, ids: list[int]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+        body, headers = super().request(session, ids)
         body["max_tokens"] = self._rng.choice((8, 24, 48, 96))
         body["temperature"] = self._rng.choice((0.0, 1.0))
         failover = self._rng.choice(("exact", "exact", "any", "off"))
@@ -98,7 +98,7 @@ class Client(Rollout):
             # It leaves in the middle.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._chance.random() * 6.0):
-                    await self._ask(body, headers)
+                    await self.ask_once(body, headers)
             raise Broken("the client left")
         turn = await super().ask(body, headers)
         synchronous = self._trainer.synchronous_since
