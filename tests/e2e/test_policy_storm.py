@@ -253,5 +253,5 @@ def test_a_storm_of_policies_fails_nothing_and_every_label_is_borne_out(
     assert storm.counts["kill"] >= SECONDS // (2 * KILL_S)
     assert checked >= SECONDS
     if SECONDS <= 20 and places > POLICIES:
-        # A policy that comes is waited for. These are of moments when both replicas were down, or an engine died with a request.
+        # A policy that comes is waited for. These are of moments when both replicas were down or an engine died.
         assert storm.counts["refused 503"] <= storm.counts["answered"] / 10
