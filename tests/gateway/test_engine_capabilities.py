@@ -214,16 +214,20 @@ def test_a_policy_is_refused_by_name_wherever_it_is_asked_for_and_none_is_made(p
         server.report(0, card())
         server.report(1, card("policies"))
         adapter = {"lora_name": "red", "lora_path": server.bucket + "/a"}
-        answers = [
-            await server.signal(policy="red"),
-            await server.http.post(f"/v1/{DEPLOYMENT}/policies", json={"policy": "red"}),
-            await server.http.post("/v1/load_lora_adapter", json=adapter),
-            await server.http.post("/load_lora_adapter", json=adapter),
-            await server.http.post("/v1/accounts/local/deployedModels", json={"model": "a"}),
-        ]
-        for answer in answers:
+        answers = {
+            "policy": [
+                await server.signal(policy="red"),
+                await server.http.post(f"/v1/{DEPLOYMENT}/policies", json={"policy": "red"}),
+            ],
+            "lora_name": [
+                await server.http.post("/v1/load_lora_adapter", json=adapter),
+                await server.http.post("/load_lora_adapter", json=adapter),
+            ],
+            "model": [await server.http.post("/v1/accounts/local/deployedModels", json={"model": "a"})],
+        }
+        for param, answer in ((param, each) for param, of in answers.items() for each in of):
             error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (400, "policy"), answer.text
+            assert (answer.status_code, error["param"]) == (400, param), answer.text
             assert "engine (vllm 0.32.0) does not serve adapters" in error["message"]
             assert "(feature policies)" in error["message"]
         assert not await server.ledger.policies()
