@@ -131,7 +131,8 @@ class Trainer:
             case "missing" if torn.endswith(".safetensors"):
                 del files[torn]
             case "cut":
-                files[torn] = files[torn][: self._rng.randrange(len(files[torn]))]
+                # A line's end at the end of a manifest says nothing.
+                files[torn] = files[torn][: self._rng.randrange(len(files[torn].rstrip()))]
             case _:
                 at = self._rng.randrange(len(files[torn]))
                 files[torn] = files[torn][:at] + bytes((files[torn][at] ^ 1,)) + files[torn][at + 1 :]
