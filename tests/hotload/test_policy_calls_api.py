@@ -188,3 +188,22 @@ def test_a_policy_that_another_gateway_removed_is_made_anew(tmp_path: Path, body
         assert (answer.status_code, answer.json()["frozen"]) == (200, body.get("frozen", False)), answer.text
 
     serve(tmp_path, work)
+
+
+def test_a_list_leaves_out_a_policy_that_goes_while_it_is_made(tmp_path: Path) -> None:
+    async def work(server: PolicyServer) -> None:
+        for name in ("red", "blue"):
+            assert (await server.http.post(POLICIES, json={"policy": name})).status_code == 200
+        real = server.ledger.policies
+
+        async def policies() -> Any:
+            rows = await real()
+            await server.ledger.delete_deployment(f"{DEPLOYMENT}{INFIX}red")
+            return rows
+
+        server.ledger.policies = policies  # type: ignore[method-assign]
+        answer = await server.http.get(POLICIES)
+        assert answer.status_code == 200, answer.text
+        assert [one["policy"] for one in answer.json()["policies"]] == ["blue"]
+
+    serve(tmp_path, work)

@@ -127,8 +127,13 @@ class PolicyApi:
 
     async def list(self, request: Request) -> Response:
         rows = {row.name: row for row in await self._ledger.policies()}
-        found = [p for p in self._deployments.policies(self._of(request)) if p.name in rows]
-        return JSONResponse({"policies": [await self._shown(p, rows[p.name]) for p in found]})
+        shown = []
+        for policy in self._deployments.policies(self._of(request)):
+            # One that goes meanwhile is left out.
+            with contextlib.suppress(NotFound):
+                if policy.name in rows:
+                    shown.append(await self._shown(policy, rows[policy.name]))
+        return JSONResponse({"policies": shown})
 
     async def get(self, request: Request) -> Response:
         policy = self.named(self._of(request), request.path_params["policy"])
