@@ -11,7 +11,7 @@ from midstream.api import status as signals
 from midstream.core.types import ENGINE_FEATURES, EngineCard
 from midstream.engine.embedded.protocol import embedded_card
 from midstream.engine.vllm.arguments import LACKS, vllm_card
-from midstream.replica.request.checked import REQUEST_NEEDS
+from midstream.replica.request.needs import REQUEST_NEEDS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
 

@@ -50,17 +50,15 @@ from midstream.replica.pins import Asked, Pins
 from midstream.replica.request.checked import (
     Checked,
     Prompt,
-    ages_are_kept,
     check,
     check_choices,
     check_messages,
-    check_needs,
-    check_resume,
     check_room,
     sampling_for,
     split_prompts,
 )
 from midstream.replica.request.fields import PromptOptions, bad_tokens, template_variables
+from midstream.replica.request.needs import ages_are_kept, check_needs, check_resume
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation
@@ -306,7 +304,7 @@ class Service(Surroundings):
         given = check_room(checked, body, self.info, self.text)
         if isinstance(body, ChatBody):
             prepare = partial(self._messages, body)
-            tools = None if checked.tools is None else checked.tools.given
+            tools = checked.listed_tools
             options = checked.template
             knows = self.text.template_names("reasoning_effort")
             variables = template_variables(options, body.reasoning_effort, knows)

@@ -54,10 +54,9 @@ class _EarlierCall(msgspec.Struct, frozen=True):
 
 
 class ToolPlan(msgspec.Struct, frozen=True):
-    """given: the tools as the template gets them. forced: the answer must be calls, of the tools in `callable` only.
+    """forced: the answer must be calls, of the tools in `callable` only.
     strict: calls match their schemas also where none is forced."""
 
-    given: list[dict[str, Any]]
     tools: tuple[Tool, ...]
     callable: tuple[int, ...]
     forced: bool
@@ -104,7 +103,6 @@ def plan_tools(body: AsksTools) -> ToolPlan | None:
         return None
     forced = named is not None or choice == "required"
     return ToolPlan(
-        given=body.tools,
         tools=tools,
         callable=tuple(range(len(tools))) if named is None else (named,),
         forced=forced,
