@@ -48,6 +48,14 @@ def test_adapters_are_sampled_side_by_side_and_each_is_itself(server: Server, ad
     assert sampled["team-0"] == sampled[full]
     assert len({tuple(ids) for ids in sampled.values()}) == 4
     assert found["team-0"].model == f"{full}@side-0"
+    # SGLang's clients name an adapter by a field of their own.
+    options = {"temperature": 1.0, "max_new_tokens": 12, "sampling_seed": 3}
+    for adapter in ("team-0", ["team-0"], "team-0@side-0"):
+        body = {"input_ids": prompt, "lora_path": adapter, "sampling_params": options}
+        generated = httpx.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S).json()
+        assert generated["output_ids"] == sampled["team-0"]
+    body["lora_path"] = "nobody"
+    assert httpx.post(f"{server.url}/generate", json=body).status_code == 404
 
 
 def test_a_switch_of_one_policy_crosses_its_own_streams_only(server: Server, adapters: Adapters) -> None:

@@ -371,7 +371,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
     "areal-images": (CHAT, {**AREAL_SAMPLING, "logprobs": True, "messages": IMAGE}, 400, "messages"),
     "areal-sglang-images": ("/generate", {**AREAL_SGLANG, "image_data": ["AA=="]}, 400, "image_data"),
     "areal-adapter": (COMPLETIONS, {**AREAL_SAMPLING, "prompt": IDS, "model": "lora-v1"}, 404, "model"),
-    "areal-sglang-adapter": ("/generate", {**AREAL_SGLANG, "lora_path": "lora-v1"}, 400, "lora_path"),
+    "areal-sglang-adapter": ("/generate", {**AREAL_SGLANG, "lora_path": "lora-v1"}, 404, "model"),
     "skyrl-routes": ("/skyrl/v1/generate", SKYRL_GENERATE, 404, None),
 }
 

@@ -17,8 +17,8 @@ from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.core.types import ENGINE_FEATURES, EngineCard, ModelInfo
 from midstream.fleet.sessions import session_key
 from midstream.replica.request.checked import check
-from midstream.replica.request.needs import check_needs
 from midstream.replica.request.fields import bad_tokens
+from midstream.replica.request.needs import check_needs
 from midstream.replica.request.schema import parse_chat, parse_completion
 from midstream.replica.text.grammar import build
 from midstream.replica.text.grammarcheck import GrammarChecks

@@ -61,7 +61,16 @@ class _BodyModel(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_BodyFields)
 _routing_decoder = msgspec.json.Decoder(_RoutingFields)
 _messages_decoder = msgspec.json.Decoder(_MessagesFields)
+
+
+class _AdapterModel(msgspec.Struct):
+    model: str | None = None
+    #: SGLang's name of an adapter. A batch may repeat it for each prompt.
+    lora_path: str | list[str | None] | None = None
+
+
 _model_decoder = msgspec.json.Decoder(_BodyModel)
+_adapter_decoder = msgspec.json.Decoder(_AdapterModel)
 
 
 def session_key(headers: Mapping[bytes, bytes], body: bytes, user: UserField = "user") -> str | None:
@@ -131,12 +140,20 @@ def _holds(body: bytes, name: bytes) -> bool:
     return True
 
 
-def body_model(body: bytes) -> str | None:
-    """The top-level `model` of a body, as JSON says it; None when there is none, or no text, or no JSON object."""
+def body_model(body: bytes, user: UserField = "user") -> str | None:
+    """The model that a body names, as JSON says it; None when there is none, or no text, or no JSON object.
+
+    user: as in core/wires.py. SGLang's bodies name an adapter by `lora_path`, others by `model`.
+    """
     try:
-        return _model_decoder.decode(body).model
+        if user != "routing_key":
+            return _model_decoder.decode(body).model
+        named = _adapter_decoder.decode(body)
     except NOT_JSON:
         return None
+    adapters = named.lora_path if isinstance(named.lora_path, list) else [named.lora_path]
+    # The replica refuses a batch of several.
+    return next((adapter for adapter in adapters if adapter), named.model)
 
 
 def _text(value: bytes) -> str:

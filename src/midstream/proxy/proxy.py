@@ -26,6 +26,7 @@ from midstream.core.errors import Unauthorized
 from midstream.core.headers import HEADER_POLICY, HEADER_TOKEN, HEADER_UNKNOWN_FIELDS
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
 from midstream.core.types import Session
+from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.placement import Decision, Fleet, PrefixTable, Prompt, sticky
 from midstream.fleet.registry import Deployment, Deployments
@@ -151,8 +152,8 @@ class Proxy:
     def request_id(self) -> bytes:
         return f"{self._request_prefix}-{next(self._request_ids):x}".encode()
 
-    def deployment_of(self, request: Request, grant: Grant) -> Deployment:
-        """The deployment that a request for inference is for.
+    def deployment_of(self, request: Request, grant: Grant, user: UserField = "user") -> Deployment:
+        """The deployment that a request for inference is for. user: as in core/wires.py.
 
         Raises Forbidden, NotFound, and InvalidRequest when its model's name fits several.
         """
@@ -165,7 +166,7 @@ class Proxy:
         model = _decoded(headers.get(b"fireworks-model"))
         limited = grant is not EVERYTHING and not grant.everywhere((SAMPLE,))
         in_body = deployment is None and model is None and (limited or not self.deployments.single)
-        asked = body_model(request.body) if in_body else None
+        asked = body_model(request.body, user) if in_body else None
 
         def find() -> Deployment:
             if asked is not None:

@@ -149,7 +149,7 @@ class ReplicaRoute(Route):
         request, proxy = self._request, self._proxy
         self._mode = failover_mode(request.first)
         constraint = constraint_of_headers(request.first)
-        self._deployment = proxy.deployment_of(request, self._caller.grant)
+        self._deployment = proxy.deployment_of(request, self._caller.grant, self._user_field)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
         said, named = request.first, self._in_path
@@ -178,6 +178,7 @@ class ReplicaRoute(Route):
                     asyncio.get_running_loop().time(),
                     self._deployment.names,
                     self._request,
+                    self._user_field,
                 )
             except MidstreamError as error:
                 return self._failed(error)

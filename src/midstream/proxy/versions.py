@@ -35,7 +35,9 @@ from midstream.core.versions import (
     constraint_of_body,
     from_header,
 )
+from midstream.core.wires import UserField
 from midstream.fleet.reconcile import SignalOrder
+from midstream.fleet.sessions import body_model
 from midstream.fleet.view import ReplicaView
 from midstream.http.reader import Request
 
@@ -120,15 +122,17 @@ class VersionJudge:
         now: float,
         names: ServedNames,
         request: Request,
+        user: UserField = "user",
     ) -> Verdict:
         """As `judge`, but reads the body before the request waits or is refused. names: those that its model may have.
+        user: as in core/wires.py.
 
         Raises NotFound for another model, and InvalidRequest for a body that contradicts the headers.
         """
         verdict = self.judge(views, tried, home, now)
         if verdict is SEND or self._body or len(request.body) > BODY_READ_BYTES_MAX:
             return verdict
-        self._learn_body(constraint_of_request(names, request.first, request.body))
+        self._learn_body(constraint_of_request(names, request.first, request.body, user))
         return self.judge(views, tried, home, now)
 
     def judge(
@@ -253,9 +257,10 @@ def refusal_in(headers: Sequence[tuple[bytes, bytes]]) -> Refusal | None:
 
 
 def constraint_of_request(
-    names: ServedNames, headers: Mapping[bytes, bytes], body: bytes
+    names: ServedNames, headers: Mapping[bytes, bytes], body: bytes, user: UserField = "user"
 ) -> VersionConstraint:
     """The constraint in a body and in its model's name, as a replica would read it. Names in `headers` are lower-case.
+    user: as in core/wires.py.
 
     NOTHING if the body cannot be read: the replica then names the fault. Raises NotFound for a model that is not served here,
     and InvalidRequest.
@@ -264,6 +269,7 @@ def constraint_of_request(
         fields = decoded(_body.decode, body)
     except NOT_JSON:
         return NOTHING
-    model = names.model if fields.model is None else fields.model
+    given = fields.model if user != "routing_key" else body_model(body, user)
+    model = names.model if given is None else given
     named = names.wanted(model, headers.get(_MODEL, b"").decode("utf-8", "replace"))
     return constraint_of_body(fields.midstream).with_(VersionConstraint(named))

@@ -185,7 +185,8 @@ def check_agreement(path: Path, body: bytes) -> None:
     if found is None:
         return
     made = found.body
-    check(body_model(body) == made.model, "the gateway reads another model", body_model(body), made.model)
+    model = body_model(body, wire.user)
+    check(model == made.model, "the gateway reads another model", model, made.model)
     key, _ = refusable(lambda: session_key({}, body, wire.user))
     own, _ = refusable(
         lambda: sessions.session_key(
@@ -194,7 +195,7 @@ def check_agreement(path: Path, body: bytes) -> None:
     )
     # A name that is written with escapes is none to the gateway's search, which costs affinity only.
     check(key == own or b"\\" in body, "the gateway reads another session", key, own)
-    constraint, _ = refusable(lambda: constraint_of_request(NAMES, {}, body))
+    constraint, _ = refusable(lambda: constraint_of_request(NAMES, {}, body, wire.user))
     asked, _ = refusable(lambda: demanded(made))
     check(constraint == asked, "the gateway reads another version constraint", constraint, asked)
     resumed = read_resume(resume_body(path.path.encode(), "r0", True, "", body))

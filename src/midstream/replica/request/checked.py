@@ -19,7 +19,6 @@ from midstream.replica.request.fields import Answer, PromptOptions, TextOptions
 from midstream.replica.request.schema import MAX_STOPS, ChatBody, CompletionBody, InferenceBody
 from midstream.replica.text.tools import ToolPlan, plan_tools
 
-
 #: OpenAI's default for completions. A chat may go up to the context.
 COMPLETION_MAX_TOKENS = 16
 MAX_PROMPTS = 256

@@ -67,7 +67,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "image_data": (None, []),
     "video_data": (None, []),
     "audio_data": (None, []),
-    "lora_path": (None, []),
     "session_params": (None,),
     "token_ids_logprob": (None, []),
     "return_sampling_mask": (None, False),
@@ -101,6 +100,8 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     priority: int | None = None
+    #: The name of a policy, as `model` is.
+    lora_path: str | list[str | None] | None = None
 
     # Accepted and ignored: none of these changes a token.
     log_metrics: Any = None
@@ -117,7 +118,6 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
-    lora_path: Any = None
     session_params: Any = None
     token_ids_logprob: Any = None
     return_sampling_mask: Any = None
@@ -233,7 +233,7 @@ def read(data: bytes) -> Read:
     _check_starts(body, prompt if batch else [prompt], logprobs_from, routes_start)
     rids = _rids(body.rid, count)
     fields |= {
-        "model": body.model,
+        "model": _model(body),
         "request_id": rids[0] if rids else None,
         "stream": body.stream,
         "cache_salt": _salt(body),
@@ -273,6 +273,13 @@ def _shared(given: Any, field: str) -> Any:
     if any(value != given[0] for value in given):
         raise InvalidRequest(f"{field}: must be the same for all prompts of a request", param=field)
     return given[0] if given else None
+
+
+def _model(body: _Body) -> str | None:
+    adapter = _shared(body.lora_path, "lora_path") or None
+    if adapter is not None and body.model not in (None, adapter):
+        raise InvalidRequest("lora_path: names another model than model does", param="lora_path")
+    return adapter or body.model
 
 
 def _rids(given: str | list[str] | None, count: int) -> tuple[str, ...]:
