@@ -56,6 +56,8 @@ class PolicyOracle(Oracle):
         #: Of the policy that there is now: what was signalled, and when its first signal was acknowledged.
         self.current: set[str] = set()
         self.began_at: float | None = None
+        #: Policies that may yet begin with any of its snapshots: their forks are under way.
+        self.forks: set[PolicyOracle] = set()
 
     def signals_begin(self, name: str) -> None:
         """A signal of this snapshot is going to be sent."""
@@ -66,6 +68,13 @@ class PolicyOracle(Oracle):
             # Another policy counts its generations anew.
             self.signals = []
         self.current.add(name)
+        for fork in self.forks:
+            fork.may_be(self, name)
+
+    def may_be(self, other: PolicyOracle, name: str) -> None:
+        """A snapshot of the other policy may be its own from now on."""
+        self.weights |= other.weights
+        self.signals_begin(name)
 
     def acknowledged(self, now: float) -> None:
         if self.began_at is None:
@@ -103,6 +112,8 @@ class PolicyTrainer(Trainer):
         self.turn = asyncio.Lock()
         #: Whether the newest call said that there is one.
         self.there = False
+        #: Calls whose answers were lost: they may yet be carried out.
+        self.broken = 0
 
     @property
     def oracle(self) -> PolicyOracle:
@@ -123,16 +134,17 @@ class PolicyTrainer(Trainer):
         """It begins with what the other one serves: a name of the other's."""
         if not source.signalled:
             return
-        name = source.signalled[-1]
-        self.oracle.weights |= source.oracle.weights
+        name, broken = source.signalled[-1], self.broken
         for each in source.signalled:
-            self.oracle.signals_begin(each)
-        # Which of the other's snapshots it was is not known.
+            self.oracle.may_be(source.oracle, each)
+        # Which of the other's snapshots it was is not known: the other may take signals meanwhile.
         self.oracle.lost()
-        if (
-            await self.call("POST", "", {"policy": self.policy, "from": source.policy}, (200, 400, 404, 409))
-            == 200
-        ):
+        source.oracle.forks.add(self.oracle)
+        body = {"policy": self.policy, "from": source.policy}
+        status = await self.call("POST", "", body, (200, 400, 404, 409))
+        if status is not None and self.broken == broken:
+            source.oracle.forks.discard(self.oracle)
+        if status == 200:
             self.signalled.append(name)
             self.there = True
 
@@ -143,6 +155,7 @@ class PolicyTrainer(Trainer):
                 answer = await exchange(self._port, method, PATH + path, body)
             except Broken as error:
                 self._say(f"{method} {self.policy}: {error}")
+                self.broken += 1
                 self.oracle.lost()
             else:
                 self._say(f"{method} {self.policy} {body}: {answer.status} {answer.body[:120]!r}")
