@@ -14,8 +14,8 @@ from publish_world import World, listening, weights
 from midstream import cli
 from midstream.client import PublishError, SnapshotPublisher
 from midstream.commands.status import POLICY_HEADS, render
+from midstream.snapshots.arc2.rebuild import rebuild
 from midstream.snapshots.content import MANIFEST_FILE
-from midstream.snapshots.layout import read_file_layout
 
 WRITTEN = ["adapter_config.json", "adapter_model.safetensors", MANIFEST_FILE]
 
@@ -32,9 +32,10 @@ class Adapter:
         write_adapter(Path(directory) / ("" if name == "default" else name), value=len(name))
 
 
-def write_adapter(directory: Path, value: float = 1.0) -> Path:
+def write_adapter(directory: Path, value: float = 1.0, numbers: Any = None) -> Path:
     directory.mkdir(exist_ok=True)
-    tensors = {"base_model.model.q.lora_A.weight": np.full((2, 3), value, np.float32)}
+    weights = np.full((2, 3), value, np.float32) if numbers is None else np.ascontiguousarray(numbers)
+    tensors = {"base_model.model.q.lora_A.weight": weights}
     safetensors.numpy.save_file(tensors, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
     (directory / "README.md").write_text("PEFT writes one")
@@ -66,11 +67,12 @@ def test_an_adapter_is_written_whole_and_signalled_to_its_policy(world: World, h
         else:
             done = publisher.publish("red-1")
     assert files(world, "red-1") == WRITTEN
-    assert (done.kind, done.why) == ("full", "an adapter is sent whole")
+    assert (done.kind, done.why) == ("full", "nothing is known to be served that a delta could stand on")
     assert [signal["policy"] for signal in world.signals] == ["red"]
     assert set(world.asked) == {"policy=red"}
     assert world.hints == []
-    assert list(world.work.glob("*")) == [world.work / "lock"]
+    (kept,) = world.work.glob("checkpoint-*")
+    assert sorted(file.name for file in kept.iterdir()) == WRITTEN[:2]
 
 
 def test_the_active_adapter_of_several_is_taken(world: World) -> None:
@@ -83,15 +85,24 @@ def test_the_active_adapter_of_several_is_taken(world: World) -> None:
     assert not (world.bucket / "red-2").exists()
 
 
-def test_every_adapter_is_whole_and_a_delta_is_refused(world: World) -> None:
+def test_an_adapter_that_changed_a_little_is_a_delta_and_one_of_another_rank_is_whole(world: World) -> None:
+    numbers = np.random.default_rng(1).normal(size=(16, 4096)).astype(np.float32)
+    kinds = []
     with world.publisher(policy="red") as publisher:
-        for step in range(3):
-            publisher.publish(f"red-{step}", write_adapter(world.root / "adapter", value=step))
-        with pytest.raises(PublishError, match="cannot be a delta: an adapter is sent whole"):
-            publisher.publish("red-3", world.root / "adapter", kind="delta")
-    assert ["incremental_snapshot_metadata" in signal for signal in world.signals] == [False] * 3
-    for step in range(3):
-        read_file_layout(world.bucket / f"red-{step}" / "adapter_model.safetensors")
+        for step, rows in enumerate((16, 16, 8)):
+            directory = write_adapter(world.root / "adapter", numbers=numbers[:rows])
+            kinds.append(publisher.publish(f"red-{step}", directory).kind)
+            numbers[:, ::100] += 1
+        with pytest.raises(PublishError, match="cannot be a delta: names, shapes, dtypes or files"):
+            publisher.publish("red-3", write_adapter(world.root / "other", numbers=numbers), kind="delta")
+    assert kinds == ["full", "delta", "full"]
+    stood_on = [signal.get("incremental_snapshot_metadata", {}) for signal in world.signals]
+    assert [link.get("previous_snapshot_identity") for link in stood_on] == [None, "red-0", None]
+    rebuild(world.bucket / "red-0", world.bucket / "red-1", world.root / "out", "arc_v2")
+    found = safetensors.numpy.load_file(world.root / "out" / "adapter_model.safetensors")
+    expected = numbers.copy()
+    expected[:, ::100] -= 2
+    assert np.allclose(found["base_model.model.q.lora_A.weight"], expected)
 
 
 def test_what_is_no_adapter_is_refused_before_anything_is_written(world: World) -> None:

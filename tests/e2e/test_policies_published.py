@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from policy_helpers import Adapters, checked, sample
+from policy_helpers import Adapters, checked, ready, sample
 from serving import Server, command, serve
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
@@ -57,6 +57,29 @@ def test_a_peft_model_is_published_again_and_again_and_sampled(server: Server, a
         "adapter_model.safetensors",
         MANIFEST_FILE,
     ]
+
+
+def test_an_adapter_that_changed_a_little_is_sent_as_a_delta(server: Server, adapters: Adapters) -> None:
+    prompt = list(range(5, 25))
+    for identity in ("sparse-1", "sparse-2", "sparse-3"):
+        adapters.make(identity, 7)
+    for model, step in (("sparse-2", 0.25), ("sparse-3", 0.5)):
+        for name, weights in adapters.made[model].named_parameters():
+            if "lora_" in name:
+                weights.data.view(-1)[::100] += step
+    found = []
+    with SnapshotPublisher(server.url, server.bucket.as_uri(), policy="sparse") as publisher:
+        for identity in ("sparse-1", "sparse-2", "sparse-3"):
+            done = publisher.publish(identity, adapter=adapters.made[identity])
+            found.append((done.kind, done.previous))
+            assert done.kind == "full" or done.bytes_sent < done.bytes_whole / 4
+            checked(adapters, sample(server, "sparse", prompt), identity, prompt)
+    assert found == [("full", None), ("delta", "sparse-1"), ("delta", "sparse-2")]
+    # A fork of it stands on the same files.
+    made = {"policy": "sparse-fork", "from": "sparse"}
+    assert httpx.post(f"{server.url}/v1/{server.deployment}/policies", json=made).status_code == 200
+    ready(server, "sparse-3", "sparse-fork")
+    checked(adapters, sample(server, "sparse-fork", prompt), "sparse-3", prompt)
 
 
 def test_an_adapter_is_published_from_a_shell_and_status_shows_it(

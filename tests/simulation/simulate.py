@@ -10,6 +10,7 @@ import simclock  # noqa: F401
 
 # isort: split
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -230,26 +231,28 @@ def smaller(bed: Bed, seed: int) -> list[int]:
 
 
 def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) -> int:
-    """Runs the seeds; the exit code."""
+    """Runs the seeds; the exit code. An interrupt ends the run, and what was found so far is told."""
     begun, counts, bad, tokens, simulated = time.monotonic(), Counter[str](), [], 0, 0.0
-    for number, found in enumerate(
-        run_many(bed, ((seed, ()) for seed in range(first, last)), processes), start=1
-    ):
-        counts.update(found["counts"])
-        tokens, simulated = tokens + found["tokens"], simulated + found["seconds"]
-        if found["wrong"]:
-            bad.append(found["seed"])
-            print(f"seed {found['seed']}: {found['wrong'][0][:2000]}", flush=True)
-            if not keep_going:
-                break
-        if number % 100 == 0:
-            print(f"{number} histories, {len(bad)} wrong, {time.monotonic() - begun:.0f} s", flush=True)
+    number = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for found in run_many(bed, ((seed, ()) for seed in range(first, last)), processes):
+            number += 1
+            counts.update(found["counts"])
+            tokens, simulated = tokens + found["tokens"], simulated + found["seconds"]
+            if found["wrong"]:
+                bad.append(found["seed"])
+                print(f"seed {found['seed']}: {found['wrong'][0][:2000]}", flush=True)
+                if not keep_going:
+                    break
+            if number % 100 == 0:
+                print(f"{number} histories, {len(bad)} wrong, {time.monotonic() - begun:.0f} s", flush=True)
     for what, count in sorted(counts.items()):
         print(f"{count:8} {what}")
     print(f"{tokens} tokens checked, {simulated:.0f} s simulated in {time.monotonic() - begun:.0f} s")
     if not bad:
-        print(f"seeds {first} to {last - 1}: nothing is wrong")
-        return 0
+        done = f"seeds {first} to {last - 1}" if number == last - first else f"interrupted after {number}"
+        print(f"{done}: nothing is wrong")
+        return 0 if number == last - first else 1
     seed = min(bad)
     out = smaller(bed, seed)
     print(

@@ -250,6 +250,23 @@ def test_tensors_in_memory_give_the_same_delta_as_files(tmp_path: Path) -> None:
     assert (tmp_path / "third/config.json").read_bytes() == (parent / "config.json").read_bytes()
 
 
+def test_the_delta_of_an_adapter_gives_the_adapter(tmp_path: Path) -> None:
+    made = []
+    for number, tensors in enumerate((arrays(), changed(arrays()))):
+        directory = tmp_path / f"adapter-{number}"
+        directory.mkdir()
+        save_file(dict(tensors), directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        (directory / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": number}))
+        made.append(directory)
+    parent, child = made
+    stats = encode_delta(parent, child, tmp_path / "delta", "arc_v2")
+    assert 0 < stats.bytes_out < stats.bytes_in
+    assert sorted(contents(tmp_path / "delta")) == ["adapter_config.json", "adapter_model.safetensors"]
+    verify(parent, tmp_path / "delta", "arc_v2", result=child)
+    rebuild(parent, tmp_path / "delta", tmp_path / "out", "arc_v2")
+    assert contents(tmp_path / "out") == contents(child)
+
+
 def test_a_chain_of_deltas(tmp_path: Path) -> None:
     state, parent = arrays(), checkpoint(tmp_path / "0", arrays(), 2)
     for step in range(1, 5):

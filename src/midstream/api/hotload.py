@@ -43,7 +43,7 @@ from midstream.core.errors import (
     SnapshotRefused,
 )
 from midstream.core.scopes import PUBLISH, forbidden
-from midstream.core.types import BASE_SNAPSHOT, Hint, ReplicaReport
+from midstream.core.types import BASE_SNAPSHOT, Hint, ReplicaReport, SnapshotFiles
 from midstream.fleet.access import grant_of
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
@@ -146,9 +146,10 @@ class _Api:
         place: Place | None = None,
         *,
         overwrite: bool = False,
+        parents: tuple[SnapshotFiles, ...] = (),
     ) -> SignalResult:
         """Make the snapshot the desired one. request: whose key must be good for it. place: where it lies, if not under its
-        identity; with one, the identity may be empty. Raises MidstreamError."""
+        identity; with one, the identity may be empty. parents: as in Signal. Raises MidstreamError."""
         check_signal(body, (view.report for view in deployment.replicas.views))
         url, bucket = await self._url(request, deployment, body.identity, place)
         # A signal names the snapshot beside its place, other calls name the place alone.
@@ -167,6 +168,7 @@ class _Api:
             checksum_format=body.checksum_format,
             max_cache_age=body.max_cache_age,
             ignore_config=body.ignore_config,
+            parents=parents,
         )
         state = await self._ledger.state(deployment.name)
         if state.snapshot == BASE_SNAPSHOT:

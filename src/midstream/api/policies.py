@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from midstream.api.signals import Place, SignalBody
+from midstream.api.signals import Metadata, Place, SignalBody
 from midstream.api.status import check_signal, replica_rows, unloaded
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
@@ -145,14 +145,10 @@ class PolicyApi:
         return JSONResponse({"name": policy.name})
 
     async def _source(self, policy: Deployment) -> Desired:
-        """What a fork of the policy begins with. Raises Conflict, InvalidRequest."""
+        """What a fork of the policy begins with. Raises Conflict."""
         desired = (await self._ledger.state(policy.name)).desired
         if desired is None or desired.url is None:
             raise Conflict(f"from: {policy.policy!r} has no snapshot yet", param="from")
-        if desired.parents:
-            raise InvalidRequest(
-                f"from: {desired.snapshot!r} stands on other snapshots; publish it whole", param="from"
-            )
         return desired
 
     async def _fork(self, request: Request, source: Desired, policy: Deployment, *, new: bool) -> None:
@@ -160,7 +156,9 @@ class PolicyApi:
         assert source.url is not None
         try:
             target = await self.ready(request, policy.host, policy.policy)
-            await self._take(request, target, SignalBody(source.snapshot), Place(source.url, "from"))
+            body = SignalBody(source.snapshot, incremental_snapshot_metadata=_metadata_of(source))
+            parents = tuple(msgspec.structs.replace(link, content=None) for link in source.parents)
+            await self._take(request, target, body, Place(source.url, "from"), parents=parents)
         except MidstreamError:
             if new:
                 await self.end(policy)
@@ -230,3 +228,10 @@ class PolicyApi:
 
 def _ends(name: str) -> Conflict:
     return Conflict(f"policy {name!r} is being ended; make it again once it is gone", param="policy")
+
+
+def _metadata_of(desired: Desired) -> Metadata | None:
+    """As the signal of an incremental snapshot had it."""
+    if desired.compression is None:
+        return None
+    return Metadata(desired.parents[-1].snapshot, desired.compression)

@@ -18,7 +18,7 @@ from midstream.api.signals import Place, SignalBody
 from midstream.api.status import SERVED_STAGES, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.scopes import OBSERVE, PUBLISH
-from midstream.core.types import Desired
+from midstream.core.types import Desired, SnapshotFiles
 from midstream.fleet.access import grant_of, shown_only
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
 from midstream.http.bodies import Body, fields_of, json_object, read_body
@@ -48,6 +48,7 @@ class Take(Protocol):
         place: Place | None = None,
         *,
         overwrite: bool = False,
+        parents: tuple[SnapshotFiles, ...] = (),
     ) -> SignalResult: ...
 
 

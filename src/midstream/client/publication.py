@@ -31,7 +31,8 @@ from midstream.client.server import (
 from midstream.core.errors import SnapshotError
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.layout import read_spec
+from midstream.snapshots.arc2.files import weights_files
+from midstream.snapshots.layout import TensorSpec, read_spec
 
 Kind = Literal["full", "delta"]
 Phase = Literal["writing", "encoding", "uploading", "loading"]
@@ -123,11 +124,8 @@ class Publishing:
         full_every: int,
         compression: Compression,
         hints: bool,
-        whole_only: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """whole_only: of a policy, whose snapshots are no deltas, and of which no parent is kept."""
-        self._whole_only = whole_only
         self._server = server
         self._bucket = bucket
         self._work = work
@@ -162,14 +160,12 @@ class Publishing:
         uploaded = self._monotonic()
         sent_bytes = size_bytes(delta if sent.parent is not None else staged)
         deltas = sent.parent.deltas + 1 if sent.parent is not None else 0
-        if not self._whole_only:
-            self._work.keep(staged, job.identity, sent.generation, deltas)
+        self._work.keep(staged, job.identity, sent.generation, deltas)
         job.tell("loading")
         try:
             status = self._server.wait_until_ready(job.identity, job.timeout_s, on_status=job.on_status)
         except SnapshotFailed:
-            if not self._whole_only:
-                self._work.forget()
+            self._work.forget()
             raise
         return Published(
             identity=job.identity,
@@ -187,8 +183,8 @@ class Publishing:
 
     def _parent_of(self, job: Job, staged: Path, delta: Path) -> tuple[Parent | None, str]:
         """The snapshot that a delta stands on, and why. The delta is written then. None for a full snapshot."""
-        parent = None if self._whole_only else self._work.parent
-        why = "an adapter is sent whole" if self._whole_only else why_full(job, parent, self._full_every)
+        parent = self._work.parent
+        why = why_full(job, parent, self._full_every)
         if why is None and self._bucket.exists(job.identity):
             why = "it replaces another snapshot of that name"
         if why is None:
@@ -206,10 +202,10 @@ class Publishing:
         if not self._server.status(retry_s=_retry_s(job)).stands_on(parent.identity, parent.generation):
             return f"the server does not stand on {parent.identity!r}"
         try:
-            before = read_spec(parent.directory)
+            before = _tensors(parent.directory)
         except SnapshotError as error:
             return f"the parent that was kept is not whole any more: {error}"
-        if before.tensors != read_spec(staged).tensors:
+        if before != _tensors(staged):
             return "names, shapes, dtypes or files of its tensors are not its parent's"
         return None
 
@@ -274,6 +270,11 @@ class _Sent(NamedTuple):
     parent: Parent | None
     why: str
     generation: int | None
+
+
+def _tensors(directory: Path) -> dict[str, TensorSpec]:
+    files = weights_files(directory)
+    return {name: spec for layout in files.values() for name, spec in layout.tensors.items()}
 
 
 def size_bytes(directory: Path) -> int:

@@ -79,7 +79,7 @@ class SnapshotPublisher:
     work_dir: the directory of the last published checkpoint, which deltas need. With one that outlives the trainer, a restarted
         trainer goes on with deltas. None: a temporary directory.
     hints: tell the server of each file as it arrives in the bucket, so that replicas fetch it early.
-    policy: publish adapters to this policy of the deployment, each one whole. Weights are then the directory of an adapter, as
+    policy: publish adapters to this policy of the deployment. Weights are then the directory of an adapter, as
         PEFT writes it, or a PEFT model, whose active adapter is taken. adapter: such a model, for calls that give no weights.
     """
 
@@ -131,7 +131,6 @@ class SnapshotPublisher:
             full_every=full_every,
             compression=compression,
             hints=hints and policy is None,
-            whole_only=policy is not None,
             monotonic=monotonic,
         )
         self._monotonic = monotonic

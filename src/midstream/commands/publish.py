@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from urllib.parse import quote
 
 from midstream.client import Published, SnapshotPublisher
 from midstream.client.publication import Kind, Phase
@@ -109,8 +110,7 @@ def _publish(options: argparse.Namespace) -> int:
             api_key=api_key(options),
             full_every=options.full_every,
             compression=options.format,
-            # Adapters are sent whole: what is kept for deltas stays as it is.
-            work_dir=options.work_dir if options.policy is None else None,
+            work_dir=_work_dir(options),
             policy=options.policy,
         ) as publisher,
     ):
@@ -129,6 +129,12 @@ def _publish(options: argparse.Namespace) -> int:
         )
     print(summary(done))
     return 0
+
+
+def _work_dir(options: argparse.Namespace) -> Path:
+    """Each policy has its own, as each has a last adapter of its own."""
+    place: Path = options.work_dir
+    return place if options.policy is None else place / f"policy-{quote(options.policy, safe='')}"
 
 
 def _check_server(options: argparse.Namespace) -> None:

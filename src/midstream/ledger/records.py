@@ -62,7 +62,8 @@ class Signal:
 
     previous: the snapshot that an incremental one is a difference to; None for a full one. sizes: of the files in the bucket,
     in bytes; None when unknown. content: the files by their manifest. overwrite: the identity means these files from now on,
-    whatever it meant before.
+    whatever it meant before. parents: the chain under an incremental snapshot of another policy, which this one takes over as
+    it is.
 
     identity: "": the ledger gives it one, `update-GENERATION-DIRECTORY`; a desired snapshot of this url with these files keeps
     its own.
@@ -80,6 +81,7 @@ class Signal:
     sizes: Mapping[str, int] | None = None
     content: Content | None = None
     overwrite: bool = False
+    parents: tuple[SnapshotFiles, ...] = ()
 
 
 @dataclass(frozen=True)

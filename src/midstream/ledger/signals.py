@@ -251,6 +251,8 @@ def _parents(
     if signal.previous is None:
         check_full(signal, known)
         return ()
+    if signal.parents:
+        return signal.parents
     parent = find(db, row.id, signal.previous)
     if parent is None:
         return parents_of(signal, known, None, 0, standing, chain_max)

@@ -28,8 +28,9 @@ from midstream.snapshots.arc2.files import (
     length,
     read,
     run,
+    weights_files,
 )
-from midstream.snapshots.layout import FileLayout, read_checkpoint
+from midstream.snapshots.layout import FileLayout
 from midstream.snapshots.messages import listed, shown, shown_value
 
 
@@ -72,7 +73,7 @@ def encode_delta(
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
 ) -> DeltaStats:
-    """Make `out`, which must not exist, the delta that turns the checkpoint `parent` into `child`.
+    """Make `out`, which must not exist, the delta that turns the checkpoint `parent` into `child`. Both may be adapters.
 
     The delta has the parent's shards, whatever shards the child has. The child's other files go with the delta.
     level: None for ours. threads: None for one per core. Raises SnapshotIncompatible when a name, shape
@@ -106,7 +107,7 @@ def encode_tensors(
 ) -> DeltaStats:
     """As `encode_delta`, from tensors in memory. others: the directory of the other files; None is the parent."""
     started = time.perf_counter()
-    _, layouts = read_checkpoint(parent)
+    layouts = weights_files(parent)
     _check_same(layouts, tensors)
     total = sum(length(r) for layout in layouts.values() for r in layout.ranges.values())
     meter = Meter(total, cancelled, progress)

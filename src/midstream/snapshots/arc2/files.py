@@ -17,8 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
+from midstream.snapshots.adapter import ADAPTER_WEIGHTS_FILE, is_adapter
 from midstream.snapshots.content import MANIFEST_FILE
-from midstream.snapshots.layout import INDEX_FILE, PICKLED, TensorSpec, read_checkpoint
+from midstream.snapshots.layout import (
+    INDEX_FILE,
+    PICKLED,
+    FileLayout,
+    TensorSpec,
+    read_checkpoint,
+    read_file_layout,
+)
 from midstream.snapshots.messages import shown
 
 #: Gets the bytes of weights done, and of all. Worker threads call it, one at a time.
@@ -164,11 +172,17 @@ class FileTensor:
         return np.memmap(self._path, np.uint8, "r", begin, (end - begin,)).data
 
 
+def weights_files(directory: Path) -> dict[str, FileLayout]:
+    """The weights files of a checkpoint, or of an adapter, by name. Raises the errors of read_checkpoint."""
+    if is_adapter(directory):
+        return {ADAPTER_WEIGHTS_FILE: read_file_layout(directory / ADAPTER_WEIGHTS_FILE)}
+    return read_checkpoint(directory)[1]
+
+
 def checkpoint_tensors(directory: Path) -> dict[str, FileTensor]:
-    """The tensors of a checkpoint by name. Raises the errors of read_checkpoint."""
-    _, files = read_checkpoint(directory)
+    """The tensors of a checkpoint, or of an adapter, by name. Raises the errors of read_checkpoint."""
     return {
         name: FileTensor(directory / file, spec, layout.ranges[name])
-        for file, layout in files.items()
+        for file, layout in weights_files(directory).items()
         for name, spec in layout.tensors.items()
     }

@@ -34,12 +34,12 @@ from midstream.snapshots.arc2.files import (
     length,
     read,
     run,
+    weights_files,
     write,
 )
 from midstream.snapshots.layout import (
     INDEX_FILE,
     FileLayout,
-    read_checkpoint,
     read_file_layout,
     read_weight_map,
 )
@@ -56,7 +56,7 @@ def rebuild(
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Make `out`, which must not exist, the whole checkpoint that `delta` turns `parent` into.
+    """Make `out`, which must not exist, the whole checkpoint, or adapter, that `delta` turns `parent` into.
 
     threads: None for one per core. Raises SnapshotMissing (a file is not there), SnapshotCorrupt (a file, blob or checksum is
     wrong), SnapshotIncompatible (the delta has another parent), RebuildCancelled, SnapshotError (the disk refuses). The
@@ -139,7 +139,7 @@ def _writer(files: Mapping[str, int]) -> _Sink:
 
 
 def _matched(parent: Path, delta: Path) -> list[_Shard]:
-    _, layouts = read_checkpoint(parent)
+    layouts = weights_files(parent)
     _check_index(parent, delta)
     _check_files(parent, delta, layouts.keys())
     shards = []
