@@ -180,7 +180,7 @@ bench-delta: setup setup-fireworks
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
 
-bench-policies: setup
+bench-policies: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python policies.py --write $(BENCH_ARGS)
 
 # No prerequisite: it says itself what is missing, and its set-up is a piece with a limit of its own.
