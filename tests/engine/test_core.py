@@ -15,6 +15,7 @@ import torch
 from engine_helpers import Collected, Reference, needs_compiler, reference, request, run
 from safetensors.torch import load_file, save_file
 from tiers import slow
+from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
 from midstream.core.errors import ConfigError
@@ -331,6 +332,13 @@ def test_alternatives_of_prompt_tokens_survive_chunked_prefill(
     assert [len(r.top_logprobs) for r in got.prompt] == [0] + [3] * 63
     best = [r.top_logprobs[0].logprob for r in got.prompt[1:]]
     assert all(top >= r.logprob for top, r in zip(best, got.prompt[1:], strict=True))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0, :-1].float()
+    own = logits.gather(1, torch.tensor(prompt[1:])[:, None])
+    above, near = (logits > own + 1e-4).sum(-1).tolist(), (logits > own - 1e-4).sum(-1).tolist()
+    assert all(low < r.rank <= high + 1 for low, high, r in zip(above, near, got.prompt[1:], strict=True))
+    assert got.prompt[0].rank == 0
 
 
 def test_a_snapshot_with_weights_that_are_not_finite_is_not_staged(

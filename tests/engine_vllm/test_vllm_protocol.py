@@ -218,6 +218,7 @@ def test_prompt_records_are_those_of_the_prompt_s_last_tokens(name: str, top: in
     assert (records[0].logprob, records[0].top_logprobs) == (0.0, ())
     for record, scores in zip(records[1:], raw[1:], strict=True):
         assert record.logprob == scores[str(record.token_id)]["logprob"]
+        assert record.rank == scores[str(record.token_id)]["rank"]
         best = sorted((s["rank"], int(i), s["logprob"]) for i, s in scores.items())[:top]
         assert record.top_logprobs == tuple(TopLogprob(i, logprob) for _, i, logprob in best)
         assert len(record.top_logprobs) == top

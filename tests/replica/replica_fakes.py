@@ -71,6 +71,10 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(byte_tokenizer().encode(text).ids)
 
 
+#: Of each prompt token.
+RANK = 77
+
+
 def record(
     token: int, position: int, request: GenerateRequest, snapshot: str, *, prompt: bool
 ) -> TokenRecord:
@@ -87,6 +91,7 @@ def record(
         if first
         else tuple(TopLogprob(65 + i, -0.5 - i) for i in range(request.top_logprobs)),
         near_tie=NEAR_ROUTER if position % 7 == 6 else 0,
+        rank=RANK if prompt and not first else 0,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from replica_fakes import MODEL, FakeEngine, Running, ids
+from replica_fakes import MODEL, RANK, FakeEngine, Running, ids
 from test_replica_tool_api import engine_saying
 from test_replica_tool_api import play as play_with
 from test_replica_wire import play, refusal
@@ -452,8 +452,8 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> 
     play(tmp_path, FakeEngine(), scenario)
 
 
-def test_a_token_outside_its_alternatives_has_no_rank_to_sort_by(tmp_path: Path) -> None:
-    """TRL's distillation sorts by rank and fails on null. The rank is not known here."""
+def test_a_token_outside_its_alternatives_has_its_own_rank(tmp_path: Path) -> None:
+    """TRL's distillation sorts by rank, and fails on null."""
 
     async def scenario(here: Running) -> None:
         post = TAKEN["trl-teacher"]
@@ -461,7 +461,7 @@ def test_a_token_outside_its_alternatives_has_no_rank_to_sort_by(tmp_path: Path)
             post.path, json={**post.body, "prompt": [65, 120], "prompt_logprobs": 8}
         )
         (_, entries) = answer.json()["choices"][0]["prompt_logprobs"]
-        assert [entry["rank"] for entry in entries.values()] == [None, *range(1, 9)]
+        assert [entry["rank"] for entry in entries.values()] == [RANK, *range(1, 9)]
         assert entries["120"]["logprob"] == -1.0
 
     play(tmp_path, FakeEngine(), scenario)

@@ -11,7 +11,18 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from replica_fakes import IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse, write_tokenizer
+from replica_fakes import (
+    IM_END,
+    IM_START,
+    MODEL,
+    RANK,
+    FakeEngine,
+    Running,
+    ids,
+    running,
+    sse,
+    write_tokenizer,
+)
 
 from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.core.types import ENGINE_FEATURES, EngineCard, ModelInfo
@@ -329,8 +340,8 @@ def test_the_prompts_log_probabilities_come_in_vllms_shape(tmp_path: Path) -> No
         best = {"logprob": -0.5, "rank": 1, "decoded_token": "A"}
         assert first == [
             None,
-            {"65": best, "98": {"logprob": -1.0, "rank": None, "decoded_token": "b"}},
-            {"65": best, "99": {"logprob": -2.0, "rank": None, "decoded_token": "c"}},
+            {"65": best, "98": {"logprob": -1.0, "rank": RANK, "decoded_token": "b"}},
+            {"65": best, "99": {"logprob": -2.0, "rank": RANK, "decoded_token": "c"}},
         ]
         assert len(second) == 2
         told = await say(here, prompt_logprobs=0)

@@ -47,6 +47,8 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
         None when not asked for, on a dense model, and on the first prompt token.
     near_tie: bits of NEAR_TIES: choices of that pass that another rounding of the same numbers may make differently. A
         prompt token has no other than "router". 0 also where the engine cannot tell.
+    rank: the token's place among all by its logit, from 1. 0 where it is not known: it is told of prompt tokens that were
+        asked for with alternatives.
     """
 
     token_id: int
@@ -56,6 +58,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     route: bytes | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
     near_tie: int = 0
+    rank: int = 0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

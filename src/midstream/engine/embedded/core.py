@@ -44,7 +44,7 @@ from midstream.engine.embedded.loading import (
 )
 from midstream.engine.embedded.model_runner import ModelRunner, dispose
 from midstream.engine.embedded.protocol import embedded_card
-from midstream.engine.embedded.sampler import new_sampler
+from midstream.engine.embedded.sampler import new_sampler, ranks_of
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
 from midstream.engine.embedded.weights import Retired, Weights, WeightStore, load_adapter_beside
 from midstream.engine.step import Sampled, route_dtype
@@ -323,9 +323,10 @@ class EngineCore:
         taken = None if routes is None else routes[at]
         ties, epochs = self.runner.router_ties[at], self.runner.epochs[at]
         self._scores.write(slots, np.array(scored.logprobs), taken, epochs, ties)
-        for (work, position, _), top in zip(scores, scored.top, strict=True):
+        ranks = ranks_of(logits, targets) if any(tops) else [0] * len(targets)
+        for (work, position, _), top, rank in zip(scores, scored.top, ranks, strict=True):
             if top:
-                work.seq.prompt_tops[position + 1] = _alternatives(top)
+                work.seq.prompt_tops[position + 1] = _alternatives(top), rank
 
     def _keep_last_sampled(self, sequences: SequenceOf[Sequence]) -> None:
         """Store the score of each sequence's newest generated token.
@@ -468,6 +469,7 @@ class EngineCore:
                 continue
             logprob, ordinal, route, router_tie = self._scores.read(self._slot(seq, position))
             assert ordinal != NO_SNAPSHOT, f"prompt position {position} was not scored"
+            top, rank = seq.prompt_tops.get(position, ((), 0))
             records.append(
                 TokenRecord(
                     token_id=seq.tokens[position],
@@ -475,8 +477,9 @@ class EngineCore:
                     sampling_logprob=None,
                     snapshot=self.snapshots[ordinal],
                     route=route if seq.request.want_routes else None,
-                    top_logprobs=seq.prompt_tops.get(position, ()),
+                    top_logprobs=top,
                     near_tie=router_tie,
+                    rank=rank,
                 )
             )
         return tuple(records)

@@ -108,6 +108,12 @@ def score(logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[i
     return Sampled(list(targets), values, values, _top(raw, top_logprobs), [0] * len(values))
 
 
+def ranks_of(logits: torch.Tensor, targets: Sequence[int]) -> list[int]:
+    """The place of each row's target among all tokens, from 1. logits: [rows, vocab]."""
+    own = logits.gather(1, torch.tensor(list(targets), device=logits.device).unsqueeze(1))
+    return ((logits > own).sum(dim=-1) + 1).tolist()
+
+
 def _top(raw: torch.Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
     most = max(counts, default=0)
     if most == 0:

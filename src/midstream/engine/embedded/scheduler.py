@@ -54,7 +54,7 @@ class Sequence:
     position, epoch). packed: its tokens in the form in which they are matched.
     cursor: the next position to run. It is below `computed` only to get the logits there again.
     cached_tokens, queued_s: set at the first admission. last_sampled: of the newest generated token, raw logprob, snapshot,
-    route and router tie. prompt_tops: alternatives of prompt tokens, until they are announced.
+    route and router tie. prompt_tops: alternatives of prompt tokens and their own ranks, until they are announced.
     epoch: of the weights that computed its first own KV. reported_epoch: the epoch in which the source of its KV was last
     reported; -1: not since it was admitted. announced: its first event, with cached_tokens and prompt records, was made.
     """
@@ -74,7 +74,7 @@ class Sequence:
     queued_s: float = 0.0
     cached_tokens: int | None = None
     last_sampled: tuple[float, int, bytes | None, int] | None = None
-    prompt_tops: dict[int, tuple[TopLogprob, ...]] = field(default_factory=dict)
+    prompt_tops: dict[int, tuple[tuple[TopLogprob, ...], int]] = field(default_factory=dict)
     epoch: int = 0
     reported_epoch: int = -1
     announced: bool = False

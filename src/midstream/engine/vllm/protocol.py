@@ -258,7 +258,7 @@ def _prompt_record(
         )
     ranked = sorted((r.rank, i, r.logprob) for i, r in scores.items() if r.rank and r.rank <= top)
     best = tuple([TopLogprob(i, logprob) for _, i, logprob in ranked])
-    return TokenRecord(token, own.logprob, None, snapshot, None, best)
+    return TokenRecord(token, own.logprob, None, snapshot, None, best, rank=own.rank or 0)
 
 
 def problem(request: GenerateRequest) -> str | None:

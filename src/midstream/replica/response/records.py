@@ -91,7 +91,7 @@ class RecordEncoder:
         best = record.top_logprobs[: self._checked.prompt_logprobs or 0]
         token = record.token_id
         # Holds the first place; it is replaced where the token is an alternative.
-        scores = {token: PromptScore(finite(record.logprob), None, self._label(token)[0])}
+        scores = {token: PromptScore(finite(record.logprob), record.rank or None, self._label(token)[0])}
         for rank, top in enumerate(best, 1):
             scores[top.token_id] = PromptScore(finite(top.logprob), rank, self._label(top.token_id)[0])
         return scores

@@ -54,7 +54,7 @@ Logprobs = ContentLogprobs | LegacyLogprobs
 
 class PromptScore(msgspec.Struct):
     logprob: float
-    #: From 1 on, among all tokens. None: not among the alternatives that were asked for.
+    #: From 1 on, among all tokens. None: the engine does not tell it.
     rank: int | None
     decoded_token: str
 
